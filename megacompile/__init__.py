@@ -18,13 +18,15 @@ if (_checkout / "pyproject.toml").exists() and (_checkout / "passes").is_dir():
 from megacompile.errors import MegacompileError  # noqa: E402  (after the path is complete)
 from megacompile.version import __version__  # noqa: E402, F401  (public)
 
-__all__ = ["AdamW", "CheckpointWriter", "MegacompileError", "explain_capture", "from_pretrained", "latest_checkpoint",
-           "layer_stack", "load_checkpoint", "register_layers", "save_checkpoint", "schedule", "stream"]
+__all__ = ["SGD", "AdamW", "CheckpointWriter", "Lion", "MegacompileError", "explain_capture", "from_pretrained",
+           "latest_checkpoint", "layer_stack", "load_checkpoint", "register_layers", "save_checkpoint", "schedule", "stream"]
 
 #: The module of each public name. The imports under `TYPE_CHECKING` below tell type checkers the same; a test compares both.
 _MODULE_OF = {
     "AdamW": "megacompile.streaming.optimizer.adamw",
     "CheckpointWriter": "megacompile.checkpoint",
+    "Lion": "megacompile.streaming.optimizer.lion",
+    "SGD": "megacompile.streaming.optimizer.sgd",
     "explain_capture": "megacompile.capture_report",
     "from_pretrained": "megacompile.loading",
     "latest_checkpoint": "megacompile.checkpoint",
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from megacompile.loading import from_pretrained
     from megacompile.scheduling import schedule
     from megacompile.streaming.optimizer.adamw import AdamW
+    from megacompile.streaming.optimizer.lion import Lion
+    from megacompile.streaming.optimizer.sgd import SGD
 else:
     def __getattr__(name: str) -> Any:
         """Imports a public name or a module of the package on first access."""

@@ -29,6 +29,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch_concat import join
 from megacompile.inputs.token_counts import TokenRate
 from megacompile.streaming.optimizer.adamw import AdamW
+from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.trainers.trainer_arguments import check_arguments, check_model, refuse_other_forwards
 
@@ -83,14 +84,14 @@ class Trainer(transformers.Trainer):
         check_arguments(self.args, check_model(self.model))
         refuse_other_forwards(self.model, type(self).__name__)
         optimizer = super().create_optimizer(*args, **kwargs)
-        self._adamw.max_grad_norm = _max_grad_norm(self._adamw, self.args.max_grad_norm)
+        self._streamed_optimizer.max_grad_norm = _max_grad_norm(self._streamed_optimizer, self.args.max_grad_norm)
         return optimizer
 
     @property
-    def _adamw(self) -> AdamW:
+    def _streamed_optimizer(self) -> StreamedOptimizer:
         """The optimizer, without Accelerate's wrapper."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        if not isinstance(optimizer, AdamW):
+        if not isinstance(optimizer, StreamedOptimizer):
             raise MegacompileError(f"a streamed model is trained with megacompile.AdamW, not {type(optimizer).__name__}: leave "
                                    "the optimizer out, or pass optimizers=(megacompile.AdamW(model.parameters(), ...), None)")
         return optimizer
@@ -114,7 +115,7 @@ class Trainer(transformers.Trainer):
             return torch.stack([self._separate_step(model, each, num_items_in_batch) for each in batches]).sum()
         model.train()
         denominator = self._loss_denominator(num_items_in_batch)
-        return model.megacompile.train_step({**batch, "num_items_in_batch": denominator}, self._adamw)
+        return model.megacompile.train_step({**batch, "num_items_in_batch": denominator}, self._streamed_optimizer)
 
     def _separate_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Trainer's own step: forward and backward of one batch."""
@@ -156,7 +157,7 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Calls `save_checkpoint` instead of writing two pickles. The state is written tile by tile, and is on disk when this
         returns."""
-        save_checkpoint(Path(output_dir, STATE), self.model, self._adamw, scheduler=self.lr_scheduler, keep=1)
+        save_checkpoint(Path(output_dir, STATE), self.model, self._streamed_optimizer, scheduler=self.lr_scheduler, keep=1)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Reads the state tile by tile and restores masters, moments and scheduler bit-exactly. A checkpoint that
@@ -164,7 +165,7 @@ class Trainer(transformers.Trainer):
         if checkpoint is None or not Path(checkpoint, STATE).exists():
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            load_checkpoint(Path(checkpoint, STATE), self.model, self._adamw, scheduler=self.lr_scheduler)
+            load_checkpoint(Path(checkpoint, STATE), self.model, self._streamed_optimizer, scheduler=self.lr_scheduler)
 
     # ---------------------------------------------------------------- logs
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -176,7 +177,7 @@ class Trainer(transformers.Trainer):
         if "train_runtime" in logs:
             self._token_rate.end()
         if "grad_norm" in logs:
-            norm = self._adamw.grad_norm
+            norm = self._streamed_optimizer.grad_norm
             if norm is not None:
                 logs["grad_norm"] = norm
             else:
@@ -201,7 +202,7 @@ def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) ->
     return captured.counts_places and (len(lengths) > 1 or "position_ids" in batches[0])
 
 
-def _max_grad_norm(optimizer: AdamW, argument: float) -> float | None:
+def _max_grad_norm(optimizer: StreamedOptimizer, argument: float) -> float | None:
     """The maximum norm that the optimizer and TrainingArguments agree on. `argument`: 0 and infinity mean no clipping."""
     wanted = argument if argument and argument < math.inf else None
     if optimizer.overlap is not None and wanted is not None:

@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Any
 
 from megacompile.runtime.kernels import Batch
-from megacompile.runtime.optimizer.adam import AdamSegment
+from megacompile.runtime.optimizer.rule import Rule, Segment
 
 #: Held while a step is numbered or counted, or its count is rolled back, by callers and lanes.
 counting = threading.Lock()
@@ -28,17 +28,18 @@ Norms = Mapping[str, Mapping[str, float]]
 class Update:
     """One optimizer step.
 
-    `segments`: for each tile, the runs of its host tile's elements to update, with their hyper-parameters. `counted`: for each
-    tile, the positions of the parameters whose gradients count in the norm. `done`: tiles that are updated; running a failed
-    step again updates the others. `halfway`: tiles whose weights are updated but not their moments. `begun`: the parameters'
-    step counts include this step. `on_arrival`: tiles are updated before the global norm is known. `kept`: tiles that were not
-    updated on arrival because their own gradients were not finite, with their norms; they are `done` too. `batches`: the
-    batches that the gradients are of. `judged`: set once the global norm is known.
+    `rule`: what updates elements. `segments`: for each tile, the runs of its host tile's elements to update, with their
+    hyper-parameters. `counted`: for each tile, the positions of the parameters whose gradients count in the norm. `done`: tiles
+    that are updated; running a failed step again updates the others. `halfway`: tiles whose weights are updated but not their
+    moments. `begun`: the parameters' step counts include this step. `on_arrival`: tiles are updated before the global norm is
+    known. `kept`: tiles that were not updated on arrival because their own gradients were not finite, with their norms; they
+    are `done` too. `batches`: the batches that the gradients are of. `judged`: set once the global norm is known.
 
     `refused`: gradients were not finite, and nothing was updated. `report` is called, with the norms, in the lane that finds
     gradients that are not finite; it may raise."""
 
-    segments: Mapping[str, list[AdamSegment]]
+    rule: Rule
+    segments: Mapping[str, list[Segment]]
     counted: Mapping[str, list[int]]
     max_grad_norm: float | None = None
     done: set[str] = field(default_factory=set)
@@ -69,7 +70,7 @@ class Update:
         """Whether the step has changed any tile."""
         return bool(self.done or self.halfway)
 
-    def pending(self, tile: str) -> Sequence[AdamSegment]:
+    def pending(self, tile: str) -> Sequence[Segment]:
         """The segments of a tile that are still to be updated."""
         return () if self.refused or tile in self.done else self.segments.get(tile, ())
 

@@ -1,7 +1,7 @@
 """The ops that add up gradients in host memory, clip them and update tiles."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, fx
@@ -9,9 +9,11 @@ from torch import Tensor, fx
 from megacompile.ir.program import argument
 from megacompile.runtime.frame import Frame, gradients_of, norms_of, own_bytes, sums_of
 from megacompile.runtime.memory.arena import Gradients, State
+from megacompile.runtime.memory.segments import at_home, in_slot
 from megacompile.runtime.memory.shards import Share
-from megacompile.runtime.memory.tile_part import at_home, in_slot
-from megacompile.runtime.optimizer import adam as host
+from megacompile.runtime.optimizer import host_kernels as host
+from megacompile.runtime.optimizer import host_update
+from megacompile.runtime.optimizer.rule import Part
 from megacompile.runtime.update import Update
 from megacompile.runtime.visiting import visit
 
@@ -71,12 +73,12 @@ def _adam(frame: Frame, node: fx.Node) -> None:
 def _adam_weights(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
     if argument(node, "tile") not in _updating(frame).halfway:
-        _update(frame, node, tile, gradients_of(tile), host.Part.WEIGHTS)
+        _update(frame, node, tile, gradients_of(tile), Part.WEIGHTS)
 
 
 def _adam_moments(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
-    _update(frame, node, tile, gradients_of(tile), host.Part.MOMENTS)
+    _update(frame, node, tile, gradients_of(tile), Part.MOMENTS)
 
 
 def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
@@ -85,17 +87,17 @@ def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
 
 
 def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Tensor,
-            part: host.Part = host.Part.WHOLE) -> None:
+            part: Part = Part.WHOLE) -> None:
     """Updates a tile on the host. `gradients`: [elements] of the host tile, in the weights' dtype or FP32."""
     update, home = _updating(frame), tile.home
     if update.on_arrival and gradients is not home.sums and tile.layout.name in update.segments:
         update.judge_tile(tile.layout.name, _norms(frame, update, tile.layout.name))
     if segments := update.pending(tile.layout.name):
-        assert home.m is not None and home.v is not None, "the optimizer made no state"
+        assert home.moments, "the optimizer made no state"
         frame.store.preserve(tile.layout.name)
-        host.adamw(home.layout.flat(home.weights), home.remainder, gradients, home.m, home.v, at_home(segments, tile.runs),
-                   _gradient_scale(frame, node), part=part)
-        if part == host.Part.WEIGHTS:
+        host_update.update(update.rule, home.layout.flat(home.weights), home.remainder, gradients, at_home(segments, tile),
+                           _gradient_scale(frame, node), part=part)
+        if part == Part.WEIGHTS:
             update.halfway.add(tile.layout.name)
         else:
             _updated(update, tile)
@@ -108,8 +110,8 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
         # On arrival the device itself checks the norms: otherwise the host would wait for the device in every layer.
         judged = (gradients.norms, frame.arena.verdict(tile.layout.name, update)) if update.on_arrival else None
         own = tile.layout.flat(own_bytes(tile, weights.memory))
-        frame.backend.adamw(own, state.remainder, gradients.flat, state.m, state.v,
-                            in_slot(segments, tile.runs), _gradient_scale(frame, node), judged)
+        frame.backend.update(update.rule, own, state.remainder, gradients.flat, in_slot(segments, tile, state.moments),
+                             _gradient_scale(frame, node), judged)
         _updated(update, tile)
 
 
@@ -117,7 +119,7 @@ def _adam_visiting(frame: Frame, node: fx.Node) -> None:
     update, tile = _updating(frame), frame.store[argument(node, "tile")]
     if segments := update.pending(tile.layout.name):
         frame.store.preserve(tile.layout.name)
-        visit(frame.backend, frame.memory(argument(node, "into")), tile, segments, _gradient_scale(frame, node))
+        visit(frame.backend, update.rule, frame.memory(argument(node, "into")), tile, segments, _gradient_scale(frame, node))
         _updated(update, tile)
 
 
@@ -139,27 +141,39 @@ def _updated(update: Update, tile: Share) -> None:
 def _fetch_state(frame: Frame, node: fx.Node) -> State:
     tile = frame.store[argument(node, "tile")]
     state = frame.arena.state(argument(node, "into"), tile.layout)
-    for there, here in zip(state.parts, _state(tile), strict=True):
-        if there is not None and here is not None:
-            for in_it, at_home in tile.runs:
-                there[in_it].copy_(here[at_home])
-        elif there is not None:  # no optimizer has allocated moments yet
+    for there, here in _state(tile, state):
+        if here is None:  # no optimizer has allocated moments yet
             there.zero_()
+        else:
+            there.copy_(here)
     return state
 
 
 def _store_state(frame: Frame, node: fx.Node) -> None:
     frame.store.preserve(argument(node, "tile"))
     tile, state = frame.store[argument(node, "tile")], frame.read(node, "state")
-    for there, here in zip(state.parts, _state(tile), strict=True):
-        if there is not None and here is not None:
-            for in_it, at_home in tile.runs:
-                here[at_home].copy_(there[in_it])
+    for there, here in _state(tile, state):
+        if here is not None:
+            here.copy_(there)
 
 
-def _state(tile: Share) -> tuple[Tensor | None, ...]:
-    """The host tile's optimizer state, in the order of `State.parts`."""
-    return tile.home.m, tile.home.v, tile.home.remainder
+def _state(tile: Share, state: State) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Parts of a tile's state in its slot, and the same parts in host memory: None where these are not allocated."""
+    home = tile.home
+    if state.remainder is not None:
+        for here, there in tile.runs:
+            yield state.remainder[here], None if home.remainder is None else home.remainder[there]
+    for position, s in enumerate(tile.layout.slices):
+        if s.count == 0 or not tile.layout.state_of(position).moments:
+            continue
+        away = tile.layout.state_layout.at(state.moments, position, 0, s.count)
+        at = home.layout.position_of[s.name]
+        first = tile.layout.at_home(position).start - home.layout.slices[at].start
+        here = home.layout.state_layout.at(home.moments, at, first, first + s.count) if home.moments else None
+        for index, values in enumerate(away.values):
+            yield values, None if here is None else here.values[index]
+        for index, scales in enumerate(away.scales):
+            yield scales, None if here is None else here.scales[index]
 
 
 UPDATE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(

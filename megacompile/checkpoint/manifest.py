@@ -6,8 +6,9 @@ in the manifest depends on a plan, a batch or a device.
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,23 @@ import torch
 from megacompile import schema
 from megacompile.checkpoint.files import DTYPES, TENSOR_FILE, Entry, Written, write_file
 from megacompile.errors import CheckpointError
+from megacompile.runtime.memory.state_layout import scale_of
+from megacompile.runtime.optimizer.state_format import FLOAT32, FORMATS
 from megacompile.system.regular_files import read_regular
 
 NAME = "manifest.json"
 FORMAT, VERSION = "megacompile checkpoint", 1
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
-#: The parts of a parameter: its weight, and the state that an optimizer keeps for it.
-MOMENTS = frozenset(("exp_avg", "exp_avg_sq"))
-PARTS = ("weight", "remainder", *sorted(MOMENTS))
+#: The parts of a parameter besides its moments, and what the name of moments' scales ends with.
+_OTHERS = frozenset(("weight", "remainder"))
+_SCALE = scale_of("")
 #: Limit for step numbers: float64 represents all integers up to here.
 MOST_STEPS = 2**53
 
 _file = schema.text(TENSOR_FILE.pattern, "the name of a file in a checkpoint")
 _size = schema.whole(0, 2**63 - 1)
+_part = schema.text("[a-z][a-z_]{0,63}", "a part of a parameter")
 _step = schema.whole(0, MOST_STEPS)
 _name = schema.text()
 #: The schema of a manifest without `format`, `version` and `crc32`. Encoded values are checked when they are decoded.
@@ -39,7 +43,8 @@ _BODY = schema.record({
     "model": _name,
     "tensors": schema.table(_name, schema.record({
         "dtype": schema.one_of(_DTYPE_NAMES), "shape": schema.sequence(_size), "trained": schema.flag, "file": _file,
-        "parts": schema.distinct(schema.sequence(schema.one_of(PARTS))), "step": schema.optional(_step)})),
+        "parts": schema.distinct(schema.sequence(_part)), "step": schema.optional(_step)},
+        optional={"format": schema.one_of(FORMATS)})),
     "files": schema.table(_file, schema.record({
         "bytes": _size, "crc32": schema.text("[0-9a-f]{8}", "eight hexadecimal digits")})),
     "groups": schema.sequence(schema.distinct(schema.sequence(_name))),
@@ -54,7 +59,8 @@ _BODY = schema.record({
 @dataclass(frozen=True)
 class Saved:
     """A parameter or buffer, and the file that contains it. `parts`: "weight" and the optimizer's state ("exp_avg",
-    "exp_avg_sq", "remainder"). `step`: the number of its updates; None if there is no optimizer state, and so no moments."""
+    "exp_avg_sq", "remainder", ...). `step`: the number of its updates; None if there is no optimizer state, and so no moments.
+    `format`: of the moments."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,10 +68,14 @@ class Saved:
     file: str
     parts: tuple[str, ...] = ("weight",)
     step: int | None = None
+    format: str = FLOAT32.name
 
     def entry(self, name: str, part: str) -> Entry:
-        """The file entry of a part. Moments are fp32 and remainders int16, for any dtype of the weight."""
-        dtype = {"weight": self.dtype, "remainder": torch.int16}.get(part, torch.float32)
+        """The file entry of a part."""
+        moments = FORMATS[self.format]
+        if part.endswith(_SCALE):
+            return Entry(f"{part}:{name}", torch.float32, (moments.scales(math.prod(self.shape)),))
+        dtype = {"weight": self.dtype, "remainder": torch.int16}.get(part, moments.dtype)
         return Entry(f"{part}:{name}", dtype, self.shape)
 
     def entries(self, name: str) -> list[Entry]:
@@ -94,8 +104,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Raises `OSError`."""
         body = dict(format=FORMAT, version=VERSION, **asdict(self))
-        body["tensors"] = {name: {**asdict(saved), "dtype": str(saved.dtype).removeprefix("torch.")}
-                           for name, saved in self.tensors.items()}
+        body["tensors"] = {name: _as_json(saved) for name, saved in self.tensors.items()}
         write_file(folder / NAME, [json.dumps({"crc32": _checksum(body), **body}, indent=1).encode("ascii")])
 
     @classmethod
@@ -125,8 +134,22 @@ class Manifest:
             raise CheckpointError(f"{path} is not a valid manifest ({error}): use another checkpoint") from error
         body["files"] = {name: Written(**written) for name, written in body["files"].items()}
         body["tensors"] = {name: Saved(_DTYPE_NAMES[saved["dtype"]], tuple(saved["shape"]), saved["trained"], saved["file"],
-                                       tuple(saved["parts"]), saved["step"]) for name, saved in body["tensors"].items()}
+                                       tuple(saved["parts"]), saved["step"], saved.get("format", FLOAT32.name))
+                           for name, saved in body["tensors"].items()}
         return cls(**body)
+
+
+def moments(parts: Iterable[str]) -> list[str]:
+    """The names of moments and of their scales among the parts of a parameter."""
+    return [part for part in parts if part not in _OTHERS]
+
+
+def _as_json(saved: Saved) -> dict[str, Any]:
+    """Moments in float32, as most are, are not mentioned."""
+    found = {**asdict(saved), "dtype": str(saved.dtype).removeprefix("torch.")}
+    if saved.format == FLOAT32.name:
+        del found["format"]
+    return found
 
 
 def _check_relations(body: Mapping[str, Any]) -> None:
@@ -135,9 +158,10 @@ def _check_relations(body: Mapping[str, Any]) -> None:
     for name, saved in tensors.items():
         if saved["file"] not in body["files"]:
             raise schema.SchemaError(f"it does not list {saved['file']}, which holds {name}")
-        needed = {"weight"} if saved["step"] is None else {"weight", *MOMENTS}
-        if missing := needed.difference(saved["parts"]):
-            raise schema.SchemaError(f"{name} has no {min(missing)}")
+        if "weight" not in saved["parts"]:
+            raise schema.SchemaError(f"{name} has no weight")
+        if saved["step"] is not None and not moments(saved["parts"]):
+            raise schema.SchemaError(f"{name} has no moments")
     steps = max((saved["step"] for saved in tensors.values() if saved["step"] is not None), default=0)
     if body["step"] != steps:
         raise schema.SchemaError(f"it is from step {body['step']}, but its tensors are from step {steps}")
@@ -145,7 +169,7 @@ def _check_relations(body: Mapping[str, Any]) -> None:
     if len(set(grouped)) != len(grouped):
         raise schema.SchemaError("a parameter is in two groups")
     for name in tensors.keys() & set(grouped):  # parameters in no group may have unused moments in their tile
-        if tensors[name]["step"] is None and not MOMENTS.isdisjoint(tensors[name]["parts"]):
+        if tensors[name]["step"] is None and moments(tensors[name]["parts"]):
             raise schema.SchemaError(f"{name} has moments but no step")
     if len(body["options"]) != len(body["groups"]):
         raise schema.SchemaError(f"it has {len(body['groups'])} parameter groups, but options for {len(body['options'])}")

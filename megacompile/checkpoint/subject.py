@@ -10,19 +10,19 @@ from megacompile.checkpoint.files import DTYPES
 from megacompile.checkpoint.values import encode
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.ir.program import argument, nodes, op_of
-from megacompile.streaming.optimizer.adamw import AdamW
+from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.streamed import Streamed
 
 
 class Subject:
     """A streamed model with its optimizer and scheduler. Raises `MegacompileError` if the model is not streamed, or if the
-    optimizer is not the model's `megacompile.AdamW`."""
+    optimizer is not one of megacompile for this model."""
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        if not isinstance(optimizer, AdamW):
-            raise UnsupportedError(f"a checkpoint holds the state of megacompile.AdamW, not of a {type(optimizer).__name__}: "
-                                   "use megacompile.AdamW as the optimizer")
+        if not isinstance(optimizer, StreamedOptimizer):
+            raise UnsupportedError(f"a checkpoint holds the state of megacompile.AdamW and its relatives, not of a "
+                                   f"{type(optimizer).__name__}: use one of megacompile's optimizers")
         if optimizer.streamed is not self.streamed:
             raise MegacompileError("the optimizer belongs to another model: create one with this model's parameters")
         optimizer.check_alone("a checkpoint holds the state of")

@@ -21,7 +21,7 @@ import torch
 
 from megacompile.checkpoint.files import Entry, Written, header, write_file
 from megacompile.checkpoint.folders import Incomplete
-from megacompile.checkpoint.manifest import MOMENTS, Manifest, Saved
+from megacompile.checkpoint.manifest import Manifest, Saved, moments
 from megacompile.checkpoint.random_state import capture, of_ranks
 from megacompile.checkpoint.shares import share
 from megacompile.checkpoint.subject import Subject
@@ -251,10 +251,11 @@ class _Save:
     def _write_tile(self, name: str, buffer: np.ndarray[Any, Any]) -> None:
         file, tile = f"tensors-{self.numbers[name]:05d}.safetensors", self.tiles[name]
         parts = [piece for piece in sorted(pieces(tile), key=lambda piece: -piece.dtype.itemsize)
-                 if piece.name not in MOMENTS or piece.parameter.name not in self.without_state]
-        for s in tile.layout.slices:
+                 if not moments([piece.name]) or piece.parameter.name not in self.without_state]
+        for position, s in enumerate(tile.layout.slices):
             self.tensors[s.name] = Saved(tile.layout.dtype, s.shape, s.trainable, file,
-                                         tuple(p.name for p in parts if p.parameter is s), self.steps.get(s.name))
+                                         tuple(p.name for p in parts if p.parameter is s), self.steps.get(s.name),
+                                         tile.layout.state_of(position).format.name)
         entries = [self.tensors[piece.parameter.name].entry(piece.parameter.name, piece.name) for piece in parts]
         self.files[file] = write_file(self.path / file, self._chunks(name, entries, parts, buffer))
 

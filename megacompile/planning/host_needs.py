@@ -10,7 +10,7 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.planning.config import StreamConfig
 from megacompile.sizes import format_bytes
-from megacompile.weights.tiling import HOST_MARGIN_BYTES
+from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
 #: Bytes per trained parameter of a bf16 model: weights, gradients, remainder and moments.
 TRAINED_BYTES = 14
@@ -67,3 +67,12 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, needed: 
     if room >= TRAINED_BYTES * 10**8:
         found.append(f"a model of up to {room / TRAINED_BYTES / 1e9:.3g} G parameters fits in bfloat16")
     return found or ["use a smaller model"]
+
+
+def check_state(tiling: Tiling, room: int) -> None:
+    """Raises `InsufficientMemoryError` if tiles with their state take more than `room` bytes of host memory."""
+    needed = tiling.host_bytes() + tiling.ranks * HOST_MARGIN_BYTES
+    if needed > room:
+        raise InsufficientMemoryError(
+            f"training with this optimizer takes {format_bytes(needed)} of host memory and {format_bytes(room)} are available: "
+            "keep smaller state (state_dtype), or use a machine with more memory")

@@ -24,7 +24,7 @@ from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
 from megacompile.streaming.differentiable_results import StreamedResults, refuse_hooks
-from megacompile.streaming.optimizer.adamw import AdamW
+from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.programs.editing import editable_text, load
 from megacompile.streaming.programs.shapes import CompiledShape
 from megacompile.streaming.recording import Recording
@@ -180,7 +180,7 @@ class Handle:
         return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training, wanted)
 
     @in_turn
-    def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
+    def train_step(self, batch: Mapping[str, Any], optimizer: StreamedOptimizer) -> Tensor:
         """Runs a whole training step as one program: forward, backward and update of `batch`, which includes labels. Returns
         the loss, 0-d, on the compute device, without a gradient. `.grad` stays None. Only whole steps run in waves (see
         `StreamConfig.waves`). With `AdamW(overlap="backward")` they update as gradients arrive.

@@ -24,10 +24,19 @@ def replan(streamed: Streamed, **options: Any) -> None:
                                "close() the model and stream() it again")
     config = replace(streamed.captures.config, **options)
     config.check_tiles(streamed.tiling.layouts, type(streamed.model).__name__)
+    discard_plans(streamed, "replan()")
+    streamed.shapes.note_budget()
+    budget = device_budget(config, streamed.backend.free_bytes())
+    streamed.captures.plan_with(config=config, budget_bytes=budget)
+
+
+def discard_plans(streamed: Streamed, before: str) -> None:
+    """Discards all plans, programs and slots. `before`: what follows, for messages. Raises `MegacompileError` between a forward
+    and the end of its step, and `TornError` after half an update; then nothing has changed."""
     if streamed.open_forwards():
-        raise MegacompileError("a loss waits for its backward: run it, or drop the loss, before replan()")
+        raise MegacompileError(f"a loss waits for its backward: run it, or drop the loss, before {before}")
     if streamed.gradients.waiting:
-        raise MegacompileError("gradients wait for their step: call step() or zero_grad() before replan()")
+        raise MegacompileError(f"gradients wait for their step: call step() or zero_grad() before {before}")
     streamed.settle()
     streamed.step.check_whole()
     streamed.evict()
@@ -38,6 +47,3 @@ def replan(streamed: Streamed, **options: Any) -> None:
     streamed.checkpoints.close()
     streamed.store.drop_sums()
     streamed.backend.trim()
-    streamed.shapes.note_budget()
-    budget = device_budget(config, streamed.backend.free_bytes())
-    streamed.captures.plan_with(config=config, budget_bytes=budget)

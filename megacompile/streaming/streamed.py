@@ -60,7 +60,7 @@ class Streamed:
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig, ranks: Ranks | None = None, agreed_budgets: Sequence[str] = ()) -> None:
         self.turn = threading.RLock()  # see turns.py
-        self.model, self.captured, self.tiling, self.store, self.backend = model, captured, tiling, store, backend
+        self.model, self.captured, self.store, self.backend = model, captured, store, backend
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
         self.gradients = Gradients(self.parameters, tiling, store)
@@ -84,6 +84,10 @@ class Streamed:
         self._give_back = weakref.finalize(self, give_back, executor, self.arena, self.checkpoints, store, backend, ranks)
         if self.planner.pinned().tiles:
             pin_all(backend, store.streamed_memory())
+
+    @property
+    def tiling(self) -> Tiling:
+        return self.captures.tiling
 
     @property
     def closed(self) -> bool:

@@ -22,7 +22,11 @@ from megacompile.ir.program import Lane
 from megacompile.planning.config import check_device
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.runtime.backends.lanes import Backend
-from megacompile.runtime.optimizer import adam
+from megacompile.runtime.optimizer import host_kernels, host_update
+from megacompile.runtime.optimizer.host_update import Moments
+from megacompile.runtime.optimizer.rule import Part, Segment
+from megacompile.runtime.optimizer.state_format import FLOAT32
+from megacompile.streaming.optimizer.adamw import RULE, Options
 from megacompile.system import control_groups
 from megacompile.system.host_memory import PAGE, available_host_bytes, host_memory
 from megacompile.system.progress import Say, nothing
@@ -241,16 +245,16 @@ def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
 def _adam_parts(seconds: float, host_bytes: int) -> dict[str, float]:
     """The rates of updating only weights and only moments, relative to updating both."""
     whole, weights, moments = (_rate(_updating(host_bytes // ADAM_BYTES, part).call, 1.0, seconds, lambda: None, in_flight=1)
-                               for part in (adam.Part.WHOLE, adam.Part.WEIGHTS, adam.Part.MOMENTS))
+                               for part in (Part.WHOLE, Part.WEIGHTS, Part.MOMENTS))
     return {"weights": weights / whole, "moments": moments / whole}
 
 
-def _updating(elements: int, part: adam.Part = adam.Part.WHOLE) -> _Activity:
+def _updating(elements: int, part: Part = Part.WHOLE) -> _Activity:
     weights, gradient = (host_memory(2 * elements).view(torch.bfloat16).fill_(0.01) for _ in range(2))
     remainder = host_memory(2 * elements).view(torch.int16).fill_(0)
-    m, v = (host_memory(4 * elements).view(torch.float32).fill_(0) for _ in range(2))
-    segments = [adam.AdamSegment(0, elements, 1e-4, 0.9, 0.95, 1e-8, 0.1, step=10)]
-    return _Activity(lambda: adam.adamw(weights, remainder, gradient, m, v, segments, 0.5, part=part), elements)
+    moments = Moments(FLOAT32, tuple(host_memory(4 * elements).view(torch.float32).fill_(0) for _ in range(2)))
+    segments = [(Segment(0, elements, Options(1e-4, 0.9, 0.95, 1e-8, 0.1), step=10), moments)]
+    return _Activity(lambda: host_update.update(RULE, weights, remainder, gradient, segments, 0.5, part=part), elements)
 
 
 def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: float) -> dict[Lane, float]:
@@ -285,6 +289,6 @@ def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: f
 
 def _host_copy(seconds: float, size: int) -> float:
     source, into = host_memory(size).fill_(1), host_memory(size).fill_(0)
-    return _rate(lambda: adam.copy(into, source), size, seconds, lambda: None, in_flight=1)
+    return _rate(lambda: host_kernels.copy(into, source), size, seconds, lambda: None, in_flight=1)
 
 

@@ -25,11 +25,13 @@ from megacompile.frontend.templates.template import Call, Template
 from megacompile.ir.program import CallSpec, Tile, slot_ranks
 from megacompile.ir.stack import boundary_tiles, differentiated_layers, first_trained
 from megacompile.predict import cost
+from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tile_memory import TileMemory
 from megacompile.runtime.memory.tile_part import TilePart
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
-from megacompile.runtime.optimizer.adam import split_fp32
+from megacompile.runtime.optimizer.host_kernels import split_fp32
+from megacompile.runtime.optimizer.state_format import BFLOAT16, BLOCK
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes, give_back_freed_memory
 from megacompile.weights.empty_models import replace_parameters, stand_ins
@@ -135,8 +137,26 @@ class Tiling:
         ranks = slot_ranks(self._layers(), self.boundary(), lambda tile: self.layouts[tile].weight_bytes)
         return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
 
+    def with_states(self, states: Mapping[str, ElementState]) -> Tiling:
+        """The tiling of the same weights with other optimizer state of these parameters, by name. A parameter that is streamed
+        in pieces, and whose blocks of state would be divided between them, has bf16 moments in place of 8-bit ones."""
+        known = {s.name: layout.state_of(i) for layout in self.host.values() for i, s in enumerate(layout.slices)}
+        known |= {name: self._undivided(name, state) for name, state in states.items()}
+
+        def changed(layouts: Mapping[str, TileLayout]) -> dict[str, TileLayout]:
+            return {tile: layout.with_states(known) if layout.trainable else layout for tile, layout in layouts.items()}
+
+        return replace(self, layouts=changed(self.layouts), host=changed(self.host))
+
+    def _undivided(self, name: str, state: ElementState) -> ElementState:
+        tile, index = self.position[name]
+        start = self.host[tile].slices[index].start
+        begins = [self.layouts[streamed].at_home(i).start - start for streamed, i in self.places.get(name, ())]
+        divided = state.format.scaled and any(begin % BLOCK for begin in begins)
+        return replace(state, format=BFLOAT16) if divided else state
+
     def host_parts(self) -> dict[str, int]:
-        """Bytes of host memory that training with AdamW takes, by part of the tiles."""
+        """Bytes of host memory that training takes, by part of the tiles."""
         parts: Counter[str] = Counter()
         for layout in self.host.values():
             parts.update(layout.host_parts())

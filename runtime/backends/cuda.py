@@ -18,8 +18,9 @@ from torch import Tensor
 from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError, LaneError
 from megacompile.ir.program import Lane
 from megacompile.runtime.backends.clock import Clock, CudaClock
-from megacompile.runtime.optimizer import device_adam
-from megacompile.runtime.optimizer.adam import AdamSegment
+from megacompile.runtime.optimizer import device_update
+from megacompile.runtime.optimizer.host_update import Moments
+from megacompile.runtime.optimizer.rule import Rule, Segment
 from megacompile.torch_compat.core import clear_cublas_workspaces, foreach_norm, set_allocator_settings, sleep_on_device
 
 
@@ -116,11 +117,11 @@ class CudaBackend:
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
         torch.stack(foreach_norm(list(views), 2, dtype=torch.float32), out=out)
 
-    def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
-              segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None,
-              lane: Lane = Lane.COMPUTE) -> None:
-        device_adam.adamw(self.cupy, self.streams[lane], weights, remainder, gradient, m, v, segments, gradient_scale,
-                          judged)
+    def update(self, rule: Rule, weights: Tensor, remainder: Tensor | None, gradient: Tensor,
+               segments: Sequence[tuple[Segment, Moments]], gradient_scale: float,
+               judged: tuple[Tensor, Tensor] | None = None, lane: Lane = Lane.COMPUTE) -> None:
+        device_update.update(self.cupy, self.streams[lane], rule, weights, remainder, gradient, segments, gradient_scale,
+                             judged)
 
     def record(self, lane: Lane) -> Any:
         if lane not in _QUEUES:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megacompile.ir.program import Lane
 from megacompile.runtime.backends.clock import Clock
-from megacompile.runtime.optimizer.adam import AdamSegment
+from megacompile.runtime.optimizer.host_update import Moments
+from megacompile.runtime.optimizer.rule import Rule, Segment
 
 
 class Backend(Protocol):
@@ -40,11 +41,11 @@ class Backend(Protocol):
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
         """Writes the Euclidean norm of each of n tensors on the device, bf16 or fp32, to `out`, fp32 [n]."""
 
-    def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
-              segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None,
-              lane: Lane = Lane.COMPUTE) -> None:
-        """`adam.adamw` on tensors of the device, with the same bits, issued to compute or h2d. `judged`: the gradients' norms,
-        fp32 [n], and a flag, int32 [1]. If a norm is not finite, nothing is changed and the flag becomes 1."""
+    def update(self, rule: Rule, weights: Tensor, remainder: Tensor | None, gradient: Tensor,
+               segments: Sequence[tuple[Segment, Moments]], gradient_scale: float,
+               judged: tuple[Tensor, Tensor] | None = None, lane: Lane = Lane.COMPUTE) -> None:
+        """`host_update.update` on tensors of the device, with the same bits, issued to compute or h2d. `judged`: the gradients'
+        norms, fp32 [n], and a flag, int32 [1]. If a norm is not finite, nothing is changed and the flag becomes 1."""
 
     def record(self, lane: Lane) -> Any:
         """The device's event after everything issued to the lane; None if work is done when it is issued."""

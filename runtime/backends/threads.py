@@ -12,7 +12,10 @@ from torch import Tensor
 
 from megacompile.ir.program import Lane
 from megacompile.runtime.backends.clock import Clock, HostClock
-from megacompile.runtime.optimizer import adam as host
+from megacompile.runtime.optimizer import host_kernels as host
+from megacompile.runtime.optimizer import host_update
+from megacompile.runtime.optimizer.host_update import Moments
+from megacompile.runtime.optimizer.rule import Rule, Segment
 from megacompile.system.control_groups import cores
 from megacompile.system.host_memory import available_host_bytes, host_memory
 
@@ -46,13 +49,13 @@ class ThreadBackend:
         for position, view in enumerate(views):
             out[position] = host.norm(view.flatten())
 
-    def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
-              segments: Sequence[host.AdamSegment], gradient_scale: float,
-              judged: tuple[Tensor, Tensor] | None = None, lane: Lane = Lane.COMPUTE) -> None:
+    def update(self, rule: Rule, weights: Tensor, remainder: Tensor | None, gradient: Tensor,
+               segments: Sequence[tuple[Segment, Moments]], gradient_scale: float,
+               judged: tuple[Tensor, Tensor] | None = None, lane: Lane = Lane.COMPUTE) -> None:
         if judged is not None and not judged[0].isfinite().all():
             judged[1].fill_(1)
             return
-        host.adamw(weights, remainder, gradient, m, v, segments, gradient_scale)
+        host_update.update(rule, weights, remainder, gradient, segments, gradient_scale)
 
     def record(self, lane: Lane) -> Any:
         return None

@@ -48,16 +48,11 @@ class Gradients:
 
 @dataclass(frozen=True)
 class State:
-    """A tile's optimizer state in a slot: moments fp32 [elements], remainder int16 [elements] of bf16 weights."""
+    """A tile's optimizer state in a slot: moments as `StateLayout` says, remainder int16 [elements] if it has one."""
 
     tile: str
-    m: Tensor
-    v: Tensor
+    moments: list[Tensor]
     remainder: Tensor | None
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.m, self.v, self.remainder
 
 
 class Arena:

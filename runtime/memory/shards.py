@@ -51,7 +51,7 @@ class TileShard:
             slices.append(replace(s, shape=(last - first,), start=first - held.start))
             origins.append(layout.at_home(index).start + (first - s.start if first < last else 0))
         shard = ShardLayout(layout.name, layout.dtype, tuple(slices), layout.home or layout.name, tuple(origins), layout.ranks,
-                            count)
+                            layout.states, count)
         norms = host_memory(4 * len(layout.slices)).zero_() if layout.trainable else None
         return cls(shard, whole, held, norms)
 

@@ -6,6 +6,7 @@ reads in time are never copied, and a slow disk delays training only if memory i
 """
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,61 +17,66 @@ from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
 from megacompile.runtime.memory.read_tiles import ReadTiles
+from megacompile.runtime.memory.state_layout import scale_of
 from megacompile.runtime.memory.tiles import HostTile, ParameterSlice
-from megacompile.runtime.optimizer import adam as host
+from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.system.host_memory import host_memory
-
-#: Part of a tile -> its name in an optimizer's state.
-PARTS = {"weights": "weight", "remainder": "remainder", "m": "exp_avg", "v": "exp_avg_sq"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter's share of one part of a tile."""
+    """One parameter's share of one part of a tile. `name`: weight, remainder, or as in an optimizer's state. `shape`: of the
+    tensor that a checkpoint holds."""
 
-    part: str  # an attribute of `HostTile`
+    name: str
+    position: int
     parameter: ParameterSlice
     dtype: torch.dtype
-
-    @property
-    def name(self) -> str:
-        """As in an optimizer's state: weight, remainder, exp_avg, exp_avg_sq."""
-        return PARTS[self.part]
+    shape: tuple[int, ...]
 
     def memory(self, tile: HostTile) -> Tensor:
         """uint8 [bytes]."""
-        size = self.dtype.itemsize
-        return _bytes(getattr(tile, self.part))[self.parameter.start * size:self.parameter.stop * size]
+        size = self.dtype.itemsize * math.prod(self.shape)
+        if self.name in ("weight", "remainder"):
+            part = tile.weights if self.name == "weight" else tile.remainder
+            assert part is not None, f"{tile.layout.name} has no {self.name}"
+            start = self.parameter.start * self.dtype.itemsize
+            return part.view(torch.uint8)[start:start + size]
+        named = dict(tile.layout.state_layout.named(tile.moments, self.position))
+        return named[self.name].view(torch.uint8)[:size]
 
 
 def pieces(tile: HostTile) -> list[Piece]:
     """All parts of a tile that training needs to resume, without gradients."""
-    dtypes = {"weights": tile.layout.dtype, "remainder": torch.int16, "m": torch.float32, "v": torch.float32}
-    return [Piece(part, parameter, dtype) for part, dtype in dtypes.items() if getattr(tile, part) is not None
-            for parameter in tile.layout.slices if part == "weights" or parameter.trainable]
+    layout, found = tile.layout, []
+    for position, s in enumerate(layout.slices):
+        found.append(Piece("weight", position, s, layout.dtype, s.shape))
+        if not s.trainable:
+            continue
+        if tile.remainder is not None:
+            found.append(Piece("remainder", position, s, torch.int16, s.shape))
+        state = layout.state_of(position)
+        for moment in state.moments if tile.moments else ():
+            found.append(Piece(moment, position, s, state.format.dtype, s.shape))
+            if state.format.scaled:
+                found.append(Piece(scale_of(moment), position, s, torch.float32, (state.format.scales(s.count),)))
+    return found
 
 
 def state_bytes(tile: HostTile) -> int:
-    return sum(part.numel() for part in _state(tile).values())
-
-
-def _bytes(memory: Tensor) -> Tensor:
-    return memory.view(torch.uint8)
-
-
-def _state(tile: HostTile) -> dict[str, Tensor]:
-    """uint8, by part."""
-    return {part: _bytes(memory) for part in PARTS if (memory := getattr(tile, part)) is not None}
+    return tile.weights.nbytes + sum(part.nbytes for part in tile.state())
 
 
 def _copy(tile: HostTile) -> HostTile:
     """A copy of a tile's state, without gradients. Raises `InsufficientMemoryError`."""
-    copy = HostTile(tile.layout, tile.weights, None)
-    for part, memory in _state(tile).items():
-        aside = host_memory(memory.numel())
-        host.copy(aside, memory)
-        setattr(copy, part, aside.view(getattr(tile, part).dtype))
-    return copy
+
+    def copied(memory: Tensor) -> Tensor:
+        aside = host_memory(memory.nbytes)
+        host.copy(aside, memory.view(torch.uint8))
+        return aside.view(memory.dtype)
+
+    return HostTile(tile.layout, copied(tile.weights), None, None if tile.remainder is None else copied(tile.remainder),
+                    [copied(moment) for moment in tile.moments])
 
 
 class TouchedError(Exception):

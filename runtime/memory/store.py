@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from megacompile.runtime.memory.first_touch import FirstTouch
 from megacompile.runtime.memory.shards import Share, TileShard
 from megacompile.runtime.memory.snapshot import Snapshot
 from megacompile.runtime.memory.tile_part import TilePart
-from megacompile.runtime.memory.tiles import HostTile
+from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.system.host_memory import available_host_bytes
 
 
@@ -40,6 +40,16 @@ class Store:
     def divide(self, names: Iterable[str], rank: int) -> None:
         """From now on this process copies and updates only the shards of one rank."""
         self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
+
+    def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout]) -> None:
+        """From now on tiles and what is streamed of them have these layouts, which differ from those of before in the
+        optimizer's state alone. State that is kept in another way restarts."""
+        for name, layout in host.items():
+            self.tiles[name].keep(layout)
+        for name, part in self.parts.items():
+            part.layout = streamed[name]
+        for name, shard in self.shards.items():
+            shard.layout = replace(shard.layout, states=streamed[name].states)
 
     # ---------------------------------------------------------------- loading values that all ranks have
     @property

@@ -8,13 +8,12 @@ besides the norms. Norms of gradients belong to parts and have their own memory:
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
-from megacompile.runtime.optimizer.adam import AdamSegment
 from megacompile.system.host_memory import host_memory
 
 
@@ -56,19 +55,3 @@ class TilePart:
         for here, there in self.runs:
             yield memory[here.start * size:here.stop * size], home[there.start * size:there.stop * size]
 
-
-def in_slot(segments: Sequence[AdamSegment], runs: Sequence[tuple[slice, slice]]) -> list[AdamSegment]:
-    """Segments of a host tile -> segments of the slot that holds some `runs` of it."""
-    return sorted((replace(part, start=part.start - there.start + here.start, stop=part.stop - there.start + here.start)
-                   for here, there in runs for part in _within(segments, there)), key=lambda s: s.start)
-
-
-def at_home(segments: Sequence[AdamSegment], runs: Sequence[tuple[slice, slice]]) -> list[AdamSegment]:
-    """The parts of segments of a host tile that lie in some `runs` of it."""
-    return sorted((part for _, there in runs for part in _within(segments, there)), key=lambda s: s.start)
-
-
-def _within(segments: Sequence[AdamSegment], elements: slice) -> Iterator[AdamSegment]:
-    for s in segments:
-        if max(s.start, elements.start) < min(s.stop, elements.stop):
-            yield replace(s, start=max(s.start, elements.start), stop=min(s.stop, elements.stop))

@@ -2,25 +2,30 @@
 
     tile   weights    parameter dtype    streamed, pinned where the budget allows
            gradients  parameter dtype    streamed, followed by one FP32 norm per parameter
-           remainder  int16              low bits of the FP32 master; bf16 tiles only
-           m, v       fp32               AdamW's moments, from the first optimizer on
+           remainder  int16              low bits of the FP32 master; bf16 tiles only, unless the weights are the masters
+           moments    see `StateLayout`  what the optimizer keeps, from the first optimizer on
            sums       fp32               gradients added up over the waves of a step, where a plan does that here
 
-A parameter has the same element offset in every part. State: each part is one anonymous mapping, made once.
+A parameter has the same element offset in every part but the moments. State: each part is one anonymous mapping, made once.
 """
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from megacompile.runtime.memory.state_layout import ADAMW_STATE, NO_STATE, ElementState, StateLayout
 from megacompile.system.host_memory import host_memory
 from megacompile.system.shared_memory import SharedMemory
 
+MOST_MOMENTS = 2
 ALIGNMENT = 64  # elements: at least 128 bytes in every dtype, so that no two parameters share a cache line
+SHARD_ALIGNMENT = 256  # elements: a block of state that has one scale is in one shard
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class ParameterSlice:
 class TileLayout:
     """The layout of a tile. All its parameters have one dtype. For a part of a host tile (`tile_part.py`), `home` is the name
     of that tile and `origins` the element at which each slice begins there. `ranks`: how many shards of equal size it is
-    divided into (`shards.py`)."""
+    divided into (`shards.py`). `states`: what the optimizer keeps of each parameter; empty: what AdamW keeps by default."""
 
     name: str
     dtype: torch.dtype
@@ -53,6 +58,7 @@ class TileLayout:
     home: str = ""
     origins: tuple[int, ...] = ()
     ranks: int = 1
+    states: tuple[ElementState, ...] = ()
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, parameters: Iterable[tuple[str, Sequence[int], bool]],
@@ -60,8 +66,13 @@ class TileLayout:
         slices, position = [], 0
         for parameter, shape, trainable in parameters:
             slices.append(ParameterSlice(parameter, tuple(shape), position, trainable))
-            position += -(-slices[-1].count // ALIGNMENT) * ALIGNMENT
+            position += aligned(slices[-1].count, ranks)
         return cls(name, dtype, tuple(slices), ranks=ranks)
+
+    def with_states(self, states: Mapping[str, ElementState]) -> Self:
+        """The layout with this state for each parameter by name, and none of frozen parameters."""
+        chosen = tuple(states[s.name] if s.trainable else NO_STATE for s in self.slices)
+        return replace(self, states=() if chosen == self._default_states else chosen)
 
     def at_home(self, index: int) -> slice:
         """The elements of a slice in its host tile."""
@@ -72,7 +83,8 @@ class TileLayout:
     @property
     def elements(self) -> int:
         """Including the padding after each parameter, and so many that shards are aligned."""
-        return -(-self.slices[-1].stop // (ALIGNMENT * self.ranks)) * ALIGNMENT * self.ranks
+        each = aligned(1, self.ranks) * self.ranks
+        return -(-self.slices[-1].stop // each) * each
 
     @property
     def parameters(self) -> int:
@@ -91,10 +103,45 @@ class TileLayout:
         """Gradients, then one FP32 norm per parameter."""
         return self.weight_bytes + 4 * len(self.slices)
 
+    # ---------------------------------------------------------------- the optimizer's state
+    @property
+    def _default_states(self) -> tuple[ElementState, ...]:
+        return tuple(ADAMW_STATE if s.trainable else NO_STATE for s in self.slices)
+
+    def state_of(self, position: int) -> ElementState:
+        """What the optimizer keeps of a parameter."""
+        return (self.states or self._default_states)[position]
+
+    @functools.cached_property
+    def state_layout(self) -> StateLayout:
+        """Where it is."""
+        return StateLayout(self.states or self._default_states, tuple(aligned(s.count, self.ranks) for s in self.slices))
+
+    @property
+    def moment_bytes(self) -> list[int]:
+        """Bytes of each moment's buffer."""
+        return self.state_layout.moment_bytes if self.states else [4 * self.elements] * 2
+
+    @functools.cached_property
+    def position_of(self) -> Mapping[str, int]:
+        """The position of each parameter by name."""
+        return {s.name: position for position, s in enumerate(self.slices)}
+
+    @property
+    def has_remainder(self) -> bool:
+        """Whether the low bits of FP32 masters are kept."""
+        return self.dtype == torch.bfloat16 and any(state.exact for state in self.state_layout.states)
+
+    @property
+    def remainder_bytes(self) -> int:
+        return 2 * self.elements if self.has_remainder else 0
+
     @property
     def state_bytes(self) -> int:
-        """AdamW's state: moments, and the remainder of bf16 weights."""
-        return (10 if self.dtype == torch.bfloat16 else 8) * self.elements if self.trainable else 0
+        """The optimizer's state: moments, and the remainder of bf16 weights."""
+        if not self.trainable:
+            return 0
+        return sum(self.moment_bytes) + self.remainder_bytes + self.state_layout.slack_bytes(self.ranks)
 
     @property
     def sum_bytes(self) -> int:
@@ -118,26 +165,29 @@ class TileLayout:
         return self.state_bytes // self.ranks
 
     def host_parts(self) -> dict[str, int]:
-        """Bytes that training this tile with AdamW takes, by part."""
-        moments = 8 * self.elements if self.trainable else 0
+        """Bytes that training this tile takes, by part."""
         return {"weights": self.weight_bytes, "gradients": self.gradient_bytes if self.trainable else 0,
-                "remainder": self.state_bytes - moments, "moments": moments}
+                "remainder": self.remainder_bytes, "moments": self.state_bytes - self.remainder_bytes}
 
     def host_bytes(self) -> int:
         return sum(self.host_parts().values())
 
     def shared_pieces(self) -> dict[str, int]:
-        """Bytes of every part that a tile of this layout may have, by the name of its piece of `SharedMemory`. What is never
-        touched takes no memory."""
-        moments = dict.fromkeys(("m", "v", "sums"), self.sum_bytes)
-        sizes = self.host_parts() | {"remainder": self.state_bytes - 2 * self.sum_bytes} | moments
-        return {f"{self.name} {part}": size for part, size in sizes.items() if size and part != "moments"}
+        """Bytes of every part that a tile of this layout may have, under any optimizer, by the name of its piece of
+        `SharedMemory`. What is never touched takes no memory."""
+        moments = dict.fromkeys((f"moment {k}" for k in range(MOST_MOMENTS)), self.sum_bytes)
+        sizes = {"weights": self.weight_bytes, "gradients": self.gradient_bytes if self.trainable else 0,
+                 "remainder": 2 * self.elements if self.trainable and self.dtype == torch.bfloat16 else 0,
+                 "sums": self.sum_bytes, **moments}
+        return {f"{self.name} {part}": size for part, size in sizes.items() if size}
 
-    def state(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """m, v (fp32) and the remainder (int16; None of fp32 weights) in a slot's memory."""
-        m, v = (memory[4 * i * self.elements:4 * (i + 1) * self.elements].view(torch.float32) for i in (0, 1))
-        low = memory[8 * self.elements:self.state_bytes]
-        return m, v, low.view(torch.int16) if self.dtype == torch.bfloat16 else None
+    def state(self, memory: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """The moments' buffers (uint8), and the remainder (int16; None where there is none), in a slot's memory."""
+        buffers, at = [], 0
+        for size in self.moment_bytes:
+            buffers.append(memory[at:at + size])
+            at += size
+        return buffers, memory[at:at + self.remainder_bytes].view(torch.int16) if self.has_remainder else None
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter of a flat tensor of at least `elements` elements."""
@@ -152,6 +202,12 @@ class TileLayout:
         return memory[self.weight_bytes:self.gradient_bytes].view(torch.float32)
 
 
+def aligned(count: int, ranks: int = 1) -> int:
+    """So many elements, and the padding after them."""
+    each = ALIGNMENT if ranks == 1 else SHARD_ALIGNMENT
+    return -(-count // each) * each
+
+
 @dataclass
 class HostTile:
     """One tile's host memory."""
@@ -160,8 +216,7 @@ class HostTile:
     weights: Tensor  # uint8 [weight_bytes]
     gradients: Tensor | None  # uint8 [gradient_bytes]; None if nothing in it is trained
     remainder: Tensor | None = None  # int16 [elements]
-    m: Tensor | None = None
-    v: Tensor | None = None
+    moments: list[Tensor] = field(default_factory=list)  # uint8, each as `StateLayout` says
     sums: Tensor | None = None  # fp32 [elements]
     moments_written: bool = False  # by an update or a loaded optimizer; until then they are untouched zeros
     shared: SharedMemory | None = None  # with several ranks: where all parts are
@@ -184,28 +239,37 @@ class HostTile:
 
     def prepare_moments(self) -> list[Tensor]:
         """Memory that `allocate_moments` will use, and that no page was taken of yet."""
-        if self.m is None and self._prepared is None and self.layout.trainable:
-            self._prepared = [self._fp32(part) for part in ("m", "v")]
+        if not self.moments and self._prepared is None and self.layout.trainable:
+            self._prepared = [self._memory(f"moment {k}", size) for k, size in enumerate(self.layout.moment_bytes)]
         return self._prepared or []
 
     def allocate_moments(self) -> None:
-        """Allocates AdamW's moments, zeros."""
-        if self.m is None and self.layout.trainable:
-            self.m, self.v = self.prepare_moments()
-            self._prepared = None
+        """Allocates the optimizer's moments, zeros."""
+        if not self.moments and self.layout.trainable:
+            self.moments, self._prepared = self.prepare_moments(), None
+
+    def keep(self, layout: TileLayout) -> None:
+        """From now on the optimizer's state is laid out so. Moments restart if they were kept in another way, and a master
+        whose remainder is not kept is rounded to its weight."""
+        before, self.layout = self.layout, layout
+        if layout.state_layout != before.state_layout:
+            self.moments, self._prepared = [], None
+            self.moments_written &= self.shared is not None  # pages of this process start as zeros again
+        if not layout.has_remainder:
+            self.remainder = None
+        elif self.remainder is None:
+            self.remainder = self._memory("remainder", 2 * layout.elements).view(torch.int16).zero_()
 
     def allocate_sums(self) -> None:
         """Allocates the sums of gradients."""
-        self.sums = self._fp32("sums")
+        self.sums = self._memory("sums", self.layout.sum_bytes).view(torch.float32)
 
-    def _fp32(self, part: str) -> Tensor:
-        size = 4 * self.layout.elements
-        memory = host_memory(size) if self.shared is None else self.shared.piece(f"{self.layout.name} {part}")
-        return memory.view(torch.float32)
+    def _memory(self, part: str, size: int) -> Tensor:
+        return host_memory(size) if self.shared is None else self.shared.piece(f"{self.layout.name} {part}")[:size]
 
     def state(self) -> list[Tensor]:
         """The parts of the optimizer state that are allocated."""
-        return [part for part in (self.remainder, self.m, self.v) if part is not None]
+        return [*([] if self.remainder is None else [self.remainder]), *self.moments]
 
     def parameter_view(self, memory: Tensor, index: int) -> Tensor:
         """A parameter's part of this tile's weights or gradients, as a tensor with its own storage. For a view of the tile's
@@ -245,6 +309,6 @@ class HostTile:
 
     def parts(self) -> dict[str, int]:
         """Bytes of each part."""
-        named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, m=self.m, v=self.v,
-                     sums=self.sums)
-        return {name: t.numel() * t.element_size() for name, t in named.items() if t is not None}
+        named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, sums=self.sums)
+        sizes = {name: t.nbytes for name, t in named.items() if t is not None}
+        return sizes | ({"moments": sum(moment.nbytes for moment in self.moments)} if self.moments else {})

@@ -1,7 +1,10 @@
-"""Builds `csrc/adam.cpp` on first use, keeps it in the user's cache and loads it with ctypes.
+"""Builds the host's kernels on first use, keeps them in the user's cache and loads them with ctypes.
+
+    library()                      csrc/host.cpp
+    update_library(definitions)    csrc/update.cpp for one rule and one way to store state
 
 ctypes releases the interpreter lock during a call, so an update in one thread does not delay launches in another. Without a
-compiler `library()` warns once and returns None, and `adam.py` uses its PyTorch path.
+compiler `library()` warns once and returns None, and callers use their PyTorch path.
 """
 from __future__ import annotations
 
@@ -18,13 +21,14 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.codegen.seal import is_sealed_library, seal_library
 from megacompile.system.control_groups import cores, share_of_cores
 
-SOURCE = Path(__file__).parent / "csrc" / "adam.cpp"
-HEADER = SOURCE.with_name("adamw.h")
+SOURCES = Path(__file__).parent / "csrc"
+SOURCE = SOURCES / "host.cpp"
 # Never -march=native (the cache may be on a disk that several machines share) nor -ffast-math (see the source).
 FLAGS = (
     "-std=c++17", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions",
@@ -32,6 +36,7 @@ FLAGS = (
 )  # fmt: skip
 COMPILE_TIMEOUT_S = 300
 FLOAT32, BFLOAT16 = 0, 1
+MOST_MOMENTS, MOST_SCALARS = 2, 12
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # the index is the library's number; each set includes those before it
 
 
@@ -39,21 +44,17 @@ class BuildError(Exception):
     """The library could not be built or loaded; the message says why. `library()` turns it into a warning."""
 
 
-class Segment(ctypes.Structure):
-    """`Segment` of adam.cpp: the elements [start, stop) of a tile and the FP32 scalars of their update."""
+class NativeSegment(ctypes.Structure):
+    """`Segment` of update.cpp: elements of a tile, where their moments are, and the numbers of their update."""
 
     _fields_ = (
         ("start", ctypes.c_int64),
         ("stop", ctypes.c_int64),
-        ("decay", ctypes.c_float),
-        ("gradient_weight", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("square_weight", ctypes.c_float),
-        ("root_correction", ctypes.c_float),
-        ("inverse", ctypes.c_float),
-        ("rest", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("negative_step", ctypes.c_float),
+        ("first", ctypes.c_int64),
+        ("moments", ctypes.c_void_p * MOST_MOMENTS),
+        ("scales", ctypes.c_void_p * MOST_MOMENTS),
+        ("key", ctypes.c_uint32),
+        ("scalars", ctypes.c_float * MOST_SCALARS),
     )
 
 
@@ -61,16 +62,16 @@ _pointer, _int, _int64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "megacompile_best_instruction_set": (_int, []),
     "megacompile_chunk_elements": (_int64, []),
-    "megacompile_adamw": (
-        None,
-        [_pointer, _pointer, _pointer, _int, _pointer, _pointer, _pointer, _int64, ctypes.c_float, _int, _int, _int],
-    ),
     "megacompile_squared_norm": (ctypes.c_double, [_pointer, _int, _int64, _pointer, _int, _int]),
     "megacompile_accumulate": (None, [_pointer, _int, _pointer, _int, _int64, _int, _int, _int]),
     "megacompile_split": (None, [_pointer, _pointer, _pointer, _int64, _int, _int]),
     "megacompile_join": (None, [_pointer, _pointer, _pointer, _int64, _int, _int]),
     "megacompile_copy": (None, [_pointer, _pointer, _int64, _int]),
     "megacompile_touch": (None, [_pointer, _int64, _int64]),
+}
+_UPDATE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "megacompile_update": (
+        None, [_pointer, _pointer, _pointer, _int, _pointer, _int64, ctypes.c_float, _int, _int, _int]),
 }
 
 _lock = threading.Lock()
@@ -80,6 +81,20 @@ def library() -> ctypes.CDLL | None:
     """The loaded library, built if necessary. None, with one RuntimeWarning per process, if that fails. Thread-safe."""
     with _lock:  # two lanes may call this first at the same time
         return _library()
+
+
+def update_library(definitions: str) -> ctypes.CDLL | None:
+    """As `library`, for `update.cpp` with these C++ definitions before it."""
+    if library() is None:
+        return None
+    with _lock:
+        return _update_library(definitions)
+
+
+@functools.cache
+def _update_library(definitions: str) -> ctypes.CDLL:
+    text = ('#include "execution.h"\nnamespace {\n#include "values.h"\n' + definitions + '}\n#include "update.cpp"\n')
+    return load(build(cache_directory(), compiler_command(), text.encode(), "update"), _UPDATE_SIGNATURES)
 
 
 @functools.cache
@@ -107,30 +122,32 @@ def compiler_command(environment: Mapping[str, str] = os.environ) -> list[str]:
     raise BuildError("no C++ compiler was found")
 
 
-def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Path:
+def build(directory: Path, compiler: Sequence[str], source: bytes | None = None, name: str = "host") -> Path:
     """Path of the shared library in `directory`, compiled unless our own build of the same inputs is there, unchanged.
+    `source`: C++ text; None: that of host.cpp.
 
-    The name is a hash of source, compiler, version and flags. A finished file is renamed into place: processes may build at the
-    same time, and none sees a partial file. Raises BuildError with the compiler's messages.
+    The file's name is a hash of source, headers, compiler, version and flags. A finished file is renamed into place: processes
+    may build at the same time, and none sees a partial file. Raises BuildError with the compiler's messages.
     """
     try:
-        text = source.read_bytes() + HEADER.read_bytes()
+        source = SOURCE.read_bytes() if source is None else source
+        included = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".h", ".cpp"))
     except OSError as error:
         raise BuildError(f"the kernels' source cannot be read ({error}); reinstall megacompile") from error
     version = _run([*compiler, "--version"])
-    inputs = (text, version.encode(), repr((*compiler, *FLAGS)).encode(), platform.machine().encode())
+    inputs = (source, included, version.encode(), repr((*compiler, *FLAGS)).encode(), platform.machine().encode())
     key = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in inputs)).hexdigest()[:32]
-    built = directory / f"adam-{key}.so"
+    built = directory / f"{name}-{key}.so"
     if is_sealed_library(built):
         return built
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f"adam-{key}.", suffix=".tmp", dir=directory)
+        descriptor, temporary_name = tempfile.mkstemp(prefix=f"{name}-{key}.", suffix=".tmp", dir=directory)
         os.close(descriptor)
     except OSError as error:
         raise BuildError(f"the cache directory cannot be written ({error}); set MEGACOMPILE_CACHE") from error
-    temporary = Path(name)
+    temporary = Path(temporary_name)
     try:
-        _run([*compiler, *FLAGS, "-I", str(HEADER.parent), "-o", name, str(source)])
+        _run([*compiler, *FLAGS, "-I", str(SOURCES), "-o", temporary_name, "-x", "c++", "-"], source)
         seal_library(temporary, built.name)
         temporary.replace(built)
     except OSError as error:
@@ -140,11 +157,11 @@ def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Pa
     return built
 
 
-def load(path: Path) -> ctypes.CDLL:
+def load(path: Path, signatures: Mapping[str, tuple[type | None, list[type]]] = MappingProxyType(_SIGNATURES)) -> ctypes.CDLL:
     """The library at `path` with its functions' types declared. Raises BuildError if it cannot be loaded."""
     try:
         loaded = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, (result, arguments) in signatures.items():
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
@@ -169,10 +186,11 @@ def default_threads() -> int:
     return share_of_cores(max(1, int(processes))) if processes.isdecimal() else cores()
 
 
-def _run(command: Sequence[str]) -> str:
-    """Standard output of a compiler's run. Raises BuildError with the last lines of its errors."""
+def _run(command: Sequence[str], source: bytes = b"") -> str:
+    """Standard output of a compiler's run, which reads `source`. Raises BuildError with the last lines of its errors."""
     try:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        finished = subprocess.run(command, input=source.decode(), capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S,
+                                  check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the compiler could not be run ({error})") from error
     if finished.returncode != 0:

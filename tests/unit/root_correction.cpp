@@ -1,23 +1,15 @@
 // Prints how many square roots `over_root_correction` rounds otherwise than a division does: all of two binades, and some at
 // both ends of what a square root of FP32 can be. Arguments: root_correction, inverse and rest of a segment, of any number.
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-
-#define INLINE inline
-static inline uint32_t BITS(float value) { uint32_t bits; std::memcpy(&bits, &value, sizeof bits); return bits; }
-static inline float FLOAT(uint32_t bits) { float value; std::memcpy(&value, &bits, sizeof value); return value; }
-#define Exact float
-#define FMA __builtin_fmaf
-#define SQRT __builtin_sqrtf
-#define VALUE(number) (number)
-#include "adamw.h"
+#include "execution.h"
+#include "values.h"
+#include "rule.h"
 
 int main(int count, char** numbers) {
   long wrong = 0;
   for (int index = 1; index + 2 < count; index += 3) {
-    Segment s{};
+    Scalars s{};
     s.root_correction = std::strtof(numbers[index], nullptr);
     s.inverse = std::strtof(numbers[index + 1], nullptr);
     s.rest = std::strtof(numbers[index + 2], nullptr);

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile.runtime.optimizer import adam, native
-from megacompile.runtime.optimizer.adam import AdamSegment, Part
+from megacompile.runtime.optimizer import host_kernels, host_update, native
+from megacompile.runtime.optimizer.host_update import Moments
+from megacompile.runtime.optimizer.rule import Part, Segment
+from megacompile.runtime.optimizer.state_format import FLOAT32
+from megacompile.streaming.optimizer.adamw import RULE, Options
 
 SIZES = (0, 1, 15, 17, 4097, 65537)
 INSTRUCTION_SETS = tuple(
@@ -42,9 +45,16 @@ def random(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def segment(start: int, stop: int, step: int = 1, **changes: float) -> AdamSegment:
+def segment(start: int, stop: int, step: int = 1, **changes: float) -> Segment:
     values: dict[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, **changes}
-    return AdamSegment(start, stop, step=step, **values)
+    return Segment(start, stop, Options(**values), step)
+
+
+def adamw(weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, segments: list[Segment],
+          *scale: float, **options: object) -> None:
+    """AdamW with FP32 moments of the same elements."""
+    pairs = [(s, Moments(FLOAT32, (m[s.start:s.stop], v[s.start:s.stop]))) for s in segments]
+    host_update.update(RULE, weights, remainder, gradient, pairs, *scale, **options)  # type: ignore[arg-type]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -70,19 +80,19 @@ class State:
         self.remainder: Tensor | None = None
         self.weights = random(n, seed=1)
         if weights == torch.bfloat16:
-            self.weights, self.remainder = adam.split_fp32(self.weights)
+            self.weights, self.remainder = host_kernels.split_fp32(self.weights)
         self.m, self.v = torch.zeros(n), torch.zeros(n)
 
-    def run(self, segments: list[AdamSegment], seed: int = 2, **options: object) -> State:
+    def run(self, segments: list[Segment], seed: int = 2, **options: object) -> State:
         gradient = random(self.weights.numel(), seed, self.gradient_dtype)
-        adam.adamw(self.weights, self.remainder, gradient, self.m, self.v, segments, **options)  # type: ignore[arg-type]
+        adamw(self.weights, self.remainder, gradient, self.m, self.v, segments, **options)  # type: ignore[arg-type]
         return self
 
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.weights, self.remainder, self.m, self.v) if x is not None]
 
     def master(self) -> Tensor:
-        return self.weights if self.remainder is None else adam.join_fp32(self.weights, self.remainder)
+        return self.weights if self.remainder is None else host_kernels.join_fp32(self.weights, self.remainder)
 
 
 DTYPES = [(w, g) for w in (torch.float32, torch.bfloat16) for g in (torch.float32, torch.bfloat16)]
@@ -116,7 +126,7 @@ def test_bf16_master_follows_the_fp32_trajectory_bit_for_bit(path: str) -> None:
         assert same_bits(split.master(), full.weights)
         assert same_bits(split.m, full.m)
         assert same_bits(split.v, full.v)
-    assert same_bits(split.weights, adam.split_fp32(full.weights)[0])
+    assert same_bits(split.weights, host_kernels.split_fp32(full.weights)[0])
 
 
 @pytest.mark.parametrize(("weights", "gradient"), DTYPES)
@@ -165,7 +175,7 @@ def test_no_bit_pattern_tells_instruction_sets_apart(words: list[int], scale: fl
     results = []
     for instruction_set in native.instruction_sets(library):
         weights, m, v, gradient = raw.clone(), raw.flip(0), raw.roll(1), raw.roll(2)
-        adam.adamw(weights, None, gradient, m, v, [segment(0, n)], scale, threads, instruction_set)
+        adamw(weights, None, gradient, m, v, [segment(0, n)], scale, threads, instruction_set)
         results.append((weights, m, v))
     for result in results[1:]:
         assert all(same_bits(got, wanted) for got, wanted in zip(result, results[0], strict=True))
@@ -192,7 +202,7 @@ def test_every_stored_nan_is_the_canonical_one(instruction_set: str) -> None:
     payloads = torch.tensor([0x7FC12345, -0x3EDCBB, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     weights, m, v = payloads.repeat(16), payloads.flip(0).repeat(16), payloads.roll(1).repeat(16)
     assert bool((weights.isnan() & m.isnan() & v.isnan()).all())
-    adam.adamw(weights, None, payloads.roll(2).repeat(16), m, v, [segment(0, 64)], instruction_set=instruction_set)
+    adamw(weights, None, payloads.roll(2).repeat(16), m, v, [segment(0, 64)], instruction_set=instruction_set)
     for stored in (weights, m, v):
         assert bool((bits(stored) == 0x7FC00000).all())
 
@@ -200,12 +210,14 @@ def test_every_stored_nan_is_the_canonical_one(instruction_set: str) -> None:
 @needs_library
 def test_multiply_adds_divide_by_the_root_correction_as_a_division_does(tmp_path: Path) -> None:
     """Every mantissa, for ten pairs of beta2 and step; at 0.95 and 25 three results need the last of the multiply-adds."""
-    scalars = [adam.native_segment(segment(0, 1, step, beta2=beta2)) for beta2 in (0.95, 0.999)
-               for step in (1, 2, 7, 25, 10_000)]
-    numbers = [repr(number) for scalar in scalars for number in (scalar.root_correction, scalar.inverse, scalar.rest)]
-    source, program = Path(__file__).with_name("root_correction.cpp"), tmp_path / "root_correction"
+    scalars = [dict(zip(RULE.scalars, RULE.values(Options(1e-3, 0.9, beta2, 1e-8, 0.0), step), strict=True))
+               for beta2 in (0.95, 0.999) for step in (1, 2, 7, 25, 10_000)]
+    numbers = [repr(each[name]) for each in scalars for name in ("root_correction", "inverse", "rest")]
+    program = tmp_path / "root_correction"
+    (tmp_path / "rule.h").write_text(RULE.declarations())
+    source = Path(__file__).with_name("root_correction.cpp")
     flags = [flag for flag in native.FLAGS if flag != "-shared"]
-    subprocess.run([*native.compiler_command(), *flags, "-I", native.HEADER.parent, "-o", program, source], check=True)
+    subprocess.run([*native.compiler_command(), *flags, "-I", native.SOURCES, "-I", tmp_path, "-o", program, source], check=True)
     assert subprocess.check_output([program, *numbers], text=True) == "0\n"
 
 
@@ -250,10 +262,10 @@ def test_nan_and_inf_survive_the_update(path: str, dtype: torch.dtype) -> None:
     master[0], master[1], master[2] = math.nan, math.inf, -math.inf
     gradient[3] = math.nan
     if dtype == torch.bfloat16:
-        state.weights, state.remainder = adam.split_fp32(master)
+        state.weights, state.remainder = host_kernels.split_fp32(master)
     else:
         state.weights = master
-    adam.adamw(state.weights, state.remainder, gradient, state.m, state.v, [segment(0, 64)])
+    adamw(state.weights, state.remainder, gradient, state.m, state.v, [segment(0, 64)])
     for result in (state.master(), state.weights.float()):
         assert math.isnan(result[0])
         assert result[1] == math.inf
@@ -281,14 +293,14 @@ def every_high_half() -> Tensor:
 
 def test_split_and_join_return_every_master(path: str) -> None:
     master = every_high_half()
-    joined = adam.join_fp32(*adam.split_fp32(master))
+    joined = host_kernels.join_fp32(*host_kernels.split_fp32(master))
     assert torch.equal(bits(joined)[~master.isnan()], bits(master)[~master.isnan()])
     assert bool(joined[master.isnan()].isnan().all())
 
 
 def test_weight_is_the_master_rounded_to_nearest_ties_away(path: str) -> None:
     master = every_high_half()
-    weights, remainder = adam.split_fp32(master)
+    weights, remainder = host_kernels.split_fp32(master)
     assert bool((weights.isnan() == master.isnan()).all()), "a NaN never rounds into inf or zero, nor comes from one"
     finite = master.isfinite()
     # On magnitudes, half up is ties away; beyond the largest bf16 comes inf, as in IEEE rounding.
@@ -303,11 +315,11 @@ def test_weight_is_the_master_rounded_to_nearest_ties_away(path: str) -> None:
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_split_and_join_are_the_same_on_every_instruction_set(instruction_set: str) -> None:
     master = every_high_half()
-    expected = adam.split_fp32(master, 1, "portable")
-    got = adam.split_fp32(master, 3, instruction_set)
+    expected = host_kernels.split_fp32(master, 1, "portable")
+    got = host_kernels.split_fp32(master, 3, instruction_set)
     assert same_bits(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
-    assert same_bits(adam.join_fp32(*got, 3, instruction_set), adam.join_fp32(*expected, 1, "portable"))
+    assert same_bits(host_kernels.join_fp32(*got, 3, instruction_set), host_kernels.join_fp32(*expected, 1, "portable"))
 
 
 # ---- norm, accumulate, copy ------------------------------------------------------------------------------------------
@@ -317,7 +329,7 @@ def test_split_and_join_are_the_same_on_every_instruction_set(instruction_set: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_is_that_of_double_precision(path: str, n: int, dtype: torch.dtype) -> None:
     gradient = random(n, dtype=dtype)
-    assert adam.norm(gradient) == pytest.approx(float(gradient.double().norm()), rel=1e-13)
+    assert host_kernels.norm(gradient) == pytest.approx(float(gradient.double().norm()), rel=1e-13)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
@@ -327,17 +339,17 @@ def test_norm_is_the_same_for_all_threads_and_instruction_sets(
     instruction_set: str, n: int, dtype: torch.dtype
 ) -> None:
     gradient = random(n, dtype=dtype)
-    expected = adam.squared_norm(gradient, 1, "portable")
-    assert {adam.squared_norm(gradient, threads, instruction_set) for threads in (1, 2, 3, 7)} == {expected}
+    expected = host_kernels.squared_norm(gradient, 1, "portable")
+    assert {host_kernels.squared_norm(gradient, threads, instruction_set) for threads in (1, 2, 3, 7)} == {expected}
 
 
 def test_norm_propagates_nan_and_inf(path: str) -> None:
     gradient = random(40000)
     gradient[39999] = -math.inf
-    assert adam.norm(gradient) == math.inf
+    assert host_kernels.norm(gradient) == math.inf
     gradient[17] = math.nan
-    assert math.isnan(adam.norm(gradient))
-    assert adam.norm(torch.full((4,), 3e38)) == pytest.approx(6e38, rel=1e-6), "a sum of squares beyond FP32's range"
+    assert math.isnan(host_kernels.norm(gradient))
+    assert host_kernels.norm(torch.full((4,), 3e38)) == pytest.approx(6e38, rel=1e-6), "a sum of squares beyond FP32's range"
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -350,7 +362,7 @@ def test_accumulate_adds_in_fp32_and_rounds_once(
     if n > 1:
         right[0], right[1] = math.nan, -math.inf
     expected = (right if overwrite else left.float() + right.float()).to(destination)
-    adam.accumulate(left, right, overwrite=overwrite)
+    host_kernels.accumulate(left, right, overwrite=overwrite)
     assert torch.equal(left.isnan(), expected.isnan())
     assert torch.equal(left.nan_to_num(), expected.nan_to_num())
 
@@ -358,7 +370,7 @@ def test_accumulate_adds_in_fp32_and_rounds_once(
 def test_fp32_gradients_round_to_bf16_ties_to_even_and_nan_stays_nan(path: str) -> None:
     source = every_high_half()
     got = torch.empty(source.numel(), dtype=torch.bfloat16)
-    adam.accumulate(got, source, overwrite=True)
+    host_kernels.accumulate(got, source, overwrite=True)
     assert torch.equal(got.isnan(), source.isnan()), "a NaN with a full payload must not carry into zero"
     assert same_bits(got[~source.isnan()], source.bfloat16()[~source.isnan()])
 
@@ -368,10 +380,10 @@ def test_accumulate_is_the_same_for_all_threads_and_instruction_sets(instruction
     source = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
     start = source.flip(0)
     expected = start.clone()
-    adam.accumulate(expected, source, False, 1, "portable")
+    host_kernels.accumulate(expected, source, False, 1, "portable")
     for threads in (1, 2, 3, 7):
         got = start.clone()
-        adam.accumulate(got, source, False, threads, instruction_set)
+        host_kernels.accumulate(got, source, False, threads, instruction_set)
         assert same_bits(got, expected)
 
 
@@ -380,7 +392,7 @@ def test_accumulate_is_the_same_for_all_threads_and_instruction_sets(instruction
 def test_copy_moves_every_byte_and_no_other(path: str, n: int, offset: int) -> None:
     source = torch.arange(n, dtype=torch.int64).to(torch.uint8)
     destination = torch.full((n + 128,), 7, dtype=torch.uint8)
-    adam.copy(destination[offset : offset + n], source, threads=3 if path == "native" else None)
+    host_kernels.copy(destination[offset : offset + n], source, threads=3 if path == "native" else None)
     assert torch.equal(destination[offset : offset + n], source)
     assert bool((destination[:offset] == 7).all())
     assert bool((destination[offset + n :] == 7).all())
@@ -390,4 +402,4 @@ def test_copy_moves_every_byte_and_no_other(path: str, n: int, offset: int) -> N
 def test_norm_blocks_of_both_paths_are_equal() -> None:
     library = native.library()
     assert library is not None
-    assert library.megacompile_chunk_elements() == adam._NORM_BLOCK
+    assert library.megacompile_chunk_elements() == host_kernels._NORM_BLOCK

@@ -5,17 +5,27 @@ A tensor or a list in a group may change after `step()` has returned, while the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.runtime.memory.state_layout import ElementState
+from megacompile.runtime.optimizer.rule import Rule
+from megacompile.runtime.optimizer.state_format import FORMATS
 
-#: Options of torch.optim.AdamW that change the update rule, with the values that leave it as it is.
+#: Options of PyTorch's optimizers that change the update rule, with the values that leave it as it is.
 _UNSUPPORTED = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 _OF_ALL = ("max_grad_norm", "overlap", "non_finite", "dump_folder")
+MASTERS = ("float32", "bfloat16")
+
+
+class Check(NamedTuple):
+    """What an option must be, in words, and whether a value is that."""
+
+    what: str
+    good: Callable[[Any], bool]
 
 
 def is_number(value: Any) -> bool:
@@ -27,24 +37,37 @@ def _are_betas(value: Any) -> bool:
             and all(is_number(beta) and 0 <= beta < 1 for beta in value))
 
 
-#: For each option, what it must be, and a check.
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("lr", "eps", "weight_decay"), ("a number of at least 0", lambda x: is_number(x) and bool(x >= 0))),
-    "betas": ("two numbers of at least 0 and below 1", _are_betas),
+NON_NEGATIVE = Check("a number of at least 0", lambda value: is_number(value) and bool(value >= 0))
+BELOW_ONE = Check("a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1)
+TWO_BETAS = Check("two numbers of at least 0 and below 1", _are_betas)
+FLAG = Check("True or False", lambda value: isinstance(value, bool))
+#: Options that say how state is kept, for every optimizer.
+KEPT = {
+    "state_dtype": Check(f"one of {', '.join(FORMATS)}", lambda value: value in FORMATS),
+    "master": Check(f"one of {', '.join(MASTERS)}", lambda value: value in MASTERS),
 }
 
 
-def check_options(group: Mapping[str, Any]) -> None:
-    """Raises `MegacompileError` for an option of a parameter group that is out of range or not implemented."""
+def check_options(group: Mapping[str, Any], checks: Mapping[str, Check], optimizer: str) -> None:
+    """Raises `MegacompileError` for an option of a parameter group that is out of range or not implemented. `checks`: for each
+    option of the `optimizer`."""
     for option, only in _UNSUPPORTED.items():
-        if bool(group.get(option, only)) != only:
-            raise UnsupportedError(f"{option}={group[option]!r} is not implemented by megacompile.AdamW: leave it out")
+        if option not in checks and bool(group.get(option, only)) != only:
+            raise UnsupportedError(f"{option}={group[option]!r} is not implemented by megacompile.{optimizer}: leave it out")
     for option in _OF_ALL:
         if option in group:
-            raise MegacompileError(f"{option} cannot be set for a parameter group: pass it to AdamW(...)")
-    for option, (what, good) in _RANGES.items():
+            raise MegacompileError(f"{option} cannot be set for a parameter group: pass it to {optimizer}(...)")
+    for option, (what, good) in {**checks, **KEPT}.items():
         if option in group and not good(group[option]):
             raise MegacompileError(f"{option}={group[option]!r} is out of range: give {what}")
+
+
+def check_complete(group: Mapping[str, Any], checks: Mapping[str, Check], optimizer: str) -> None:
+    """As `check_options`. Raises `MegacompileError` for a missing option too."""
+    if missing := [option for option in (*checks, *KEPT) if option not in group]:
+        raise MegacompileError(f"a parameter group has no {missing[0]}: set it again (optimizer.param_groups[...]"
+                               f"[{missing[0]!r}] = ...)")
+    check_options(group, checks, optimizer)
 
 
 def checked_norm(value: Any, overlap: str | None) -> float | None:
@@ -56,22 +79,7 @@ def checked_norm(value: Any, overlap: str | None) -> float | None:
     return None if value is None else float(value)
 
 
-@dataclass(frozen=True)
-class HyperParameters:
-    """The options of one group at one step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> HyperParameters:
-        """Raises the errors of `check_options`, and `MegacompileError` for a missing option."""
-        if missing := [option for option in _RANGES if option not in group]:
-            raise MegacompileError(f"a parameter group has no {missing[0]}: set it again (optimizer.param_groups[...]"
-                                   f"[{missing[0]!r}] = ...)")
-        check_options(group)
-        beta1, beta2 = map(float, group["betas"])
-        return cls(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
+def state_of_group(group: Mapping[str, Any], rule: Rule) -> ElementState:
+    """What is kept of the elements of a group's parameters."""
+    return ElementState(tuple(moment.name for moment in rule.moments), FORMATS[group["state_dtype"]],
+                        exact=group["master"] == "float32")

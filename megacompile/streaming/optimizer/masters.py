@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optimizer.adam import join_fp32, split_fp32
+from megacompile.runtime.optimizer.host_kernels import join_fp32, split_fp32
 from megacompile.streaming.optimizer.state import StateMemory
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed

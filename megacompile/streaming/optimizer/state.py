@@ -10,6 +10,7 @@ The low 16 bits of an FP32 master are not part of the state. They belong to the 
 """
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,13 +20,12 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.runtime.memory.state_layout import ElementState, scale_of
 from megacompile.runtime.memory.store import Store
+from megacompile.runtime.optimizer.state_format import BFLOAT16
 from megacompile.streaming.optimizer.hyper_parameters import is_number
 from megacompile.streaming.user_tensors.lent import Lent
 from megacompile.weights.tiling import Tiling
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KEYS = ("step", *MOMENTS)
 
 
 def step_count(value: Any, name: str) -> int:
@@ -71,12 +71,42 @@ class StateMemory:
                  before_write: weakref.WeakMethod[Any]) -> None:
         self._before_write, self._store = before_write, store
         self.name = name
-        self._tile_name, index = tiling.position[name]
+        self._tile_name, self._position = tiling.position[name]
         self._tile = store.tiles[self._tile_name]
-        self._part = self._tile.layout.slices[index]
+        self._part = self._tile.layout.slices[self._position]
         self._optimizer: weakref.ref[StateHolder] | None = None
         self._state: weakref.ref[ParameterState] | None = None
         self._lent: dict[str, Lent] = {}
+
+    @property
+    def start(self) -> int:
+        """The parameter's first element in its host tile."""
+        return self._part.start
+
+    @property
+    def kept(self) -> ElementState:
+        """What is kept of the parameter's elements."""
+        return self._tile.layout.state_of(self._position)
+
+    def keeps(self, wanted: ElementState) -> bool:
+        """Whether that is what was asked for, or what the tile allows in its place."""
+        kept = self.kept
+        alike = kept.format == wanted.format or (wanted.format.scaled and kept.format == BFLOAT16)
+        return kept.moments == wanted.moments and alike and kept.exact == wanted.exact
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of the tensors that are kept: moments, and their scales."""
+        kept = self.kept
+        return [*kept.moments, *(map(scale_of, kept.moments) if kept.format.scaled else ())]
+
+    @property
+    def keys(self) -> list[str]:
+        return ["step", *self.parts]
+
+    def shape_of(self, part: str) -> tuple[int, ...]:
+        """The shape of a tensor that is kept: that of the parameter, or of its scales."""
+        return self._part.shape if part in self.kept.moments else (self.kept.format.scales(self._part.count),)
 
     @property
     def optimizer(self) -> StateHolder | None:
@@ -113,10 +143,9 @@ class StateMemory:
         self._rest()
         tile = self._tile
         tile.allocate_moments()
-        assert tile.m is not None and tile.v is not None
         # Pages that were never written are zero, and not allocated yet.
-        written = tile.moments_written or tile.m._version or tile.v._version
-        moments = {key: self._lend(key) for key in MOMENTS}
+        written = tile.moments_written or any(moment._version for moment in tile.moments)
+        moments = {key: self._lend(key) for key in self.parts}
         for moment in moments.values() if written and self.writable else ():
             moment.zero_()
         dict.update(state, moments, step=0)
@@ -125,26 +154,30 @@ class StateMemory:
         """Raises `MegacompileError` for a value that the parameter's state cannot hold."""
         if key == "step":
             step_count(value, self.name)
-        elif key in MOMENTS and (not isinstance(value, Tensor) or value.shape != self._part.shape):
-            raise MegacompileError(f"the {key} of {self.name} must be a tensor of shape {list(self._part.shape)}: assign one, "
-                                   "or remove the state (optimizer.state.pop(parameter)) to restart it")
+        elif key in self.parts and (not isinstance(value, Tensor) or value.shape != self.shape_of(key)):
+            raise MegacompileError(f"the {key} of {self.name} must be a tensor of shape {list(self.shape_of(key))}: assign "
+                                   "one, or remove the state (optimizer.state.pop(parameter)) to restart it")
+        elif key in self.kept.moments and self.kept.format.scaled and value.dtype != torch.uint8:
+            raise MegacompileError(f"the {key} of {self.name} must be uint8, codes of 8-bit moments, not {value.dtype}: assign "
+                                   "codes, or remove the state (optimizer.state.pop(parameter)) to restart it")
 
     def check_saved(self, saved: Mapping[str, Any]) -> None:
         """Raises `MegacompileError` for a saved state that does not fit. It may be empty, or have only a remainder."""
-        wanted = list(KEYS) if saved.keys() & set(KEYS) else []
+        wanted = self.keys if saved.keys() - {"remainder"} else []
         if self.remainder is not None and "remainder" in saved:
             wanted.append("remainder")
         for key in wanted:
-            if key not in saved or (key != "step" and getattr(saved[key], "shape", None) != self._part.shape):
-                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(self._part.shape)}: load one "
-                                       "that was saved with this model")
+            shape = self._part.shape if key in ("step", "remainder") else self.shape_of(key)
+            if key not in saved or (key != "step" and getattr(saved[key], "shape", None) != shape):
+                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(shape)}: load one that was "
+                                       "saved with this model and an optimizer of the same kind and state_dtype")
             self.check(key, saved[key])
         if "remainder" in wanted and saved["remainder"].dtype != torch.int16:
             raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
 
     def take(self, key: str, value: Any) -> Any:
         """Copies a checked value into the tile, and returns the tensor that represents it in the state."""
-        if key not in KEYS or (key in self._lent and self._lent[key].kept is value):
+        if key not in self.keys or (key in self._lent and self._lent[key].kept is value):
             return value
         self._rest()
         if key == "step":
@@ -160,10 +193,10 @@ class StateMemory:
         """A tensor over memory that is about to be written."""
         if key in self._lent:
             self._lent[key].move()
-        memory = self._tile.m if key == "exp_avg" else self._tile.v
-        assert memory is not None
-        tensor = self._own(memory)
-        self._lent[key] = Lent(tensor, memory)
+        tile, shape = self._tile, self.shape_of(key)
+        found = dict(tile.layout.state_layout.named(tile.moments, self._position))[key]
+        tensor = found[:math.prod(shape)].view(shape)
+        self._lent[key] = Lent(tensor, found)
         return tensor
 
     def _own(self, memory: Tensor) -> Tensor:
@@ -233,9 +266,9 @@ class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
         if state.memory is not memory:  # made before this optimizer took over the parameter
             self[parameter] = state
             state = self[parameter]
-        if not state.keys() & set(KEYS):
+        if not state.keys() & set(memory.keys):
             memory.restart(state)
-        elif missing := [key for key in KEYS if key not in state]:
+        elif missing := [key for key in memory.keys if key not in state]:
             raise MegacompileError(f"the optimizer's state of {memory.name} has no {missing[0]}: remove all of it "
                                    "(optimizer.state.pop(parameter)), and the moments restart")
         return state

@@ -86,6 +86,17 @@ class ModelCaptures:
         """Changes what the planners of all captures know (fields of `Planner`): plans are made with it from now on."""
         self._known = {key: replace(served, planner=replace(served.planner, **known)) for key, served in self._known.items()}
 
+    def keep(self, tiling: Tiling) -> None:
+        """Plans for other optimizer state from now on."""
+        self.tiling = tiling
+        known = {}
+        for key, served in self._known.items():
+            simulator = served.planner.simulator
+            again = None if simulator is None else simulator_of(
+                served.captured, tiling, simulator.durations.hardware, served.binder.compiling, served.planner.config.passes)
+            known[key] = replace(served, planner=replace(served.planner, tiling=tiling, simulator=again))
+        self._known = known
+
     def __iter__(self) -> Iterator[Served]:
         return iter(self._known.values())
 

@@ -24,6 +24,7 @@ from megacompile.runtime.kernels import Kernel
 from megacompile.streaming.programs.captures import ModelCaptures
 from megacompile.system.under_way import under_way
 from megacompile.verify.verifier import check_agreement
+from megacompile.weights.tiling import Tiling
 
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
 MAX_SHAPES = 32
@@ -83,7 +84,7 @@ class Shapes:
     what they have planned. One that was given (`device_memory`) is the user's to divide."""
 
     def __init__(self, captures: ModelCaptures, limit: int = MAX_SHAPES) -> None:
-        self.captures, self.tiling, self.limit = captures, captures.tiling, limit
+        self.captures, self.limit = captures, limit
         self.captured, self.binder = captures.first.captured, captures.first.binder
         self.table: dict[Shape, CompiledShape] = {}
         self.packed = PackedPlans(balanced=self.binder.symbolic_rows)
@@ -92,6 +93,10 @@ class Shapes:
         self.answers = Counter[str]()
         self.note_budget()
         _live.add(self)
+
+    @property
+    def tiling(self) -> Tiling:
+        return self.captures.tiling
 
     @property
     def planner(self) -> Planner:

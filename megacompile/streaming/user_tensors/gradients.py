@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megacompile.errors import UnsupportedError
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import TileLayout
-from megacompile.runtime.optimizer import adam as host
+from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.streaming.user_tensors.lent import Lent, move
 from megacompile.weights.tiling import Tiling, named_gradients
 

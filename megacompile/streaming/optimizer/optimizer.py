@@ -1,0 +1,460 @@
+"""Optimizers of streamed models: updates on the host, overlapped with the next step's forward."""
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.runtime.optimizer import native
+from megacompile.runtime.optimizer.host_update import definitions
+from megacompile.runtime.optimizer.rule import Rule, Segment
+from megacompile.runtime.update import Update, counting
+from megacompile.streaming.optimizer import masters
+from megacompile.streaming.optimizer.hyper_parameters import (
+    KEPT,
+    Check,
+    check_complete,
+    check_options,
+    checked_norm,
+    state_of_group,
+)
+from megacompile.streaming.optimizer.keeping import keep_states
+from megacompile.streaming.optimizer.nonfinite import NonFinite
+from megacompile.streaming.optimizer.state import OptimizerState, ParameterState, SavedState, StateMemory
+from megacompile.streaming.shared_writes import loading
+from megacompile.streaming.streamed import Streamed
+from megacompile.streaming.turns import in_turn
+from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
+
+
+class StreamedOptimizer(torch.optim.Optimizer):
+    """The optimizers of streamed models: FP32 master weights and moments in host memory, fused and asynchronous.
+
+    A subclass says which `rule` it has, how its options are checked, and what the rule reads of them (`options_of`).
+
+    `step()` returns at once; the update runs on the host during the next forward. With `max_grad_norm`, gradients are clipped
+    by their exact global norm, like `torch.nn.utils.clip_grad_norm_`. `grad_norm` is the norm of the last step before clipping.
+
+    `state_dtype`, also of a parameter group, is how moments are stored: "float32"; "bfloat16", rounded at random so that the
+    mean is right; or "8bit", in blocks of 256 elements with a scale (see `docs/fine-tuning.md` for what that costs). `master`:
+    "float32", the exact value of a bf16 weight, with two bytes beside it; or "bfloat16": the weight alone, rounded at random.
+
+    `state_dict` holds the moments, step, and for bf16 parameters the low 16 bits of the FP32 master (`remainder`, int16). 8-bit
+    moments are codes (uint8) with scales (`exp_avg_scale`, fp32, one for each 256 elements). `state` has no remainder: removing
+    or replacing a state restarts the moments, as in torch.optim, and leaves the master unchanged.
+
+    Parameters that the model's forward does not read, or whose gradient is None, are not updated.
+
+    Changes of `.grad` between backward and step count, in the norm too. Changes that PyTorch does not track (`.grad.data`,
+    NumPy, `GradScaler.unscale_`) are found by sampling 256 elements of each gradient: a change of whole gradients is always
+    seen, a change of a few elements may not be. After `step()`, synchronize (`model.megacompile`) before you change one.
+
+    Several optimizers may each update their own parameters. An optimizer that is made for parameters of another one takes over
+    their state; later uses of the other one raise. Whole steps, updates on arrival and checkpoints need one optimizer. Group
+    options may change at any time, and take effect at the next `step()`, except `state_dtype` and `master`.
+
+    With `overlap="backward"` each tile is updated as its gradients arrive. Nothing is clipped. `.grad` and `grad_norm` stay
+    None, so PyTorch's own clipping has nothing to clip. Forward, backward and `step()` must alternate. The backward reads the
+    hyper-parameters. `step()` ends the step, which schedulers rely on, and does nothing without a backward. The newest
+    optimizer decides whether a model's backward updates.
+
+    Gradients whose norm is not finite change nothing, including moments and step counts, with or without clipping. `non_finite`
+    selects what happens then: "raise" (a `NonFiniteError` from the next call that waits for the update), "skip" (training goes
+    on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (writes the batch and the norm of each gradient to a
+    folder in `dump_folder`, then raises). With `overlap="backward"` each tile is checked when its gradients arrive: a tile
+    whose gradients are not finite keeps its weights and moments, and the other tiles are updated (`stats["kept_tiles"]`
+    counts). If no tile was updated, the step count is rolled back, unless a tile was skipped on the device: the host learns of
+    that later.
+
+    Raises `MegacompileError` for parameters that belong to no streamed model, or to several, and for options out of range;
+    `InsufficientMemoryError`, with what would fit, if the host cannot hold the state. Then nothing has changed."""
+
+    rule: ClassVar[Rule]
+    checks: ClassVar[Mapping[str, Check]]
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, state_dtype: str, master: str,
+                 max_grad_norm: float | None, overlap: str | None, non_finite: str,
+                 dump_folder: str | os.PathLike[str]) -> None:
+        defaults = defaults | dict(state_dtype=state_dtype, master=master)
+        self._check(defaults)
+        if overlap not in (None, "backward"):
+            raise MegacompileError(f"overlap={overlap!r} must be None (update beside the next forward) or 'backward' (as "
+                                   "gradients arrive)")
+        self.non_finite = NonFinite(non_finite, Path(dump_folder))
+        self._overlap, self.max_grad_norm = overlap, max_grad_norm
+        self._update: Update | None = None
+        self._lost = ""  # a parameter that a newer optimizer updates
+        self._made, self._state = False, OptimizerState(self)
+        super().__init__(params, defaults)
+        self._keep_state()
+        self._take_over(self._parameters())
+        self._made = True
+        self._build()  # now if necessary: at the first update all lanes would wait for the C++ compiler
+        for streamed in owners_of(self._parameters()):
+            streamed.optimizer_in_backward.attach(self if overlap is not None else None)
+            streamed.store.touch_state({memory.tile for parameter in self._parameters() if (memory := self._memory(parameter))})
+
+    @abstractmethod
+    def options_of(self, group: Mapping[str, Any]) -> Any:
+        """What the rule reads of a group's options, copied by value."""
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        check_options(group, self.checks, type(self).__name__)
+
+    def _keep_state(self) -> None:
+        """Lets each model keep what this optimizer needs of its parameters. Raises `InsufficientMemoryError`."""
+        for streamed in owners_of(self._parameters()):
+            states = {memory.name: state_of_group(group, self.rule) for group in self.param_groups
+                      for parameter in group["params"] if (memory := streamed.states.get(require_owner(parameter)[1]))}
+            keep_states(streamed, states)
+
+    def _build(self) -> None:
+        for streamed in owners_of(self._parameters()):
+            for layout in streamed.tiling.host.values():
+                for state in {layout.state_of(i) for i, s in enumerate(layout.slices) if s.trainable}:
+                    native.update_library(definitions(self.rule, layout.dtype, layout.has_remainder, state.format))
+
+    @property
+    def overlap(self) -> str | None:
+        return self._overlap
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._max_grad_norm = checked_norm(value, self.overlap)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._check_lost()
+        self._check(param_group)
+        super().add_param_group(param_group)
+        try:  # the constructor takes over once all groups are checked
+            if self._made:
+                self._keep_state()
+                self._take_over(self.param_groups[-1]["params"])
+                self._build()
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError("an optimizer of a streamed model can be neither pickled nor copied: its state is its model's "
+                               "memory; use state_dict() or a CheckpointWriter")
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    @property
+    def streamed(self) -> Streamed:
+        """The streamed model of these parameters. Raises `MegacompileError` if another optimizer has taken over."""
+        self._check_lost()
+        models = list({id(streamed): streamed for streamed, _ in map(require_owner, self._parameters())}.values())
+        if len(models) != 1:
+            raise MegacompileError("an optimizer updates one streamed model: make one optimizer for each")
+        return models[0]
+
+    # ---------------------------------------------------------------- state
+    @property
+    def state(self) -> OptimizerState:  # type: ignore[override]
+        """Waits for the update in flight. Values written to it before the next call count."""
+        self._check_lost()
+        for streamed in owners_of(self._parameters()):
+            streamed.evict()
+        return self._state
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        self._check_lost()
+        if state is not self._state:
+            self._state = OptimizerState(self, state)
+
+    def _memory(self, parameter: Tensor) -> StateMemory | None:
+        """The state memory of a parameter that is trained and read by the forward; None for others."""
+        streamed, name = require_owner(parameter)
+        return streamed.states.get(name)
+
+    def memory_of(self, parameter: Any) -> StateMemory | None:
+        """Like `_memory`, for parameters that this optimizer updates; None for any other key of `state`."""
+        owner = owner_of(parameter) if isinstance(parameter, Tensor) else None
+        memory = owner[0].states.get(owner[1]) if owner is not None else None
+        return memory if memory is not None and memory.optimizer is self else None
+
+    def _take_over(self, parameters: Iterable[Tensor]) -> None:
+        """Makes this optimizer the only one that updates these parameters. A parameter has one state."""
+        found = [(parameter, memory) for parameter in parameters if (memory := self._memory(parameter)) is not None]
+        for _, memory in found:
+            if (former := self._other(memory)) is not None:
+                former._lost, former._state = memory.name, OptimizerState(former)
+                self.streamed.optimizer_in_backward.detach(former)
+            memory.optimizer = self
+        for parameter, memory in found:
+            self._state.ready(parameter, memory)
+
+    def _other(self, memory: StateMemory) -> StreamedOptimizer | None:
+        """Another optimizer that updates this parameter."""
+        other = memory.optimizer
+        if not isinstance(other, StreamedOptimizer) or other is self or other._lost:
+            return None
+        return other if any(memory.name in names for _, names in other.named_groups()) else None
+
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise MegacompileError(f"another optimizer, made later, updates {self._lost} now, and has taken its state: use "
+                                   "that one, or make a new optimizer")
+
+    def check_alone(self, doing: str) -> None:
+        """Raises `MegacompileError` if another optimizer updates parameters of the model. `doing`: what needs a single
+        optimizer."""
+        for memory in self.streamed.states.values():
+            if self._other(memory) is not None:
+                raise MegacompileError(f"{doing} one optimizer, and another one updates {memory.name}: make one with parameter "
+                                       "groups, or drop the other (del optimizer)")
+
+    def steps(self) -> dict[str, int]:
+        """Updates of each parameter that has a state, by name."""
+        return {memory.name: int(state["step"]) for parameter, state in self._state.items()
+                if (memory := self.memory_of(parameter)) is not None and "step" in state}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Hands the update to the lanes. Parameters without `.grad` are not updated. A `closure` is called first, during the
+        update before, as the plain loop runs its forward and backward; its loss is returned. After a backward that has updated
+        (`overlap`), and after `train_step`, nothing is left to do.
+
+        Raises the failure of an earlier update (`LaneError`). Called again, it completes that update: the missing tiles, from
+        the same gradients (`.grad` may have been set to None since), with the same hyper-parameters."""
+        streamed = self.streamed
+        streamed.optimizer_in_backward.check_step(self)
+        loss = None
+        if closure is not None:
+            if self._completes():
+                return None
+            streamed.step.check_whole()
+            with torch.enable_grad():
+                loss = closure()  # without the lock: its backward may run in autograd's thread
+        with streamed.turn:
+            self._take_step(streamed)
+        return loss
+
+    def _take_step(self, streamed: Streamed) -> None:
+        if streamed.step.ended() or self._ended():
+            streamed.raise_pending()
+            streamed.step.check_whole()
+            return
+        streamed.settle()
+        if self._completes():
+            return
+        streamed.step.check_whole()
+        if not (trained := [p for p in self._parameters() if p.grad is not None]):
+            return
+        if unread := [name for name in (require_owner(p)[1] for p in trained) if name not in streamed.tiling.position]:
+            raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
+                                   "optimizer of torch.optim")
+        streamed.step.check_stored()
+        with streamed.together.failing():
+            streamed.adopt_writes()
+            update = self._request(lambda parameter: parameter.grad is not None)
+            if streamed.gradients.refresh():
+                streamed.step.gradients_changed()
+        self._update = update
+        streamed.update(self._update)
+
+    def _completes(self) -> bool:
+        """Completes an update of this optimizer that has failed. Returns False if there is none, or if gradients have
+        changed."""
+        return self._update is not None and self._update is self.streamed.step.unfinished and self.streamed.complete()
+
+    def _ended(self) -> bool:
+        """Whether the update in flight is this optimizer's, and no gradient has been stored since."""
+        update = self.streamed.step.updating
+        return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
+
+    def request(self) -> Update:
+        """An update of every parameter, for a step that runs as one program or for a backward that updates."""
+        self.check_alone("a whole step, or one with overlap='backward', takes")
+        self.streamed.raise_pending()
+        self.streamed.step.check_whole()
+        self.streamed.adopt_writes()
+        self._update = self._request(lambda parameter: True)
+        return self._update
+
+    def prepare(self) -> None:
+        """Called before a backward that updates. Raises `MegacompileError` for options that are out of range."""
+        self._ready(lambda parameter: True)
+
+    def _ready(self, wanted: Callable[[Tensor], bool]) -> list[tuple[Any, StateMemory, ParameterState]]:
+        """The wanted parameters, with their current options and their states. Raises `MegacompileError` for options and states
+        that an update cannot use."""
+        groups = []
+        for group in self.param_groups:
+            check_complete(group, self.checks, type(self).__name__)
+            groups.append((self.options_of(group), group["params"]))
+            self._check_kept(group)
+        found = [(options, parameter, memory) for options, parameters in groups for parameter in parameters
+                 if wanted(parameter) and (memory := self._memory(parameter)) is not None]
+        if len({memory.name for _, _, memory in found}) < len(found):
+            raise MegacompileError("a parameter is in the optimizer's groups twice: leave it in one of them, once")
+        self._take_over([parameter for _, parameter, memory in found if memory.optimizer is not self])
+        return [(options, memory, self._state.ready(parameter, memory)) for options, parameter, memory in found]
+
+    def _check_kept(self, group: Mapping[str, Any]) -> None:
+        """Raises `MegacompileError` if the options that say how state is kept have changed."""
+        wanted = state_of_group(group, self.rule)
+        for parameter in group["params"]:
+            memory = self._memory(parameter)
+            if memory is not None and memory.optimizer is self and not memory.keeps(wanted):
+                raise MegacompileError(f"state_dtype and master cannot change, and those of {memory.name} have: make a new "
+                                       "optimizer, whose moments restart")
+
+    def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
+        """An update of the wanted parameters with the current hyper-parameters."""
+        streamed = self.streamed
+        segments: dict[str, list[Segment]] = {}
+        counted: dict[str, list[int]] = {}
+        ready = self._ready(wanted)
+        with counting:
+            before = self._update if self._update is not None and self._update.open else None
+            for options, memory, state in ready:
+                for tile, position in streamed.tiling.places[memory.name]:
+                    part = streamed.tiling.layouts[tile].at_home(position)
+                    segments.setdefault(tile, []).append(Segment(
+                        part.start, part.stop, options, state["step"] + 1, part.start - memory.start,
+                        zlib.crc32(memory.name.encode()), position))
+                    counted.setdefault(tile, []).append(position)
+        for each in segments.values():
+            each.sort(key=lambda s: s.start)
+        for positions in counted.values():
+            positions.sort()
+        return Update(self.rule, segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None,
+                      states=[state for _, _, state in ready], before=before,
+                      report=functools.partial(self.non_finite.report, streamed.step.skipped, streamed.step.kept))
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping. None before the first step. Waits until the norm is known,
+        but not for the update."""
+        if self._update is None:
+            return None
+        update, streamed = self._update, self.streamed
+        if update.norm is None:
+            with streamed.turn, streamed.guarded():
+                streamed.drain(sooner=update.judged)
+            if update.norm is None or update.refused:
+                streamed.settle()  # raises its failure
+        return update.norm
+
+    def norm_of_last_step(self) -> Callable[[], float | None]:
+        """A function that returns `grad_norm` of the last step later, without waiting, even after further steps. It returns
+        None until the update has computed the norm, which is known once the next step's loss is."""
+        update = self._update
+        return lambda: None if update is None else update.norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self.streamed.together.agree("zero_grad")  # a rank may still read what this one overwrites
+            self.streamed.settle()  # the update in flight reads gradients
+            self.streamed.step.check_whole()  # an update that stopped half-way still needs them
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and remainders are views of the tiles, as `torch.optim` returns views of its state: save or copy them before
+        the next step. Works after `close()` too."""
+        self.settle()
+        saved = super().state_dict()
+        saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # plain dicts, which unpickle anywhere
+        for index, parameter in enumerate(self._parameters()):
+            owner = owner_of(parameter)
+            remainder = owner[0].writes.remainder(owner[1]) if owner else self._remainder(parameter)
+            if remainder is not None:
+                saved["state"].setdefault(index, {})["remainder"] = remainder
+        return saved
+
+    def _remainder(self, parameter: Tensor) -> Tensor | None:
+        """The low bits of a parameter's FP32 master, in its tile; None for an fp32 parameter."""
+        memory = self._memory(parameter) if owner_of(parameter) else getattr(self._state.get(parameter), "memory", None)
+        return memory.remainder if memory is not None else None
+
+    def settle(self) -> None:
+        """Waits until the host's state and remainders belong to the last step. Raises the failure of an update."""
+        self._check_lost()
+        for streamed in owners_of(self._parameters()):
+            streamed.copy_back_whole()
+
+    @in_turn
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype. Load
+        the model first: a remainder belongs to the weight that it was saved with, and loading a weight clears it.
+
+        As in `torch.optim`, a parameter without a saved state restarts its moments. A parameter without a saved remainder keeps
+        its master.
+
+        Raises `MegacompileError` for other groups, parameters or shapes, and for invalid options. Then nothing has changed."""
+        streamed = self.streamed
+        with streamed.together.all_or_none("the optimizer's load_state_dict"):
+            groups, states = self.check_state_dict(state_dict)
+        with loading(streamed, "the optimizer's load_state_dict"):
+            streamed.adopt_writes()  # clears remainders before the saved ones are loaded
+            self.put_state(groups, states)
+
+    @torch.no_grad()
+    def put_state(self, groups: Sequence[Mapping[str, Any]], states: Sequence[SavedState]) -> None:
+        """Loads a checked state. What is on the device must be evicted, and tiles may be written."""
+        self._update = None
+        self.streamed.step.ended()
+        for options, group in zip(groups, self.param_groups, strict=True):
+            group.update(options)
+        self._take_over([parameter for parameter, memory, _ in states if memory.optimizer is not self])
+        for parameter, memory, saved in states:
+            self._state[parameter] = {key: saved[key] for key in memory.keys if key in saved}
+            self._state.ready(parameter, memory)
+            if memory.remainder is not None and "remainder" in saved and memory.writable:
+                memory.remainder.copy_(saved["remainder"])
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[SavedState]]:
+        """The saved options of each group, and the saved state of each parameter with its memory. Raises the errors of
+        `load_state_dict`."""
+        others = ("params", "decoupled_weight_decay")  # also in a state that torch.optim.Adam saved
+        groups = [{option: deepcopy(value) for option, value in group.items() if option not in others}
+                  for group in state_dict["param_groups"]]
+        indices = [group["params"] for group in state_dict["param_groups"]]
+        if [len(each) for each in indices] != [len(group["params"]) for group in self.param_groups]:
+            raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
+        for group, here in zip(groups, self.param_groups, strict=True):
+            self._check(group)
+            for option in KEPT:
+                if group.setdefault(option, here[option]) != here[option]:
+                    raise MegacompileError(f"the saved optimizer has {option}={group[option]!r}, and this one "
+                                           f"{here[option]!r}: make it with the {option} that it was saved with")
+        states = [(parameter, memory, state_dict["state"].get(index, {}))
+                  for index, parameter in zip(itertools.chain(*indices), self._parameters(), strict=True)
+                  if (memory := self._memory(parameter)) is not None]
+        for _, memory, saved in states:
+            memory.check_saved(saved)
+        return groups, states
+
+    def named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Each parameter group: its options, and its parameters' names in the model."""
+        return [({k: v for k, v in group.items() if k not in ("params", "param_names")},
+                 [require_owner(parameter)[1] for parameter in group["params"]]) for group in self.param_groups]
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """A copy of a parameter's FP32 master weight, of its shape."""
+        return masters.read(self.streamed, parameter, self._remainder(parameter))
+
+    @torch.no_grad()
+    def set_master(self, parameter: Tensor, master: Tensor) -> None:
+        """Sets a parameter's FP32 master, including the remainder; with several ranks, on all of them to rank 0's."""
+        masters.write(self.streamed, parameter, self._memory(parameter), self._remainder(parameter), master)

@@ -1,0 +1,109 @@
+"""Where the optimizer's state of a tile is: for each moment a buffer, in which each parameter has a region.
+
+    moment 0    exp_avg of parameter a | of parameter b | of parameter c
+    moment 1    exp_avg_sq of a        | of b
+
+A region holds the values of a parameter's elements in its format, then the scales of its blocks, if the format has any.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacompile.runtime.optimizer.host_update import Moments
+from megacompile.runtime.optimizer.state_format import BLOCK, FLOAT32, StateFormat
+
+#: Regions begin at multiples of so many bytes, so that no two share a cache line.
+_ALIGNED = 128
+
+
+@dataclass(frozen=True)
+class ElementState:
+    """What an optimizer keeps for each element of a parameter: moments by name, in a format; and whether a bf16 weight has an
+    exact FP32 master, whose low bits are its remainder."""
+
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    format: StateFormat = FLOAT32
+    exact: bool = True
+
+    def bytes(self, dtype: torch.dtype) -> float:
+        """Bytes of an element of this dtype, about."""
+        scales = 4 / BLOCK if self.format.scaled else 0.0
+        return len(self.moments) * (self.format.value_bytes + scales) + (2 if self.exact and dtype == torch.bfloat16 else 0)
+
+
+#: What AdamW keeps if nothing else is asked for.
+ADAMW_STATE = ElementState()
+#: The state of a frozen parameter.
+NO_STATE = ElementState((), FLOAT32, exact=False)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """`states` and `counts`: the state of each parameter of a tile, and the number of its elements with padding."""
+
+    states: tuple[ElementState, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def moments(self) -> int:
+        """The number of buffers."""
+        return max((len(state.moments) for state in self.states), default=0)
+
+    @functools.cached_property
+    def _regions(self) -> list[list[int]]:
+        """For each moment, the byte at which each parameter's region begins, and the bytes of all."""
+        return [self._begins(moment) for moment in range(self.moments)]
+
+    def _begins(self, moment: int) -> list[int]:
+        begins = [0]
+        for state, count in zip(self.states, self.counts, strict=True):
+            size = state.format.bytes(count) if moment < len(state.moments) else 0
+            begins.append(begins[-1] + -(-size // _ALIGNED) * _ALIGNED)
+        return begins
+
+    @property
+    def moment_bytes(self) -> list[int]:
+        """Bytes of each moment's buffer."""
+        return [begins[-1] for begins in self._regions]
+
+    def at(self, buffers: Sequence[Tensor], position: int, start: int, stop: int) -> Moments:
+        """The moments of elements [start, stop) of a parameter. `buffers`: uint8, one for each moment. Where there are scales,
+        `start` is the first element of a block."""
+        state = self.states[position]
+        found = [self._views(buffers[moment], moment, position, start, stop) for moment in range(len(state.moments))]
+        return Moments(state.format, tuple(values for values, _ in found),
+                       tuple(scales for _, scales in found) if state.format.scaled else ())
+
+    def _views(self, buffer: Tensor, moment: int, position: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        each, count = self.states[position].format, self.counts[position]
+        begin = self._regions[moment][position]
+        values = buffer[begin + start * each.value_bytes:begin + stop * each.value_bytes].view(each.dtype)
+        scales = begin + count * each.value_bytes
+        assert not each.scaled or (start % BLOCK == 0 and scales % 4 == 0), "a block has one scale"
+        first, last = start // BLOCK, each.scales(stop)
+        return values, buffer[scales + 4 * first:scales + 4 * last].view(torch.float32)
+
+    def slack_bytes(self, shards: int) -> int:
+        """Bytes that the regions of so many shards may take in addition to those of the whole."""
+        scaled = sum(state.format.scaled for state in self.states)
+        return 0 if shards == 1 else 3 * _ALIGNED * scaled * self.moments * shards
+
+    def named(self, buffers: Sequence[Tensor], position: int) -> Iterator[tuple[str, Tensor]]:
+        """Everything that is kept of a parameter by name, such as `exp_avg`, and `exp_avg_scale` where there are scales.
+        [n]."""
+        moments = self.at(buffers, position, 0, self.counts[position])
+        for name, values in zip(self.states[position].moments, moments.values, strict=True):
+            yield name, values
+        for name, scales in zip(self.states[position].moments, moments.scales, strict=False):
+            yield scale_of(name), scales
+
+
+def scale_of(moment: str) -> str:
+    """The name of the scales of a moment."""
+    return f"{moment}_scale"
+

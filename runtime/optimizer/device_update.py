@@ -1,0 +1,94 @@
+"""`host_update.update` on a CUDA device with the same bits: a rule's code, compiled at run time with `csrc/update.cu`."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+from megacompile.runtime.optimizer.host_update import Moments, definitions, native_segment
+from megacompile.runtime.optimizer.native import MOST_SCALARS
+from megacompile.runtime.optimizer.rule import Rule, Segment
+from megacompile.runtime.optimizer.state_format import BLOCK
+
+_SOURCE = Path(__file__).parent / "csrc"
+PRELUDE = """
+typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef short int16_t; typedef unsigned int uint32_t;
+typedef int int32_t; typedef long long int64_t;
+#define INLINE __device__ __forceinline__
+#define BITS __float_as_uint
+#define FLOAT __uint_as_float
+#define VALUE(number) ((number).value)
+
+// CuPy always compiles with denormals flushed to zero. Inline instructions are not affected by that.
+struct Exact {
+  float value;
+  INLINE explicit Exact(float number) : value(number) {}
+};
+#define BINARY(symbol, instruction)                                                          \\
+  INLINE Exact operator symbol(Exact a, Exact b) {                                           \\
+    float result;                                                                            \\
+    asm(instruction ".rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a.value), "f"(b.value));      \\
+    return Exact(result);                                                                    \\
+  }
+BINARY(+, "add")
+BINARY(-, "sub")
+BINARY(*, "mul")
+BINARY(/, "div")
+INLINE Exact FMA(Exact a, Exact b, Exact c) {
+  float result;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a.value), "f"(b.value), "f"(c.value));
+  return Exact(result);
+}
+INLINE Exact SQRT(Exact a) {
+  float result;
+  asm("sqrt.rn.f32 %0, %1;" : "=f"(result) : "f"(a.value));
+  return Exact(result);
+}
+"""
+_THREADS, _BLOCKS = 256, 4096  # a few waves of blocks on the largest devices; each thread loops
+
+
+def source(text: str) -> str:
+    """The kernel's CUDA source with these C++ definitions."""
+    values, kernel = ((_SOURCE / name).read_text(encoding="utf-8") for name in ("values.h", "update.cu"))
+    return PRELUDE + values.replace("#pragma once\n", "") + text + kernel
+
+
+@functools.cache
+def _kernel(cupy: Any, text: str) -> Any:
+    return cupy.RawModule(code=source(text), options=("--std=c++17",)).get_function("update_elements")
+
+
+def update(cupy: Any, stream: Any, rule: Rule, weights: Tensor, remainder: Tensor | None, gradient: Tensor,
+           segments: Sequence[tuple[Segment, Moments]], gradient_scale: float,
+           judged: tuple[Tensor, Tensor] | None = None) -> None:
+    """Issues the update to a CuPy stream. Tensors are as for `host_update.update`, on the current device, with gradients in the
+    dtype of the weights. `judged`: the gradients' norms, fp32 [n], and a flag, int32 [1]. If a norm is not finite, nothing is
+    changed and the flag becomes 1."""
+    assert weights.dtype == gradient.dtype, f"gradients are {gradient.dtype}, weights {weights.dtype}"
+    tensors = [_pointer(tensor) for tensor in (weights, remainder, gradient)]
+    norms, verdict = judged if judged is not None else (None, None)
+    judging = _pointer(norms), numpy.int64(0 if norms is None else norms.numel()), _pointer(verdict)
+    for segment, moments in segments:
+        assert not moments.format.scaled or segment.first % BLOCK == 0, f"{segment} divides a block that has one scale"
+        kernel = _kernel(cupy, definitions(rule, weights.dtype, remainder is not None, moments.format))
+        fields = native_segment(rule, segment, moments)
+        state = [numpy.uint64(address or 0) for address in (*fields.moments, *fields.scales)]
+        numbers = numpy.array(fields.scalars[:MOST_SCALARS], dtype=numpy.float32).view(_NUMBERS)
+        each = BLOCK * _THREADS // 32 if moments.format.scaled else 4 * _THREADS
+        blocks = max(1, min(_BLOCKS, -(-(segment.stop - segment.start) // each)))
+        kernel((blocks,), (_THREADS,), (
+            *tensors, *state, numpy.float32(gradient_scale), *judging, numpy.int64(segment.start), numpy.int64(segment.stop),
+            numpy.int64(segment.first), numpy.uint32(fields.key), numbers[0]), stream=stream)
+
+
+#: `Numbers` of update.cu. CuPy passes a structure as a NumPy scalar.
+_NUMBERS = numpy.dtype([("at", numpy.float32, MOST_SCALARS)])
+
+
+def _pointer(tensor: Tensor | None) -> Any:
+    return numpy.uint64(0 if tensor is None else tensor.data_ptr())

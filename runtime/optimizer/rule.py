@@ -1,0 +1,85 @@
+"""The rule of an optimizer as data: what state it keeps, its arithmetic for one element, and which numbers that needs."""
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+
+class Part(enum.IntEnum):
+    """Which part of an update is stored. Storing the weights, then the moments, gives the same bits as the whole. The next
+    forward needs only the weights, which are two thirds of the traffic."""
+
+    WHOLE = 0
+    WEIGHTS = 1
+    MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A number that a rule keeps for each element, such as `exp_avg`. `signed`: whether it may be negative."""
+
+    name: str
+    signed: bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An elementwise update. A new one is a file with a `Rule` and a class of `optim.Optimizer` (see `lion.py`).
+
+    Attributes:
+        name: as in "--optim lion".
+        moments: the numbers that it keeps for each element, one or two.
+        scalars: the names of the numbers that `code` reads, the same for all elements of a parameter.
+        code: the body of a C++ function, compiled for the host and for the device. `master` (float&) is the weight, `gradient`
+            (float) is already clipped, `moments` (float*) are read and written, and `s` has the scalars. Arithmetic is on
+            `Exact` numbers (`csrc/values.h`), so that both give the same bits.
+        functions: C++ functions that `code` calls.
+        values: the scalars of a parameter, from its group's options and its step, which counts from 1.
+        reference: the same update in PyTorch, in place, on fp32 tensors: (master, gradient, moments, options, step).
+        separable: whether moments do not depend on weights, so that they may be updated later than these.
+    """
+
+    name: str
+    moments: tuple[Moment, ...]
+    scalars: tuple[str, ...]
+    code: str
+    values: Callable[[Any, int], tuple[float, ...]]
+    reference: Callable[[Tensor, Tensor, list[Tensor], Any, int], None]
+    functions: str = ""
+    separable: bool = True
+
+    def declarations(self) -> str:
+        """C++ definitions of what `update.cpp` and `update.cu` need of a rule."""
+        fields = "".join(f"  float {name};\n" for name in self.scalars)
+        signed = " || ".join(f"k == {k}" for k, moment in enumerate(self.moments) if moment.signed) or "false"
+        return (f"struct Scalars {{\n{fields}}};\nconstexpr int kCount = {len(self.moments)};\n"
+                f"INLINE constexpr bool is_signed(int k) {{ return {signed}; }}\n{self.functions}"
+                f"INLINE void apply(float& master, float gradient, float* moments, const Scalars& s) {{\n{self.code}\n}}\n")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of a tile, of one parameter, that are updated with the same options.
+
+    `options`: those of the rule. `step` counts from 1, this update included. `first`: the number of the element `start` in its
+    parameter. `seed`: of the parameter's random bits. `position`: of the parameter in its tile."""
+
+    start: int
+    stop: int
+    options: Any
+    step: int
+    first: int = 0
+    seed: int = 0
+    position: int = 0
+
+    def within(self, start: int, stop: int, at: int) -> Segment | None:
+        """The part of the segment in [start, stop), where `start` is the element `at` of another memory; None if there is
+        none."""
+        begin, end = max(self.start, start), min(self.stop, stop)
+        if begin >= end:
+            return None
+        return replace(self, start=begin - start + at, stop=end - start + at, first=self.first + begin - self.start)

@@ -1,0 +1,130 @@
+"""How optimizer state is stored: the moments' formats, and what is kept of an FP32 master.
+
+    format      bytes of a moment     rounding
+    float32     4                     none
+    bfloat16    2                     at random, with the right mean
+    8bit        1, and an FP32 scale  at random, in a dynamic map; blocks of 256 elements share a scale
+                for each 256
+
+    master      bytes beside the weight
+    float32     0 of an FP32 weight, 2 of a bf16 weight: the master is an exact FP32 number
+    bfloat16    0: the weight is the master, and is rounded at random
+
+The second moment changes by 0.1% a step, which is less than half of a bf16 step: rounding to the nearest would freeze it. The
+random bits are a hash of the parameter, the step and the element's number (`csrc/values.h`), so they are the same for every
+plan, on the host and on the device.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+#: Elements that share a scale, and whose random bits have a common key.
+BLOCK: Final = 256
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """A format of moments. `value_bytes`: of an element. `scaled`: whether each block has an FP32 scale. `number`: in C++."""
+
+    name: str
+    number: int
+    dtype: torch.dtype
+    scaled: bool = False
+
+    @property
+    def value_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    def scales(self, elements: int) -> int:
+        """The number of scales of so many elements of a parameter."""
+        return -(-elements // BLOCK) if self.scaled else 0
+
+    def bytes(self, elements: int) -> int:
+        """Bytes of a moment of so many elements of a parameter."""
+        return elements * self.value_bytes + 4 * self.scales(elements)
+
+
+FLOAT32 = StateFormat("float32", 0, torch.float32)
+BFLOAT16 = StateFormat("bfloat16", 1, torch.bfloat16)
+EIGHT_BITS = StateFormat("8bit", 2, torch.uint8, scaled=True)
+FORMATS: Final = {each.name: each for each in (FLOAT32, BFLOAT16, EIGHT_BITS)}
+
+
+# ---------------------------------------------------------------- random bits, as in csrc/values.h
+def mixed(x: Any) -> Any:
+    """A hash of 32 bits: of an int, or of each element of an int64 tensor."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def key_of(seed: int, step: int) -> int:
+    """The key of a parameter's random bits in a step."""
+    return int(mixed((seed + step * 0x9E3779B9) & _MASK))
+
+
+def random_bits(key: int, numbers: Tensor) -> Tensor:
+    """32 bits for each element, from its number in its parameter: int64 [n]."""
+    blocks = mixed((key + numbers // BLOCK) & _MASK)
+    return mixed((blocks + (numbers % BLOCK) * 0x9E3779B9) & _MASK)
+
+
+# ---------------------------------------------------------------- the formats in PyTorch, to check and replace the kernels
+def rounded_randomly(values: Tensor, random: Tensor) -> Tensor:
+    """fp32 [n] -> bf16 [n], one of the two nearest. `random`: 16 bits, int64 [n]."""
+    bits = torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32).long() & _MASK)
+    special = (bits & 0x7F800000) == 0x7F800000
+    high = torch.where(special, bits, bits + random) >> 16
+    return torch.where(high >= 1 << 15, high - (1 << 16), high).to(torch.int16).view(torch.bfloat16)
+
+
+def decoded(codes: Tensor, levels: int) -> Tensor:
+    """Codes of the dynamic map, integers [n] -> their values from 0 to 1, fp32 [n]."""
+    codes = codes.long()
+    level = torch.log2(codes.clamp_min(1).double()).floor().long()
+    middle = 0.875 * (codes - (1 << level) + 0.5).double() / (1 << level).double() + 0.125  # exact, then rounded once
+    return torch.where(codes == 0, 0.0, middle.float() * torch.exp2(3.0 * (level - levels)))
+
+
+def encoded(numbers: Tensor, chance: Tensor, levels: int) -> Tensor:
+    """Numbers from 0 to 1, fp32 [n] -> codes, int64 [n]. `chance`: random numbers from 0 to 1, fp32 [n]."""
+    exponent = (numbers.view(torch.int32).long() >> 23 & 0xFF) - 127
+    down = ((-1 - exponent).clamp_min(0) // 3).clamp_max(levels)
+    level = levels - down
+    count = torch.exp2(level.float())
+    per_span = (count.double() * torch.tensor(8.0 / 7.0, dtype=torch.float32).double()).float()
+    scaled = numbers * torch.exp2(3.0 * down) - 0.125
+    place = (scaled.double() * per_span.double() + (chance - 0.5).double()).float()  # one rounding, as a fused multiply-add
+    at = torch.where(place > 0, place, 0.0)
+    at = torch.where(at < count - 1, at, count - 1)
+    return (1 << level) + at.long()
+
+
+def load_codes(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """uint8 [n] and the scales of its blocks, fp32 [blocks] -> fp32 [n]."""
+    each = scales.repeat_interleave(BLOCK)[:codes.numel()]
+    if not signed:
+        return decoded(codes, 7) * each
+    values = decoded(codes & 127, 6) * each
+    return torch.where(codes >= 128, -values, values)
+
+
+def store_codes(values: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """fp32 [n] -> codes, uint8 [n], and the scales of its blocks, fp32 [blocks]. `random`: 16 bits, int64 [n]."""
+    padded = torch.nn.functional.pad(values.abs(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    scales = padded.amax(dim=1)  # NaN if there is one
+    inverse = torch.where(scales.isfinite() & (scales > 0), 1 / scales, 0.0)
+    numbers = values.abs() * inverse.repeat_interleave(BLOCK)[:values.numel()]
+    chance = random.float() / 65536
+    if not signed:
+        codes = torch.where(numbers != 0, encoded(numbers, chance, 7), 0)
+    else:
+        first = 0.5625 / 262144
+        small = (chance * first < numbers).long()
+        codes = torch.where(numbers < first, small, encoded(numbers, chance, 6)) | (values.signbit().long() << 7)
+    return codes.to(torch.uint8), scales
