@@ -71,9 +71,10 @@ def _adam(frame: Frame, node: fx.Node) -> None:
 
 
 def _adam_weights(frame: Frame, node: fx.Node) -> None:
-    tile = frame.store[argument(node, "tile")]
-    if argument(node, "tile") not in _updating(frame).halfway:
-        _update(frame, node, tile, gradients_of(tile), Part.WEIGHTS)
+    """With a rule whose moments cannot be updated later, this is the whole update, and nothing is left for `adam_moments`."""
+    tile, update = frame.store[argument(node, "tile")], _updating(frame)
+    if argument(node, "tile") not in update.halfway:
+        _update(frame, node, tile, gradients_of(tile), Part.WEIGHTS if update.rule.separable else Part.WHOLE)
 
 
 def _adam_moments(frame: Frame, node: fx.Node) -> None:

@@ -21,6 +21,8 @@ from megacompile.checkpoint.subject import Subject
 from megacompile.checkpoint.values import decode
 from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.runtime.memory.snapshot import state_bytes
+from megacompile.streaming.optimizer.hyper_parameters import FLAG, Check, is_number
+from megacompile.streaming.optimizer.saved import check_saved
 from megacompile.streaming.shared_writes import loading
 
 _THREADS = 4
@@ -53,7 +55,7 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
         tensors = dict(_tensors(saved, folder))
         state = _optimizer_state(saved, tensors, subject, decoded.options)
         try:
-            optimizer.check_state_dict(state)
+            check_saved(optimizer, state)
         except MegacompileError as error:
             raise CheckpointError(f"{path} is from another optimizer: {error}") from error
     if streamed.together.ranks is not None:
@@ -132,8 +134,11 @@ def _decoded(saved: Manifest, subject: Subject, path: Path, rank: int) -> _Decod
     try:
         found = _Decoded(*map(decode, (saved.options, (saved.scheduler or {}).get("state"), saved.random, saved.extra)))
         for number, (options, (now, _)) in enumerate(zip(found.options, subject.groups(), strict=True)):
-            _OPTIONS(options, f"options[{number}]")
-            schema.like(now, _NUMBERS, complete=False)(options, f"options[{number}]")  # older versions may have fewer options
+            checks = subject.optimizer.checks
+            known = {name: _option(check) for name, check in checks.items()}
+            schema.record(known, others=schema.anything)(options, f"options[{number}]")
+            # Schedulers and the user may add others, and older versions may have fewer.
+            schema.like(now, known, complete=False)(options, f"options[{number}]")
             if subject.scheduler is not None and "initial_lr" in now:
                 _SCHEDULED(options, f"options[{number}]")
         schedulers.check(found.scheduler, subject.scheduler, same_torch)
@@ -149,11 +154,16 @@ def _number(value: Any, name: str) -> None:
     schema.finite(least=0)(value.item() if is_one else value, name)
 
 
-#: The required options of each parameter group. Schedulers and the user may add others.
-_NUMBERS = dict.fromkeys(("lr", "eps", "weight_decay", "betas"), schema.anything)
-_OPTIONS = schema.record(dict.fromkeys(("lr", "eps", "weight_decay"), _number) | {
-    "betas": schema.must(lambda value: isinstance(value, list | tuple) and len(value) == 2, "two numbers")},
-    others=schema.anything)
+def _option(check: Check) -> schema.Rule:
+    """The rule for an option of a parameter group."""
+    def rule(value: Any, name: str) -> None:
+        if check is not FLAG and (isinstance(value, bool) or is_number(value)):
+            _number(value, name)
+        schema.must(check.good, check.what)(value, name)
+
+    return rule
+
+
 _SCHEDULED = schema.record({"initial_lr": _number}, others=schema.anything)
 
 
@@ -193,7 +203,7 @@ def _load(tensors: Mapping[str, Tensor], subject: Subject, optimizer_state: dict
     streamed.adopt_writes()
     streamed.step.weights_replaced()
     subject.optimizer.zero_grad()
-    subject.optimizer.put_state(*subject.optimizer.check_state_dict(optimizer_state))
+    subject.optimizer.put_state(*check_saved(subject.optimizer, optimizer_state))
     for name in filter(own.__contains__, subject.remainders()):  # includes parameters that the optimizer does not have
         tile_name, position = place[name]
         tile = store.tiles[tile_name]

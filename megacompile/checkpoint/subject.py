@@ -25,7 +25,7 @@ class Subject:
                                    f"{type(optimizer).__name__}: use one of megacompile's optimizers")
         if optimizer.streamed is not self.streamed:
             raise MegacompileError("the optimizer belongs to another model: create one with this model's parameters")
-        optimizer.check_alone("a checkpoint holds the state of")
+        optimizer.ownership.check_alone("a checkpoint holds the state of")
 
     @property
     def streamed(self) -> Streamed:
@@ -44,7 +44,7 @@ class Subject:
         failed update, and `MegacompileError` between a backward that updates weights and its step()."""
         if self.streamed.step.updated_in_backward:
             raise MegacompileError("a backward has updated the weights but its step has not ended: save after optimizer.step()")
-        self.optimizer.check_alone("a checkpoint holds the state of")
+        self.optimizer.ownership.check_alone("a checkpoint holds the state of")
         self.optimizer.settle()
         return self.groups()
 

@@ -1,17 +1,20 @@
 """What a forward holds until its backward: kept activations, and buffers for checkpoints in host memory."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from megacompile.errors import LeaseError
+from megacompile.errors import InsufficientMemoryError, LeaseError
 from megacompile.ir.program import Kept
+from megacompile.planning.planner import Planner
 from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.memory.arena import Accumulators
 from megacompile.runtime.memory.checkpoints import HostCheckpoint
+from megacompile.sizes import format_bytes
 from megacompile.streaming.programs.shapes import CompiledShape
 
 
@@ -55,3 +58,34 @@ class OpenForward:
                 tensors.append(value.flat)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
         return sum(storages.values())
+
+
+class OpenForwards:
+    """The forwards of a model whose backward has not run. State: those that the caller still holds."""
+
+    def __init__(self) -> None:
+        self._forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
+
+    def add(self, forward: OpenForward) -> None:
+        self._forwards.add(forward)
+
+    def open(self) -> list[OpenForward]:
+        return [forward for forward in self._forwards if not forward.closed]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(forward.device_bytes for forward in self.open())
+
+    def leave_room(self, shape: CompiledShape, planner: Planner) -> bool:
+        """Whether sections of this shape fit beside them. The planner has seen to it that the sections fit alone."""
+        held = self.device_bytes
+        return not held or shape.estimate.total + planner.margin_bytes + held <= planner.device_bytes
+
+    def check_room(self, shape: CompiledShape, planner: Planner) -> None:
+        """Raises `InsufficientMemoryError` if they do not fit."""
+        if not self.leave_room(shape, planner):
+            needed, held = shape.estimate.total + planner.margin_bytes, self.device_bytes
+            raise InsufficientMemoryError(
+                f"a batch of {shape.shape.batch} x {shape.shape.length} needs {format_bytes(needed)} of device memory and "
+                f"{format_bytes(planner.device_bytes - held)} are available, since forwards without their backward hold "
+                f"{format_bytes(held)}: run backward (or drop the loss) before the next forward, or give more device_memory")

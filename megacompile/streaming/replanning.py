@@ -33,7 +33,7 @@ def replan(streamed: Streamed, **options: Any) -> None:
 def discard_plans(streamed: Streamed, before: str) -> None:
     """Discards all plans, programs and slots. `before`: what follows, for messages. Raises `MegacompileError` between a forward
     and the end of its step, and `TornError` after half an update; then nothing has changed."""
-    if streamed.open_forwards():
+    if streamed.forwards.open():
         raise MegacompileError(f"a loss waits for its backward: run it, or drop the loss, before {before}")
     if streamed.gradients.waiting:
         raise MegacompileError(f"gradients wait for their step: call step() or zero_grad() before {before}")

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError
+from megacompile.errors import LaneError, LeaseError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.inputs.across_ranks import AllRows
@@ -29,9 +29,9 @@ from megacompile.runtime.memory.store import Store
 from megacompile.runtime.ranks import Ranks
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
-from megacompile.sizes import format_bytes, parse_bytes
+from megacompile.sizes import parse_bytes
 from megacompile.streaming import batch_io
-from megacompile.streaming.open_forward import OpenForward
+from megacompile.streaming.open_forward import OpenForward, OpenForwards
 from megacompile.streaming.optimizer.in_backward import OptimizerInBackward
 from megacompile.streaming.optimizer.nonfinite import report_late
 from megacompile.streaming.optimizer.state import StateMemory
@@ -55,7 +55,7 @@ class Streamed:
 
     Each part owns its state: `shapes` the compiled programs, `step` the training step, `residency` what stays on the device,
     `runner` the lanes, `gradients` and `states` the tensors that users see, `writes` and `constants` what users change, and
-    `optimizer_in_backward` updates on arrival. State here: the forwards that are open."""
+    `optimizer_in_backward` updates on arrival, `forwards` those that are open."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig, ranks: Ranks | None = None, agreed_budgets: Sequence[str] = ()) -> None:
@@ -79,7 +79,7 @@ class Streamed:
         self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
-        self._forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
+        self.forwards = OpenForwards()
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays pinned.
         self._give_back = weakref.finalize(self, give_back, executor, self.arena, self.checkpoints, store, backend, ranks)
         if self.planner.pinned().tiles:
@@ -114,27 +114,8 @@ class Streamed:
 
     def shapes_in_use(self) -> set[CompiledShape]:
         """Shapes of open forwards, of the last backward, and of what is on the device."""
-        found = {*(forward.shape for forward in self.open_forwards()), self.step.trained, self.residency.shape}
+        found = {*(forward.shape for forward in self.forwards.open()), self.step.trained, self.residency.shape}
         return {shape for shape in found if shape is not None}
-
-    def open_forwards(self) -> list[OpenForward]:
-        """Forwards whose backward has not run."""
-        return [forward for forward in self._forwards if not forward.closed]
-
-    def _fits(self, shape: CompiledShape) -> bool:
-        """Whether sections of this shape fit beside the open forwards. The planner has seen to it that they fit alone."""
-        held = sum(forward.device_bytes for forward in self.open_forwards())
-        return not held or shape.estimate.total + self.planner.margin_bytes + held <= self.planner.device_bytes
-
-    def _check_room(self, shape: CompiledShape) -> None:
-        """Raises `InsufficientMemoryError` if they do not fit."""
-        if not self._fits(shape):
-            held = sum(forward.device_bytes for forward in self.open_forwards())
-            needed, budget = shape.estimate.total + self.planner.margin_bytes, self.planner.device_bytes
-            raise InsufficientMemoryError(
-                f"a batch of {shape.shape.batch} x {shape.shape.length} needs {format_bytes(needed)} of device memory and "
-                f"{format_bytes(budget - held)} are available, since forwards without their backward hold "
-                f"{format_bytes(held)}: run backward (or drop the loss) before the next forward, or give more device_memory")
 
     def _reserve(self, shape: CompiledShape, *sections: str) -> None:
         """Makes the slots of these sections, and frees those of other shapes that exceed the budget beside them."""
@@ -148,7 +129,7 @@ class Streamed:
     def _enter(self, shape: CompiledShape, *sections: str) -> None:
         """Before sections that read weights: makes slots, notices writes from outside, loads resident tiles."""
         self.step.check_whole()
-        self._check_room(shape)
+        self.forwards.check_room(shape, self.planner)
         self._reserve(shape, "load", *sections)
         self.adopt_writes()
         self._load(shape)
@@ -174,7 +155,7 @@ class Streamed:
             given, all_rows, output = self.together.joined(given, "forward", output)
             wanted = self.shape_of(given, training=True, output=output)
             shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
-            if shape.plan.saved_layers and not self._fits(shape):  # beside the open forwards
+            if shape.plan.saved_layers and not self.forwards.leave_room(shape, self.planner):  # beside the open forwards
                 shape = self.together.compiled(self.shapes, replace(wanted, lean=True), self.shapes_in_use())
             self._enter(shape, "forward", "backward", "update")
             batch = self._batch(shape, given, all_rows)
@@ -186,7 +167,7 @@ class Streamed:
             except BaseException:
                 forward.end()  # the caller may keep the traceback
                 raise
-        self._forwards.add(forward)
+        self.forwards.add(forward)
         return results, forward
 
     def _open(self, shape: CompiledShape, batch: Batch) -> OpenForward:
@@ -254,7 +235,7 @@ class Streamed:
         if self.closed:
             raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
         forward.check_open(None if self.writes.pending() else self.step.version)
-        self.optimizer_in_backward.check(forward, [each for each in self.open_forwards() if each is not forward])
+        self.optimizer_in_backward.check(forward, [each for each in self.forwards.open() if each is not forward])
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
         with self.guarded(), self.together.failing():

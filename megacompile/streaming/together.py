@@ -76,8 +76,7 @@ class Together:
         if self.ranks is None:
             return
         names = sorted(update.segments)
-        numbers = tuple((s.start, s.stop, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay)
-                        for name in names for s in update.segments[name])
+        numbers = tuple((s.start, s.stop, s.options) for name in names for s in update.segments[name])
         digests = self.ranks.agree(doing, (zlib.crc32("\n".join(names).encode()), hash(numbers), update.max_grad_norm))
         for rank, digest in enumerate(digests):
             if digest != digests[0]:

@@ -87,8 +87,8 @@ def decoded(codes: Tensor, levels: int) -> Tensor:
     """Codes of the dynamic map, integers [n] -> their values from 0 to 1, fp32 [n]."""
     codes = codes.long()
     level = torch.log2(codes.clamp_min(1).double()).floor().long()
-    middle = 0.875 * (codes - (1 << level) + 0.5).double() / (1 << level).double() + 0.125  # exact, then rounded once
-    return torch.where(codes == 0, 0.0, middle.float() * torch.exp2(3.0 * (level - levels)))
+    number = 0.875 * (codes - (1 << level) + 1).double() / (1 << level).double() + 0.125  # exact, then rounded once
+    return torch.where(codes == 0, 0.0, number.float() * torch.exp2(3.0 * (level - levels)))
 
 
 def encoded(numbers: Tensor, chance: Tensor, levels: int) -> Tensor:
@@ -99,10 +99,10 @@ def encoded(numbers: Tensor, chance: Tensor, levels: int) -> Tensor:
     count = torch.exp2(level.float())
     per_span = (count.double() * torch.tensor(8.0 / 7.0, dtype=torch.float32).double()).float()
     scaled = numbers * torch.exp2(3.0 * down) - 0.125
-    place = (scaled.double() * per_span.double() + (chance - 0.5).double()).float()  # one rounding, as a fused multiply-add
+    place = (scaled.double() * per_span.double() + chance.double()).float()  # one rounding, as a fused multiply-add
     at = torch.where(place > 0, place, 0.0)
-    at = torch.where(at < count - 1, at, count - 1)
-    return (1 << level) + at.long()
+    at = torch.where(at < count, at, count)
+    return (1 << level) - 1 + at.long()
 
 
 def load_codes(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
@@ -122,9 +122,9 @@ def store_codes(values: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, T
     numbers = values.abs() * inverse.repeat_interleave(BLOCK)[:values.numel()]
     chance = random.float() / 65536
     if not signed:
-        codes = torch.where(numbers != 0, encoded(numbers, chance, 7), 0)
+        codes = torch.where(numbers != 0, encoded(numbers, chance, 7).clamp_min(1), 0)
     else:
-        first = 0.5625 / 262144
+        first = 1 / 262144
         small = (chance * first < numbers).long()
         codes = torch.where(numbers < first, small, encoded(numbers, chance, 6)) | (values.signbit().long() << 7)
     return codes.to(torch.uint8), scales

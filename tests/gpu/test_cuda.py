@@ -12,7 +12,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import megacompile
 from megacompile.ir.program import Lane, find, lane_of, op_of, operands, rebuild
 from megacompile.runtime.backends.cuda import CudaBackend
-from megacompile.runtime.optimizer import adam
+from megacompile.runtime.optimizer import host_update
+from megacompile.runtime.optimizer.host_update import Moments
+from megacompile.runtime.optimizer.rule import Segment
+from megacompile.runtime.optimizer.state_format import FORMATS, StateFormat
+from megacompile.streaming.optimizer.adamw import RULE, Options
 
 pytestmark = pytest.mark.gpu
 LAYERS = 4
@@ -145,8 +149,10 @@ def test_a_loop_that_updates_on_arrival_gives_the_bits_of_an_unclipped_loop(opti
     assert same(*found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(("dtype", "exact"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
+def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(
+        dtype: torch.dtype, exact: bool, stored: StateFormat) -> None:
     """Of every kind of number: ordinary, tiny, huge, denormal, infinite, none."""
     count, generator = 1 << 20, torch.Generator().manual_seed(0)
 
@@ -155,24 +161,36 @@ def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(dtype: torch.dt
         found[:8] = torch.tensor([0.0, -0.0, 1e-42, -1e-42, float("inf"), float("-inf"), float("nan"), 3.3e38])
         return found[torch.randperm(count, generator=generator)]
 
-    host = dict(weights=numbers(-38, 30).to(dtype), gradient=numbers(-38, 20).to(dtype), m=numbers(-38, 20),
-                v=numbers(-38, 20).abs())
-    remainder = torch.randint(-2**15, 2**15, (count,), generator=generator).to(torch.int16)
-    remainder[host["weights"].isnan()] = 0  # as they are stored
-    low = remainder if dtype == torch.bfloat16 else None
-    segments = [adam.AdamSegment(0, 1000, 1e-3, 0.9, 0.999, 1e-8, 0.1, step=3),
-                adam.AdamSegment(1024, count - 3, 1e-2, 0.4, 0.95, 1e-6, 0.0, step=1)]
+    weights, gradient = numbers(-38, 30).to(dtype), numbers(-38, 20).to(dtype)
+    low = None
+    if dtype == torch.bfloat16 and exact:
+        low = torch.randint(-2**15, 2**15, (count,), generator=generator).to(torch.int16)
+        low[weights.isnan()] = 0  # as they are stored
+    scales: tuple[torch.Tensor, ...] = ()
+    if stored.scaled:
+        codes = [torch.randint(0, 256, (count,), generator=generator).to(torch.uint8) for _ in range(2)]
+        scales = tuple(numbers(-38, 20)[:stored.scales(count)].abs() for _ in codes)
+        values = tuple(codes)
+    else:
+        values = (numbers(-38, 20).to(stored.dtype), numbers(-38, 20).abs().to(stored.dtype))
+    segments = [Segment(0, 1000, Options(1e-3, 0.9, 0.999, 1e-8, 0.1), step=3, seed=5),
+                Segment(1024, count - 3, Options(1e-2, 0.4, 0.95, 1e-6, 0.0), step=1, seed=9, first=512)]
+
+    def moments(values: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor, ...]) -> list[tuple[Segment, Moments]]:
+        return [(s, Moments(stored, tuple(v[s.start:s.stop] for v in values), tuple(each[s.start // 256:] for each in scales)))
+                for s in segments]
+
     backend = CudaBackend()
-    there = {name: tensor.cuda() for name, tensor in host.items()}
-    there_low = None if low is None else low.cuda()
+    host = [weights, *([] if low is None else [low]), gradient, *values, *scales]
+    there = [tensor.cuda() for tensor in host]
     torch.cuda.synchronize()
-    backend.adamw(there["weights"], there_low, there["gradient"], there["m"], there["v"], segments, 0.37)
+    first = len(host) - len(values) - len(scales)
+    backend.update(RULE, there[0], None if low is None else there[1], there[first - 1],
+                   moments(tuple(there[first:first + 2]), tuple(there[first + 2:])), 0.37)
     backend.synchronize()
-    adam.adamw(host["weights"], low, host["gradient"], host["m"], host["v"], segments, 0.37)
-    for name, tensor in host.items():
-        bits = torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32
-        assert torch.equal(there[name].cpu().view(bits), tensor.view(bits)), name
-    assert low is None or torch.equal(there_low.cpu(), low)
+    host_update.update(RULE, weights, low, gradient, moments(values, scales), 0.37)
+    for index, (ours, theirs) in enumerate(zip(there, host, strict=True)):
+        assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8)), index
 
 
 @pytest.mark.parametrize("compiled", [False, True])

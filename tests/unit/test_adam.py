@@ -217,7 +217,8 @@ def test_multiply_adds_divide_by_the_root_correction_as_a_division_does(tmp_path
     (tmp_path / "rule.h").write_text(RULE.declarations())
     source = Path(__file__).with_name("root_correction.cpp")
     flags = [flag for flag in native.FLAGS if flag != "-shared"]
-    subprocess.run([*native.compiler_command(), *flags, "-I", native.SOURCES, "-I", tmp_path, "-o", program, source], check=True)
+    compile_it = [*native.compiler_command(), *flags, "-I", native.SOURCES, "-I", tmp_path, "-o", program, source]
+    subprocess.run(compile_it, check=True)
     assert subprocess.check_output([program, *numbers], text=True) == "0\n"
 
 

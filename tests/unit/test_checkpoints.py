@@ -76,7 +76,7 @@ def test_two_open_forwards_have_buffers_of_their_own(model: Any, shared: tiny_mo
     for order in ((0, 1), (1, 0)):
         losses = [model(**batch(seed)).loss for seed in range(2)]
         assert len(buffers(model).made) == 2 and not buffers(model).idle
-        assert streamed.open_forwards()[0].host is not streamed.open_forwards()[1].host
+        assert streamed.forwards.open()[0].host is not streamed.forwards.open()[1].host
         for number in order:
             losses[number].backward()
             native(**batch(number)).loss.backward()
@@ -134,7 +134,7 @@ def test_too_little_host_memory_is_refused_before_anything_runs(monkeypatch: pyt
         monkeypatch.setattr(checkpoints, "available_host_bytes", lambda: 100)
         with pytest.raises(InsufficientMemoryError, match=r"activation checkpoints need .* and 100 B are available: use fewer"):
             model(**batch())
-        assert not model.megacompile.streamed.open_forwards()
+        assert not model.megacompile.streamed.forwards.open()
         monkeypatch.undo()
         model(**batch()).loss.backward()
     finally:
@@ -173,7 +173,7 @@ def test_checkpoints_in_host_memory_hold_no_device_memory(model: Any) -> None:
     plain = megacompile.stream(tiny_models.build(), device="cpu", micro_batch_size=2)
     try:
         losses = [m(**batch()).loss for m in (model, plain)]
-        ours, theirs = (m.megacompile.streamed.open_forwards()[0].device_bytes for m in (model, plain))
+        ours, theirs = (m.megacompile.streamed.forwards.open()[0].device_bytes for m in (model, plain))
         hidden = 3 * 9 * 16 * 4
         assert theirs - ours == 2 * hidden, "of three layers, two borders"
         assert len(losses) == 2

@@ -234,7 +234,7 @@ def test_out_of_memory_is_explained_once_wherever_it_happens(bf16_model: Any, mo
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert same_bits(weights(model), before)
     kept_by_error = prepare in (_resident_in_backward, _UNPACKING[0])
-    assert kept_by_error or not model.megacompile.streamed.open_forwards(), "what it holds would be missing"
+    assert kept_by_error or not model.megacompile.streamed.forwards.open(), "what it holds would be missing"
     model.zero_grad()
     model(**batch()).loss.backward()  # the next step runs
     del call, caught

@@ -266,7 +266,7 @@ def test_a_failed_forward_leaves_no_lease(model: Any) -> None:
     throw_at(model, [n for n in executed(model, "forward") if op_of(n).name == "loss"][-1])
     with pytest.raises(LaneError):
         model(**batch(0, **SHAPE))
-    assert not model.megacompile.streamed.open_forwards()
+    assert not model.megacompile.streamed.forwards.open()
 
 
 # ---------------------------------------------------------------- updates

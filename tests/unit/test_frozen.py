@@ -91,7 +91,7 @@ def test_what_is_frozen_has_weights_alone_in_host_memory(norms: Any) -> None:
     assert frozen == ["prologue", *(f"layers.{i}.frozen{rest}" for i in range(3) for rest in ("", ".bfloat16")), "epilogue"]
     for name in frozen:
         tile = tiles[name]
-        assert [tile.gradients, tile.remainder, tile.m, tile.v] == [None] * 4
+        assert (tile.gradients, tile.remainder, tile.moments) == (None, None, [])
         assert tile.layout.host_bytes() == tile.layout.weight_bytes
     assert all("norm" in part.name for tile in tiles.values() if tile.layout.trainable for part in tile.layout.slices)
 

@@ -214,7 +214,7 @@ def test_a_failing_lane_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(calibrate.adam, "adamw", broken)
+    monkeypatch.setattr(calibrate.host_update, "update", broken)
     with pytest.raises(ZeroDivisionError):
         calibrate.measure("cpu", scale=0.05)
 

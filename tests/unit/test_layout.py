@@ -92,7 +92,7 @@ def test_the_vocabulary_reaches_no_part(name: str) -> None:
     ("megacompile.runtime.executor", "from megacompile.passes.manager import compile_program"),
     ("megacompile.runtime.executor", "def late():\n    from megacompile import passes"),
     ("megacompile.runtime.executor", "from megacompile import between"),
-    ("megacompile.frontend.capture", "from megacompile.runtime.optimizer.adam import adamw"),
+    ("megacompile.frontend.capture", "from megacompile.runtime.optimizer.host_update import update"),
     ("megacompile.ir.program", "import megacompile.passes"),
 ])
 def test_an_import_in_the_wrong_direction_is_seen(module: str, statement: str) -> None:

@@ -24,7 +24,7 @@ from megacompile import loading
 from megacompile.errors import ArgumentError, CheckpointError, InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import TileLayout
-from megacompile.runtime.optimizer.adam import join_fp32
+from megacompile.runtime.optimizer.host_kernels import join_fp32
 from megacompile.weights import tiling
 from megacompile.weights.tiling import Tiling, build_store
 

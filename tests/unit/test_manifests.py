@@ -59,6 +59,7 @@ GOOD = [
     (r"model", lambda value: value == "x"),
     (r"made_with", lambda value: value == {}),
     (r"made_with \w+", lambda value: value in ("x", ABSENT)),
+    (r"options \d (state_dtype|master)", lambda value: value is ABSENT),  # an older version wrote it
     (r"options \d (lr|eps|weight_decay)", lambda value: type(value) in (int, float) and value >= 0),
     (r"options \d initial_lr|scheduler state (gamma|(base_lrs|_last_lr) \d)",
      lambda value: type(value) in (int, float) and abs(value) < 2**63),
@@ -114,7 +115,7 @@ def test_every_field_of_a_manifest_is_checked_before_anything_changes(run: Run, 
                 loaded.append((place, value))
     after = state_of(run)
     assert not loaded and tried > 700
-    assert all(str(path) in each and "\n" not in each and len(each) < 1000 for each in said)
+    assert not [each for each in said if str(saved) not in each or "\n" in each or len(each) >= 1000]
     assert same_bits(after[0], before[0]) and repr(after[1]) == repr(before[1])
     path.write_bytes(files[path])
     assert {each: each.read_bytes() for each in saved.iterdir()} == files

@@ -57,7 +57,7 @@ def test_a_forked_process_has_the_weights_and_nothing_else_of_a_tile() -> None:
     tile = HostTile.allocate(TileLayout.of("tile", torch.bfloat16, [("weight", (64, 1024), True)]))
     tile.allocate_moments()
     tile.weights.fill_(7)
-    parts = [tile.gradients, tile.remainder, tile.m, tile.v, ThreadBackend().memory(1 << 20)]
+    parts = [tile.gradients, tile.remainder, *tile.moments, ThreadBackend().memory(1 << 20)]
     addresses = [part.data_ptr() for part in parts if part is not None]
     child = os.fork()
     if child == 0:  # no exception may leave this process

@@ -563,7 +563,7 @@ def test_a_second_forward_that_does_not_fit_is_refused_until_the_first_is_done(m
     streamed = model.megacompile.streamed
     budget, others = streamed.planner.budget_bytes, streamed.planner.taken_bytes
     first = model(**batch(1)).loss
-    held = sum(lease.device_bytes for lease in streamed.open_forwards())
+    held = sum(lease.device_bytes for lease in streamed.forwards.open())
     needed = streamed.shapes.latest.estimate.total
     try:
         streamed.captures.plan_with(budget_bytes=others + needed + held - 1)
@@ -591,10 +591,10 @@ def test_a_second_forward_keeps_no_residuals_where_they_do_not_fit(model: Any, n
         assert kept.plan.saved_layers == 3
         captures.plan_with(budget_bytes=planner.taken_bytes + kept.estimate.total)
         first = model(**batch(1, **shape)).loss
-        held = sum(lease.device_bytes for lease in streamed.open_forwards())
+        held = sum(lease.device_bytes for lease in streamed.forwards.open())
         captures.plan_with(budget_bytes=planner.taken_bytes + kept.estimate.total + held - 1)
         second = model(**batch(2, **shape)).loss
-        assert sorted(lease.shape.plan.saved_layers for lease in streamed.open_forwards()) == [0, 3]
+        assert sorted(lease.shape.plan.saved_layers for lease in streamed.forwards.open()) == [0, 3]
     finally:
         captures.plan_with(budget_bytes=budget, config=config)
     for seed, loss in ((1, first), (2, second)):

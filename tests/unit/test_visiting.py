@@ -23,11 +23,15 @@ from megacompile.planning.planner import fastest_device_updates
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import StepTimes
 from megacompile.runtime.backends.threads import ThreadBackend
+from megacompile.runtime.memory import segments as of_tiles
+from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
-from megacompile.runtime.optimizer import adam
-from megacompile.runtime.optimizer.adam import AdamSegment
+from megacompile.runtime.optimizer import host_update
+from megacompile.runtime.optimizer.rule import Segment
+from megacompile.runtime.optimizer.state_format import FORMATS, StateFormat
 from megacompile.runtime.visiting import visit
 from megacompile.scheduling import Schedule
+from megacompile.streaming.optimizer.adamw import RULE, Options
 
 ROWS = 6
 
@@ -113,22 +117,30 @@ def test_late_lanes_change_no_bit(straggler: Lane, shared: tiny_models.Shared, a
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chunk_may_end_anywhere_and_what_is_frozen_stays(dtype: torch.dtype) -> None:
-    layout = TileLayout.of("t", dtype, [("a", (700,), True), ("frozen", (300,), False), ("b", (33, 5), True)])
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("exact", [True, False], ids=["fp32-master", "bf16-master"])
+def test_a_chunk_may_end_anywhere_and_what_is_frozen_stays(dtype: torch.dtype, stored: StateFormat, exact: bool) -> None:
+    if dtype == torch.float32 and not exact:
+        pytest.skip("an FP32 weight is its own master")
+    layout = TileLayout.of("t", dtype, [("a", (700,), True), ("frozen", (300,), False), ("b", (33, 25), True)])
+    layout = layout.with_states(dict.fromkeys("ab", ElementState(format=stored, exact=exact)))
     tile = HostTile.allocate(layout)
+    tile.keep(layout)
     tile.allocate_moments()
-    assert tile.gradients is not None and tile.m is not None and tile.v is not None
-    for part in (layout.flat(tile.weights), layout.flat(tile.gradients), tile.m, tile.v):
-        part.copy_(torch.rand(layout.elements, generator=generator))
-    first, frozen, last = layout.slices
-    segments = [AdamSegment(s.start, s.stop, 1e-2, 0.9, 0.99, 1e-8, decay, 3) for s, decay in ((first, 0.1), (last, 0.0))]
-    host = dataclasses.replace(tile, weights=tile.weights.clone(), m=tile.m.clone(), v=tile.v.clone(),
+    assert tile.gradients is not None
+    generator = torch.Generator().manual_seed(0)
+    for part in (layout.flat(tile.weights), layout.flat(tile.gradients)):
+        part.copy_(torch.randn(layout.elements, generator=generator))
+    host = dataclasses.replace(tile, weights=tile.weights.clone(), moments=[moment.clone() for moment in tile.moments],
                                remainder=None if tile.remainder is None else tile.remainder.clone())
-    assert host.m is not None and host.v is not None
-    adam.adamw(layout.flat(host.weights), host.remainder, layout.flat(tile.gradients), host.m, host.v, segments, 0.5)
     before = layout.flat(tile.weights).clone()
-    visit(ThreadBackend(), torch.zeros(20 * 128, dtype=torch.uint8), tile, segments, 0.5)
+    first, frozen, last = layout.slices
+    for step in (1, 2):
+        segments = [Segment(s.start, s.stop, Options(1e-2, 0.9, 0.99, 1e-8, decay), step, seed=7, position=position)
+                    for position, s, decay in ((0, first, 0.1), (2, last, 0.0))]
+        host_update.update(RULE, layout.flat(host.weights), host.remainder, layout.flat(tile.gradients),
+                           of_tiles.at_home(segments, host), 0.5)
+        visit(ThreadBackend(), RULE, torch.zeros(5000, dtype=torch.uint8), tile, segments, 0.5)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(
         [tile.weights, *tile.state()], [host.weights, *host.state()], strict=True))
     assert torch.equal(before[frozen.start:frozen.stop], layout.flat(tile.weights)[frozen.start:frozen.stop])

@@ -2,12 +2,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,21 +13,19 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.runtime.optimizer import native
-from megacompile.runtime.optimizer.host_update import definitions
 from megacompile.runtime.optimizer.rule import Rule, Segment
 from megacompile.runtime.update import Update, counting
 from megacompile.streaming.optimizer import masters
 from megacompile.streaming.optimizer.hyper_parameters import (
-    KEPT,
     Check,
     check_complete,
     check_options,
     checked_norm,
-    state_of_group,
 )
-from megacompile.streaming.optimizer.keeping import keep_states
+from megacompile.streaming.optimizer.keeping import build_kernels, check_kept, keep_groups
 from megacompile.streaming.optimizer.nonfinite import NonFinite
+from megacompile.streaming.optimizer.ownership import Ownership
+from megacompile.streaming.optimizer.saved import check_saved
 from megacompile.streaming.optimizer.state import OptimizerState, ParameterState, SavedState, StateMemory
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
@@ -93,16 +89,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self._overlap, self.max_grad_norm = overlap, max_grad_norm
         self._update: Update | None = None
-        self._lost = ""  # a parameter that a newer optimizer updates
-        self._made, self._state = False, OptimizerState(self)
+        self._made, self.ownership = False, Ownership(self)
         super().__init__(params, defaults)
-        self._keep_state()
+        keep_groups(self.rule, self.param_groups)
         self._take_over(self._parameters())
         self._made = True
-        self._build()  # now if necessary: at the first update all lanes would wait for the C++ compiler
         for streamed in owners_of(self._parameters()):
+            build_kernels(self.rule, streamed.tiling)
             streamed.optimizer_in_backward.attach(self if overlap is not None else None)
-            streamed.store.touch_state({memory.tile for parameter in self._parameters() if (memory := self._memory(parameter))})
+            streamed.store.touch_state({memory.tile for parameter in self._parameters() if (memory := self.memory(parameter))})
 
     @abstractmethod
     def options_of(self, group: Mapping[str, Any]) -> Any:
@@ -110,19 +105,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _check(self, group: Mapping[str, Any]) -> None:
         check_options(group, self.checks, type(self).__name__)
-
-    def _keep_state(self) -> None:
-        """Lets each model keep what this optimizer needs of its parameters. Raises `InsufficientMemoryError`."""
-        for streamed in owners_of(self._parameters()):
-            states = {memory.name: state_of_group(group, self.rule) for group in self.param_groups
-                      for parameter in group["params"] if (memory := streamed.states.get(require_owner(parameter)[1]))}
-            keep_states(streamed, states)
-
-    def _build(self) -> None:
-        for streamed in owners_of(self._parameters()):
-            for layout in streamed.tiling.host.values():
-                for state in {layout.state_of(i) for i, s in enumerate(layout.slices) if s.trainable}:
-                    native.update_library(definitions(self.rule, layout.dtype, layout.has_remainder, state.format))
 
     @property
     def overlap(self) -> str | None:
@@ -137,14 +119,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._max_grad_norm = checked_norm(value, self.overlap)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._check_lost()
+        self.ownership.check()
         self._check(param_group)
         super().add_param_group(param_group)
         try:  # the constructor takes over once all groups are checked
             if self._made:
-                self._keep_state()
+                keep_groups(self.rule, self.param_groups)
                 self._take_over(self.param_groups[-1]["params"])
-                self._build()
+                for streamed in owners_of(self._parameters()):
+                    build_kernels(self.rule, streamed.tiling)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -159,72 +142,45 @@ class StreamedOptimizer(torch.optim.Optimizer):
     @property
     def streamed(self) -> Streamed:
         """The streamed model of these parameters. Raises `MegacompileError` if another optimizer has taken over."""
-        self._check_lost()
+        self.ownership.check()
         models = list({id(streamed): streamed for streamed, _ in map(require_owner, self._parameters())}.values())
         if len(models) != 1:
             raise MegacompileError("an optimizer updates one streamed model: make one optimizer for each")
         return models[0]
 
+    def _take_over(self, parameters: Iterable[Tensor]) -> None:
+        self.ownership.take_over((parameter, memory) for parameter in parameters
+                                 if (memory := self.memory(parameter)) is not None)
+
     # ---------------------------------------------------------------- state
     @property
     def state(self) -> OptimizerState:  # type: ignore[override]
         """Waits for the update in flight. Values written to it before the next call count."""
-        self._check_lost()
+        self.ownership.check()
         for streamed in owners_of(self._parameters()):
             streamed.evict()
-        return self._state
+        return self.ownership.states
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
-        self._check_lost()
-        if state is not self._state:
-            self._state = OptimizerState(self, state)
+        self.ownership.check()
+        if state is not self.ownership.states:
+            self.ownership.states = OptimizerState(self, state)
 
-    def _memory(self, parameter: Tensor) -> StateMemory | None:
+    def memory(self, parameter: Tensor) -> StateMemory | None:
         """The state memory of a parameter that is trained and read by the forward; None for others."""
         streamed, name = require_owner(parameter)
         return streamed.states.get(name)
 
     def memory_of(self, parameter: Any) -> StateMemory | None:
-        """Like `_memory`, for parameters that this optimizer updates; None for any other key of `state`."""
+        """Like `memory`, for parameters that this optimizer updates; None for any other key of `state`."""
         owner = owner_of(parameter) if isinstance(parameter, Tensor) else None
         memory = owner[0].states.get(owner[1]) if owner is not None else None
         return memory if memory is not None and memory.optimizer is self else None
 
-    def _take_over(self, parameters: Iterable[Tensor]) -> None:
-        """Makes this optimizer the only one that updates these parameters. A parameter has one state."""
-        found = [(parameter, memory) for parameter in parameters if (memory := self._memory(parameter)) is not None]
-        for _, memory in found:
-            if (former := self._other(memory)) is not None:
-                former._lost, former._state = memory.name, OptimizerState(former)
-                self.streamed.optimizer_in_backward.detach(former)
-            memory.optimizer = self
-        for parameter, memory in found:
-            self._state.ready(parameter, memory)
-
-    def _other(self, memory: StateMemory) -> StreamedOptimizer | None:
-        """Another optimizer that updates this parameter."""
-        other = memory.optimizer
-        if not isinstance(other, StreamedOptimizer) or other is self or other._lost:
-            return None
-        return other if any(memory.name in names for _, names in other.named_groups()) else None
-
-    def _check_lost(self) -> None:
-        if self._lost:
-            raise MegacompileError(f"another optimizer, made later, updates {self._lost} now, and has taken its state: use "
-                                   "that one, or make a new optimizer")
-
-    def check_alone(self, doing: str) -> None:
-        """Raises `MegacompileError` if another optimizer updates parameters of the model. `doing`: what needs a single
-        optimizer."""
-        for memory in self.streamed.states.values():
-            if self._other(memory) is not None:
-                raise MegacompileError(f"{doing} one optimizer, and another one updates {memory.name}: make one with parameter "
-                                       "groups, or drop the other (del optimizer)")
-
     def steps(self) -> dict[str, int]:
         """Updates of each parameter that has a state, by name."""
-        return {memory.name: int(state["step"]) for parameter, state in self._state.items()
+        return {memory.name: int(state["step"]) for parameter, state in self.ownership.states.items()
                 if (memory := self.memory_of(parameter)) is not None and "step" in state}
 
     @torch.no_grad()
@@ -283,7 +239,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def request(self) -> Update:
         """An update of every parameter, for a step that runs as one program or for a backward that updates."""
-        self.check_alone("a whole step, or one with overlap='backward', takes")
+        self.ownership.check_alone("a whole step, or one with overlap='backward', takes")
         self.streamed.raise_pending()
         self.streamed.step.check_whole()
         self.streamed.adopt_writes()
@@ -301,22 +257,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             check_complete(group, self.checks, type(self).__name__)
             groups.append((self.options_of(group), group["params"]))
-            self._check_kept(group)
+            check_kept(self, group)
         found = [(options, parameter, memory) for options, parameters in groups for parameter in parameters
-                 if wanted(parameter) and (memory := self._memory(parameter)) is not None]
+                 if wanted(parameter) and (memory := self.memory(parameter)) is not None]
         if len({memory.name for _, _, memory in found}) < len(found):
             raise MegacompileError("a parameter is in the optimizer's groups twice: leave it in one of them, once")
-        self._take_over([parameter for _, parameter, memory in found if memory.optimizer is not self])
-        return [(options, memory, self._state.ready(parameter, memory)) for options, parameter, memory in found]
-
-    def _check_kept(self, group: Mapping[str, Any]) -> None:
-        """Raises `MegacompileError` if the options that say how state is kept have changed."""
-        wanted = state_of_group(group, self.rule)
-        for parameter in group["params"]:
-            memory = self._memory(parameter)
-            if memory is not None and memory.optimizer is self and not memory.keeps(wanted):
-                raise MegacompileError(f"state_dtype and master cannot change, and those of {memory.name} have: make a new "
-                                       "optimizer, whose moments restart")
+        self.ownership.take_over((parameter, memory) for _, parameter, memory in found if memory.optimizer is not self)
+        return [(options, memory, self.ownership.states.ready(parameter, memory)) for options, parameter, memory in found]
 
     def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
         """An update of the wanted parameters with the current hyper-parameters."""
@@ -383,12 +330,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _remainder(self, parameter: Tensor) -> Tensor | None:
         """The low bits of a parameter's FP32 master, in its tile; None for an fp32 parameter."""
-        memory = self._memory(parameter) if owner_of(parameter) else getattr(self._state.get(parameter), "memory", None)
+        states = self.ownership.states
+        memory = self.memory(parameter) if owner_of(parameter) else getattr(states.get(parameter), "memory", None)
         return memory.remainder if memory is not None else None
 
     def settle(self) -> None:
         """Waits until the host's state and remainders belong to the last step. Raises the failure of an update."""
-        self._check_lost()
+        self.ownership.check()
         for streamed in owners_of(self._parameters()):
             streamed.copy_back_whole()
 
@@ -404,7 +352,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises `MegacompileError` for other groups, parameters or shapes, and for invalid options. Then nothing has changed."""
         streamed = self.streamed
         with streamed.together.all_or_none("the optimizer's load_state_dict"):
-            groups, states = self.check_state_dict(state_dict)
+            groups, states = check_saved(self, state_dict)
         with loading(streamed, "the optimizer's load_state_dict"):
             streamed.adopt_writes()  # clears remainders before the saved ones are loaded
             self.put_state(groups, states)
@@ -416,34 +364,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.streamed.step.ended()
         for options, group in zip(groups, self.param_groups, strict=True):
             group.update(options)
-        self._take_over([parameter for parameter, memory, _ in states if memory.optimizer is not self])
+        self.ownership.take_over((parameter, memory) for parameter, memory, _ in states if memory.optimizer is not self)
         for parameter, memory, saved in states:
-            self._state[parameter] = {key: saved[key] for key in memory.keys if key in saved}
-            self._state.ready(parameter, memory)
+            self.ownership.states[parameter] = {key: saved[key] for key in memory.keys if key in saved}
+            self.ownership.states.ready(parameter, memory)
             if memory.remainder is not None and "remainder" in saved and memory.writable:
                 memory.remainder.copy_(saved["remainder"])
-
-    def check_state_dict(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[SavedState]]:
-        """The saved options of each group, and the saved state of each parameter with its memory. Raises the errors of
-        `load_state_dict`."""
-        others = ("params", "decoupled_weight_decay")  # also in a state that torch.optim.Adam saved
-        groups = [{option: deepcopy(value) for option, value in group.items() if option not in others}
-                  for group in state_dict["param_groups"]]
-        indices = [group["params"] for group in state_dict["param_groups"]]
-        if [len(each) for each in indices] != [len(group["params"]) for group in self.param_groups]:
-            raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
-        for group, here in zip(groups, self.param_groups, strict=True):
-            self._check(group)
-            for option in KEPT:
-                if group.setdefault(option, here[option]) != here[option]:
-                    raise MegacompileError(f"the saved optimizer has {option}={group[option]!r}, and this one "
-                                           f"{here[option]!r}: make it with the {option} that it was saved with")
-        states = [(parameter, memory, state_dict["state"].get(index, {}))
-                  for index, parameter in zip(itertools.chain(*indices), self._parameters(), strict=True)
-                  if (memory := self._memory(parameter)) is not None]
-        for _, memory, saved in states:
-            memory.check_saved(saved)
-        return groups, states
 
     def named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Each parameter group: its options, and its parameters' names in the model."""
@@ -457,4 +383,4 @@ class StreamedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Sets a parameter's FP32 master, including the remainder; with several ranks, on all of them to rank 0's."""
-        masters.write(self.streamed, parameter, self._memory(parameter), self._remainder(parameter), master)
+        masters.write(self.streamed, parameter, self.memory(parameter), self._remainder(parameter), master)

@@ -195,7 +195,11 @@ class StateMemory:
             self._lent[key].move()
         tile, shape = self._tile, self.shape_of(key)
         found = dict(tile.layout.state_layout.named(tile.moments, self._position))[key]
-        tensor = found[:math.prod(shape)].view(shape)
+        part = found[:math.prod(shape)]
+        if part.dtype != tile.moments[0].dtype and self.kept.format.scaled:
+            # Scales have a storage of their own: `torch.save` takes no storage that has two dtypes.
+            part = torch.frombuffer(part.numpy(), dtype=part.dtype)
+        tensor = part.view(shape)
         self._lent[key] = Lent(tensor, found)
         return tensor
 

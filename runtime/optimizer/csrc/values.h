@@ -60,9 +60,10 @@ INLINE void store_randomly(BFloat16& place, float value, uint32_t random) {
 // ---- eight bits ---------------------------------------------------------------------------------------------------
 
 // Numbers from 0 to 1 in a dynamic map (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022): level e
-// has 2^e equal intervals of (8^(e-L-1), 8^(e-L)], and code 2^e + j is the middle of the j-th. A level spans a factor of
-// 8, where it is 10 in the paper, so that it is found in a float's exponent. Code 0 is 0. A map of moments of both signs
-// has L = 6 and the sign in the highest bit; one of moments that are never negative has L = 7.
+// has 2^e numbers at equal distances in (8^(e-L-1), 8^(e-L)], and code 2^e + j is the j-th, so that codes ascend. A level
+// spans a factor of 8, where it is 10 in the paper, so that it is found in a float's exponent. Code 0 is 0, and the last
+// code is 1: the largest number of a block is stored exactly. A map of moments of both signs has L = 6 and the sign in the
+// highest bit; one of moments that are never negative has L = 7.
 constexpr float kLowest = 0.125f, kSpan = 0.875f, kPerSpan = 8.0f / 7.0f;
 
 template <int L>
@@ -70,11 +71,12 @@ INLINE float decoded(uint32_t code) {
   const uint32_t bits = BITS(static_cast<float>(static_cast<int32_t>(code)));
   const int32_t level = static_cast<int32_t>(bits >> 23) - 127;
   const float fraction = FLOAT((bits & 0x7FFFFFu) | 0x3F800000u) - 1.0f;
-  const Exact middle = FMA(Exact(kSpan), Exact(fraction + power_of_two(-1 - level)), Exact(kLowest));
-  return code == 0 ? 0.0f : VALUE(middle * Exact(power_of_two(3 * (level - L))));
+  const Exact number = FMA(Exact(kSpan), Exact(fraction + power_of_two(-level)), Exact(kLowest));
+  return code == 0 ? 0.0f : VALUE(number * Exact(power_of_two(3 * (level - L))));
 }
 
-// One of the two nearest codes, so that the mean is right except beside the ends of levels. `random`: from 0 to 1, without 1.
+// One of the two nearest codes, so that the mean is right. The code below a level's first one is the last of the level
+// before. `random`: from 0 to 1, without 1.
 template <int L>
 INLINE uint32_t encoded(float number, float random) {
   const int32_t exponent = static_cast<int32_t>((BITS(number) >> 23) & 0xFFu) - 127;
@@ -83,10 +85,10 @@ INLINE uint32_t encoded(float number, float random) {
   const int32_t down = thirds < L ? thirds : L, level = L - down;
   const float count = power_of_two(level);
   const Exact place = FMA(Exact(number) * Exact(power_of_two(3 * down)) - Exact(kLowest), Exact(count) * Exact(kPerSpan),
-                          Exact(random) - Exact(0.5f));
+                          Exact(random));
   float at = VALUE(place) > 0.0f ? VALUE(place) : 0.0f;
-  at = at < count - 1.0f ? at : count - 1.0f;
-  return static_cast<uint32_t>((1 << level) + static_cast<int32_t>(at));
+  at = at < count ? at : count;  // a number may be an ulp above 1
+  return static_cast<uint32_t>((1 << level) - 1 + static_cast<int32_t>(at));
 }
 
 template <bool is_signed>
@@ -102,8 +104,11 @@ template <bool is_signed>
 INLINE uint8_t stored(float value, float inverse, uint32_t random) {
   const float number = VALUE(Exact(magnitude(value)) * Exact(inverse));
   const float chance = VALUE(Exact(static_cast<float>(static_cast<int32_t>(random))) * Exact(1.0f / 65536.0f));
-  if (!is_signed) return static_cast<uint8_t>(BITS(number) != 0u ? encoded<7>(number, chance) : 0u);
-  constexpr float kFirst = 0.5625f / 262144.0f;  // the value of code 1
+  if (!is_signed) {
+    const uint32_t code = encoded<7>(number, chance);
+    return static_cast<uint8_t>(BITS(number) == 0u ? 0u : code == 0u ? 1u : code);
+  }
+  constexpr float kFirst = 1.0f / 262144.0f;  // the value of code 1
   const uint32_t small = BITS(VALUE(Exact(chance) * Exact(kFirst))) < BITS(number) ? 1u : 0u;
   return static_cast<uint8_t>((BITS(number) < BITS(kFirst) ? small : encoded<6>(number, chance)) | (BITS(value) >> 31) << 7);
 }

@@ -1,0 +1,55 @@
+"""Which of several optimizers updates a parameter: the one that was made for it last, which takes over its state."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from megacompile.errors import MegacompileError
+from megacompile.streaming.optimizer.state import OptimizerState, StateMemory
+
+
+class Ownership:
+    """State: the `states` of the parameters that an optimizer updates, and the parameter that it lost to a newer one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.states = OptimizerState(optimizer)
+        self._lost = ""
+
+    def check(self) -> None:
+        """Raises `MegacompileError` if another optimizer has taken over."""
+        if self._lost:
+            raise MegacompileError(f"another optimizer, made later, updates {self._lost} now, and has taken its state: use "
+                                   "that one, or make a new optimizer")
+
+    def take_over(self, found: Iterable[tuple[Tensor, StateMemory]]) -> None:
+        """Makes this optimizer the only one that updates these parameters. A parameter has one state."""
+        found = list(found)
+        for _, memory in found:
+            if (former := self._other(memory)) is not None:
+                former.ownership.lose(memory.name)
+                self.optimizer.streamed.optimizer_in_backward.detach(former)
+            memory.optimizer = self.optimizer
+        for parameter, memory in found:
+            self.states.ready(parameter, memory)
+
+    def lose(self, parameter: str) -> None:
+        """Another optimizer updates the parameter of this name from now on."""
+        self._lost, self.states = parameter, OptimizerState(self.optimizer)
+
+    def check_alone(self, doing: str) -> None:
+        """Raises `MegacompileError` if another optimizer updates parameters of the model. `doing`: what needs a single
+        optimizer."""
+        for memory in self.optimizer.streamed.states.values():
+            if self._other(memory) is not None:
+                raise MegacompileError(f"{doing} one optimizer, and another one updates {memory.name}: make one with parameter "
+                                       "groups, or drop the other (del optimizer)")
+
+    def _other(self, memory: StateMemory) -> Any:
+        """Another optimizer that updates this parameter."""
+        other: Any = memory.optimizer
+        if other is None or other is self.optimizer or other.ownership._lost:
+            return None
+        return other if any(memory.name in names for _, names in other.named_groups()) else None

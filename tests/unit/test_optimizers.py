@@ -1,0 +1,282 @@
+"""Every optimizer and format of state: the same bits under every plan, after every pause, and after a resume."""
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resumable import Streamed
+from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
+from torch import Tensor
+
+import megacompile
+from megacompile import load_checkpoint, save_checkpoint
+from megacompile.errors import CheckpointError, InsufficientMemoryError, MegacompileError
+from megacompile.ir.program import Lane
+
+Make = Callable[..., Any]
+
+#: Optimizers with formats of state.
+KINDS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "adamw bfloat16": (megacompile.AdamW, {"state_dtype": "bfloat16"}),
+    "adamw 8bit": (megacompile.AdamW, {"state_dtype": "8bit"}),
+    "adamw 8bit alone": (megacompile.AdamW, {"state_dtype": "8bit", "master": "bfloat16"}),
+    "adamw alone": (megacompile.AdamW, {"master": "bfloat16"}),
+    "lion": (megacompile.Lion, {}),
+    "lion 8bit": (megacompile.Lion, {"state_dtype": "8bit"}),
+    "sgd": (megacompile.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    "sgd bfloat16 alone": (megacompile.SGD, {"momentum": 0.9, "state_dtype": "bfloat16", "master": "bfloat16"}),
+}
+#: Plans that update elsewhere or in another order.
+PLANS: dict[str, dict[str, Any]] = {
+    "on the device": dict(resident=("layers.1", "layers.0"), resident_state=("layers.0", "layers.1")),
+    "visits": dict(visiting_state=("layers.1", "epilogue")),
+    "moments last": dict(deferred_moments=True),
+    "slabs": dict(pinned_memory="32KiB"),
+    "waves": dict(waves=2, host_sums=("layers.1", "layers.2")),
+    "the reference": dict(reference=True),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Streamed]:
+    yield from used(Streamed())
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def other(request: pytest.FixtureRequest) -> Iterator[Streamed]:
+    yield from used(Streamed(**PLANS[request.param]))
+
+
+def used(streamed: Streamed) -> Iterator[Streamed]:
+    yield streamed
+    if streamed.model is not None:
+        streamed.model.megacompile.close()
+
+
+def made(model: Any, kind: str, **more: Any) -> Any:
+    make, options = KINDS[kind]
+    return make(model.parameters(), **{"lr": 1e-2, **options, **more})
+
+
+def steps(model: Any, optimizer: Any, seeds: range, whole: bool = False) -> None:
+    for seed in seeds:
+        given = batch(seed, rows=4)
+        if whole:
+            model.megacompile.train_step(given, optimizer)
+            continue
+        model(**given).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def expected(one: Streamed) -> Callable[[str, bool], dict[str, Tensor]]:
+    """Weights and state after four clipped steps under the plain plan."""
+    known: dict[tuple[str, bool], dict[str, Tensor]] = {}
+
+    def found(kind: str, whole: bool) -> dict[str, Tensor]:
+        if (kind, whole) not in known:
+            optimizer = made(one.fresh(), kind, max_grad_norm=1.0)
+            steps(one.model, optimizer, range(4), whole)
+            known[kind, whole] = state_of(one.model, optimizer)
+        return known[kind, whole]
+
+    return found
+
+
+# ---------------------------------------------------------------- bits
+@kinds
+@pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
+def test_every_plan_has_the_same_bits(kind: str, whole: bool, other: Streamed, expected: Any) -> None:
+    if whole and other.options.get("waves"):
+        pytest.skip("sums in FP32 have other bits than one wave")
+    model = other.fresh()
+    optimizer = made(model, kind, max_grad_norm=1.0)
+    steps(model, optimizer, range(4), whole)
+    assert same_bits(state_of(model, optimizer), expected(kind, whole))
+
+
+@kinds
+def test_updates_on_arrival_have_the_bits_of_unclipped_updates(kind: str, one: Streamed) -> None:
+    found = []
+    for overlap in (None, "backward"):
+        optimizer = made(one.fresh(), kind, overlap=overlap)
+        steps(one.model, optimizer, range(3))
+        found.append(state_of(one.model, optimizer))
+    assert same_bits(*found)
+
+
+@kinds
+def test_late_lanes_change_no_bit(kind: str, one: Streamed, expected: Any) -> None:
+    draw, model = random.Random(kind), one.fresh()
+
+    def delay(lane: Lane) -> None:
+        if draw.random() < 0.1:
+            time.sleep(draw.random() * 1e-3)
+
+    model.megacompile.streamed.executor.delay = delay
+    optimizer = made(model, kind, max_grad_norm=1.0)
+    steps(model, optimizer, range(4))
+    found = state_of(model, optimizer)
+    model.megacompile.streamed.executor.delay = None
+    assert same_bits(found, expected(kind, False))
+
+
+@kinds
+def test_an_update_that_stops_half_way_is_completed(kind: str, one: Streamed, expected: Any) -> None:
+    model = one.fresh()
+    optimizer = made(model, kind, max_grad_norm=1.0)
+    steps(model, optimizer, range(2))
+    model.megacompile.synchronize()
+    cut_power(model, "adam", 3)
+    model(**batch(2, rows=4)).backward()
+    optimizer.step()
+    assert_torn(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    steps(model, optimizer, range(3, 4))
+    assert same_bits(state_of(model, optimizer), expected(kind, False))
+
+
+@kinds
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
+        kind: str, one: Streamed, expected: Any, tmp_path: Path) -> None:
+    model = one.fresh()
+    optimizer = made(model, kind, max_grad_norm=1.0)
+    steps(model, optimizer, range(2))
+    save_checkpoint(tmp_path, model, optimizer)
+    kept = {key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in state_of(model, optimizer).items()}
+    again = made(one.fresh(), kind, max_grad_norm=1.0)
+    steps(one.model, again, range(7, 8))
+    load_checkpoint(tmp_path, one.model, again)
+    assert same_bits(state_of(one.model, again), kept)
+    steps(one.model, again, range(2, 4))
+    assert same_bits(state_of(one.model, again), expected(kind, False))
+
+
+@kinds
+def test_a_state_dict_restores_the_state(kind: str, one: Streamed, expected: Any, tmp_path: Path) -> None:
+    model = one.fresh()
+    optimizer = made(model, kind, max_grad_norm=1.0)
+    steps(model, optimizer, range(2))
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "state.pt")
+    weights, state = torch.load(tmp_path / "state.pt")
+    again = made(one.fresh(), kind, max_grad_norm=1.0)
+    one.model.load_state_dict(weights)
+    again.load_state_dict(state)
+    steps(one.model, again, range(2, 4))
+    assert same_bits(state_of(one.model, again), expected(kind, False))
+
+
+# ---------------------------------------------------------------- what is kept
+@kinds
+def test_host_memory_has_what_the_format_says(kind: str, one: Streamed) -> None:
+    optimizer = made(one.fresh(), kind)
+    steps(one.model, optimizer, range(1))
+    one.model.megacompile.synchronize()
+    make, options = KINDS[kind]
+    moments = 2 if make is megacompile.AdamW else 1
+    each = {"float32": 4, "bfloat16": 2, "8bit": 1 + 4 / 256}[options.get("state_dtype", "float32")]
+    tile = one.model.megacompile.streamed.store.tiles["prologue"]
+    layout, parts = tile.layout, tile.parts()
+    assert parts["moments"] == pytest.approx(moments * each * layout.elements, rel=0.15), "regions are padded"
+    assert parts.get("remainder", 0) == (0 if options.get("master") else 2 * layout.elements)
+    kept = optimizer.state_dict()["state"].values()
+    assert any("remainder" in each for each in kept) == (not options.get("master"))
+
+
+def test_groups_may_keep_their_moments_differently(one: Streamed) -> None:
+    model = one.fresh()
+    head = [*model.head.parameters()]
+    rest = [p for p in model.parameters() if all(p is not other for other in head)]
+    optimizer = megacompile.AdamW([{"params": head, "state_dtype": "8bit"}, {"params": rest}], lr=1e-2)
+    steps(model, optimizer, range(2))
+    assert optimizer.state[model.head.weight]["exp_avg"].dtype == torch.uint8
+    assert optimizer.state[model.head.weight]["exp_avg_scale"].numel() == -(-model.head.weight.numel() // 256)
+    assert optimizer.state[model.layers[1][1].weight]["exp_avg"].dtype == torch.float32
+
+
+def test_an_optimizer_that_keeps_other_state_starts_anew_from_the_same_masters(one: Streamed) -> None:
+    model = one.fresh()
+    first = megacompile.AdamW(model.parameters(), lr=1e-2)
+    steps(model, first, range(2))
+    weight = model.layers[1][1].weight
+    master = first.master(weight)
+    second = megacompile.AdamW(model.parameters(), lr=1e-2, state_dtype="8bit")
+    assert torch.equal(second.master(weight), master) and second.state[weight]["step"] == 0
+    assert not second.state[weight]["exp_avg"].any()
+    third = megacompile.AdamW(model.parameters(), lr=1e-2, master="bfloat16")
+    assert torch.equal(third.master(weight), weight.float()), "a master that is not kept is rounded to its weight"
+    steps(model, third, range(1))
+
+
+# ---------------------------------------------------------------- refusals
+@pytest.mark.parametrize(("options", "message"), [
+    ({"state_dtype": "int4"}, "state_dtype='int4' is out of range: give one of float32, bfloat16, 8bit"),
+    ({"master": "float16"}, "master='float16' is out of range: give one of float32, bfloat16")])
+def test_formats_that_do_not_exist_are_refused(options: dict[str, str], message: str, one: Streamed) -> None:
+    with pytest.raises(MegacompileError, match=message):
+        megacompile.AdamW(one.fresh().parameters(), **options)
+
+
+def test_how_state_is_kept_cannot_change_later(one: Streamed) -> None:
+    model = one.fresh()
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    optimizer.param_groups[0]["state_dtype"] = "8bit"
+    with pytest.raises(MegacompileError, match="state_dtype and master cannot change"):
+        steps(model, optimizer, range(1))
+    model.zero_grad()
+
+
+def test_state_of_another_format_is_refused_and_changes_nothing(one: Streamed, tmp_path: Path) -> None:
+    model = one.fresh()
+    optimizer = made(model, "adamw 8bit")
+    steps(model, optimizer, range(1))
+    save_checkpoint(tmp_path, model, optimizer)
+    state = optimizer.state_dict()
+    again = made(one.fresh(), "adamw bfloat16")
+    steps(model, again, range(1))
+    before = state_of(model, again)
+    with pytest.raises(CheckpointError, match="8bit"):
+        load_checkpoint(tmp_path, model, again)
+    with pytest.raises(MegacompileError, match="the saved optimizer has state_dtype='8bit', and this one 'bfloat16'"):
+        again.load_state_dict(state)
+    assert same_bits(state_of(model, again), before)
+
+
+def test_a_master_that_is_not_kept_is_for_bf16_weights() -> None:
+    from resumable import Decoder
+
+    model = megacompile.stream(Decoder(), layers="layers", device="cpu", dtype=torch.float32)
+    with pytest.raises(MegacompileError, match=r"master='bfloat16' is for bf16 weights, and .* is torch\.float32"):
+        megacompile.AdamW(model.parameters(), master="bfloat16")
+    model.megacompile.close()
+
+
+def test_codes_of_8_bit_moments_are_not_replaced_by_numbers(one: Streamed) -> None:
+    model = one.fresh()
+    optimizer = made(model, "adamw 8bit")
+    steps(model, optimizer, range(1))
+    weight = model.head.weight
+    with pytest.raises(MegacompileError, match=r"must be uint8, codes of 8-bit moments, not torch\.float32"):
+        optimizer.state[weight]["exp_avg"] = torch.zeros(weight.shape)
+
+
+def test_state_that_the_host_cannot_hold_is_refused_and_changes_nothing(one: Streamed, monkeypatch: Any) -> None:
+    model = one.fresh()
+    optimizer = made(model, "adamw 8bit")
+    steps(model, optimizer, range(1))
+    before = state_of(model, optimizer)
+    streamed = model.megacompile.streamed
+    monkeypatch.setattr(type(streamed.store), "room", lambda self, given: 1000)
+    with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes"):
+        megacompile.AdamW(model.parameters())
+    monkeypatch.undo()
+    assert same_bits(state_of(model, optimizer), before)
