@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, fx
@@ -170,11 +171,9 @@ def _state(tile: Share, state: State) -> Iterator[tuple[Tensor, Tensor | None]]:
         away = tile.layout.state_layout.at(state.moments, position, 0, s.count)
         at = home.layout.position_of[s.name]
         first = tile.layout.at_home(position).start - home.layout.slices[at].start
-        here = home.layout.state_layout.at(home.moments, at, first, first + s.count) if home.moments else None
-        for index, values in enumerate(away.values):
-            yield values, None if here is None else here.values[index]
-        for index, scales in enumerate(away.scales):
-            yield scales, None if here is None else here.scales[index]
+        kept = home.layout.state_layout.at(home.moments, at, first, first + s.count) if home.moments else None
+        yield from zip_longest(away.values, kept.values if kept is not None else ())
+        yield from zip_longest(away.scales, kept.scales if kept is not None else ())
 
 
 UPDATE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(

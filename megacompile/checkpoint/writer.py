@@ -7,6 +7,7 @@
 """
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -285,6 +286,8 @@ class _Save:
                 self.store.snapshot = None
             if self.error is not None:
                 self._discard()
+                with contextlib.suppress(RankError):  # which `error` is already about
+                    self._exchanged(None)  # no rank reports the failure before the folder is gone
             if self.ranks is not None:
                 self.ranks.end_group(self.group)
 

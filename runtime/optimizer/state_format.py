@@ -70,8 +70,9 @@ def key_of(seed: int, step: int) -> int:
 
 def random_bits(key: int, numbers: Tensor) -> Tensor:
     """32 bits for each element, from its number in its parameter: int64 [n]."""
-    blocks = mixed((key + numbers // BLOCK) & _MASK)
-    return mixed((blocks + (numbers % BLOCK) * 0x9E3779B9) & _MASK)
+    blocks: Tensor = mixed((key + numbers // BLOCK) & _MASK)
+    found: Tensor = mixed((blocks + (numbers % BLOCK) * 0x9E3779B9) & _MASK)
+    return found
 
 
 # ---------------------------------------------------------------- the formats in PyTorch, to check and replace the kernels

@@ -15,9 +15,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megacompile.errors import UnsupportedError
+from megacompile.runtime import ranks
 from megacompile.runtime.backends import stream_signals
 from megacompile.runtime.backends.stream_signals import StreamSignals
 from megacompile.runtime.peer_copies import PeerCopies
+from megacompile.runtime.ranks import Ranks
 
 HALF = 4096
 
@@ -180,3 +183,13 @@ def test_signals_of_streams_order_exchanges_as_signals_do(size: int, monkeypatch
         expected = torch.stack([values(rank, step, size * 900).double() for rank in range(size)]).sum(dim=0)
         assert all(torch.equal(each[step], found[0][step]) for each in found)
         torch.testing.assert_close(found[0][step].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_copies_that_were_asked_for_and_are_not_possible_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any) -> None:
+        raise RuntimeError("no access between the devices\nmore")
+
+    monkeypatch.setattr(ranks, "memory_of_peers", unreachable)
+    one: Any = SimpleNamespace(device=torch.device("cuda:0"), rank=0, size=2, _lane=None, agree=lambda doing, value: [value])
+    with pytest.raises(UnsupportedError, match=r"each other's memory: leave peer_copies out.*no access between"):
+        Ranks.connect_devices(one, True)

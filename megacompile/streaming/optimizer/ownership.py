@@ -1,6 +1,7 @@
 """Which of several optimizers updates a parameter: the one that was made for it last, which takes over its state."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +15,15 @@ class Ownership:
     """State: the `states` of the parameters that an optimizer updates, and the parameter that it lost to a newer one."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)  # an optimizer that the user drops is gone at once
         self.states = OptimizerState(optimizer)
         self._lost = ""
+
+    @property
+    def optimizer(self) -> Any:
+        found = self._optimizer()
+        assert found is not None, "only the optimizer itself asks"
+        return found
 
     def check(self) -> None:
         """Raises `MegacompileError` if another optimizer has taken over."""

@@ -70,4 +70,5 @@ class SGD(StreamedOptimizer):
             dump_folder=dump_folder)
 
     def options_of(self, group: Mapping[str, Any]) -> Options:
-        return Options(*(float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")), group["nesterov"])
+        lr, momentum, dampening, decay = (float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay"))
+        return Options(lr, momentum, dampening, decay, group["nesterov"])
