@@ -17,9 +17,10 @@ from megacompile.passes.template import Target
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget
 from megacompile.planning.expert_split import expert_pieces
-from megacompile.planning.host_needs import check_host_first
+from megacompile.planning.host_needs import check_host_first, check_tiles
 from megacompile.planning.pinned_memory import spend_pinned_memory
 from megacompile.planning.process_group import connected_ranks, device_of_rank, rank_in_job
+from megacompile.planning.state_choices import StateChoice
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.backends.threads import ThreadBackend
@@ -35,7 +36,7 @@ from megacompile.streaming.user_tensors.owners import check_unclaimed, claim
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.under_way import under_way
 from megacompile.weights.empty_models import fill_buffers
-from megacompile.weights.tiling import Tiling, build_store, check_device_memory, check_host_memory
+from megacompile.weights.tiling import Tiling, build_store, check_device_memory
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -96,7 +97,7 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
         config = replace(config, device_memory=device_bytes, host_memory=min(there, parse_bytes(config.host_memory) or there))
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes,
                                min(there, parse_bytes(config.host_memory) or there), ranks=1 if ranks is None else ranks.size)
-    check_host_memory(tiling, parse_bytes(config.host_memory))
+    check_tiles(tiling, min(available_host_bytes(), parse_bytes(config.host_memory) or there))
     check_device_memory(tiling, device_bytes)
     spend_pinned_memory(tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
     with under_way(f"moving the weights of {type(model).__name__} into tiles"):
@@ -127,11 +128,11 @@ def make_backend(device: str | torch.device | None) -> Backend:
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,
             example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
             device_bytes: int | None = None, host_bytes: int | None = None,
-            watch: Watch | None = None, ranks: int = 1) -> tuple[CapturedModel, Tiling]:
+            watch: Watch | None = None, ranks: int = 1, choice: StateChoice | None = None) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles, without changing it. `fused_attention`: see
     `Target`. `device_bytes`: the device's memory; with None, experts are split only if the user asks for it. `host_bytes`: the
-    host's memory, which is checked before the capture; with None, it is not. `watch`: as in `capture`. `ranks`: the number of
-    processes that share the tiles."""
+    host's memory, which is checked before the capture; with None, it is not. `choice`: the optimizer's state; None: it is not
+    known yet. `watch`: as in `capture`. `ranks`: the number of processes that share the tiles."""
     refuse_hooks(model)
     check_unclaimed(model)
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
@@ -144,7 +145,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     stack = find_layers(model, layers)
     if host_bytes is not None:
-        check_host_first(model, stack, config, host_bytes)
+        check_host_first(model, stack, config, host_bytes, choice)
     pieces = expert_pieces(model, stack, config, device_bytes)
     captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention), loss=config.loss,

@@ -18,6 +18,7 @@ from megacompile.api import attach, stream
 from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
 from megacompile.frontend.tracing.layers import Layers
 from megacompile.planning.config import StreamConfig
+from megacompile.planning.host_needs import choices_for, host_bytes
 from megacompile.sizes import format_bytes
 from megacompile.system.regular_files import refuse_irregular
 from megacompile.weights.empty_models import put_adapter, replace_parameters
@@ -36,8 +37,6 @@ from megacompile.weights.weight_files import (
 )
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-#: Host memory that training takes for each parameter, in bytes.
-_BYTES_A_PARAMETER = {torch.bfloat16: 14, torch.float32: 16}
 
 
 def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, config: Any = None, revision: str | None = None,
@@ -223,7 +222,9 @@ def _initialize(model: Any, missing: Sequence[str]) -> None:
 
 
 def _training_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * _BYTES_A_PARAMETER.get(p.dtype, 14) for p in model.parameters())
+    """Bytes of host memory that training takes with the smallest state: which optimizer it will be is not known."""
+    config = StreamConfig()
+    return host_bytes([model], config, choices_for([model], config)[-1])
 
 
 def _adapted(model: Any, adapter: Any, sources: Mapping[str, StoredTensor]) -> tuple[Any, dict[str, StoredTensor]]:

@@ -26,6 +26,7 @@ from megacompile.planning.explain import Outlook, outlook
 from megacompile.planning.host_needs import host_too_small
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
+from megacompile.planning.state_choices import EXACT
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
@@ -117,6 +118,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_whole("length", length)
     check_whole("gpus", gpus)
     config = StreamConfig.of(**options)
+    choice = replace(EXACT, on_arrival=update == "arrival")
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)
     device = compute_device(config.device, hardware)
@@ -125,13 +127,14 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     budget = device_budget(config, free_device_bytes(device, hardware))
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget, there,
-                               ranks=gpus)
+                               ranks=gpus, choice=choice)
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")
     fused = config.compile if config.compile is not None else device_type == "cuda"
-    if tiling.host_bytes() + gpus * HOST_MARGIN_BYTES > there:
-        raise host_too_small(model, find_layers(model, captured.stacks), config, tiling.host_bytes(), there)
+    needed = tiling.host_bytes(gradients=not choice.on_arrival)
+    if needed + gpus * HOST_MARGIN_BYTES > there:
+        raise host_too_small(model, find_layers(model, captured.stacks), config, choice, needed, there)
     taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
     simulator = simulator_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,

@@ -59,7 +59,7 @@ def own_bytes(tile: Share, memory: Tensor) -> Tensor:
 
 def gradients_of(tile: Share) -> Tensor:
     """The elements of the host tile's gradients."""
-    assert tile.home.gradients is not None, f"{tile.layout.name} has nothing to train"
+    assert tile.home.gradients is not None, f"{tile.layout.name} has no gradients"
     return tile.home.layout.flat(tile.home.gradients)
 
 

@@ -67,20 +67,18 @@ def _norms_of_sum(frame: Frame, node: fx.Node) -> None:
 
 
 def _adam(frame: Frame, node: fx.Node) -> None:
-    tile = frame.store[argument(node, "tile")]
-    _update(frame, node, tile, gradients_of(tile))
+    _update(frame, node, frame.store[argument(node, "tile")], frame.read(node, "slab"))
 
 
 def _adam_weights(frame: Frame, node: fx.Node) -> None:
     """With a rule whose moments cannot be updated later, this is the whole update, and nothing is left for `adam_moments`."""
     tile, update = frame.store[argument(node, "tile")], _updating(frame)
     if argument(node, "tile") not in update.halfway:
-        _update(frame, node, tile, gradients_of(tile), Part.WEIGHTS if update.rule.separable else Part.WHOLE)
+        _update(frame, node, tile, part=Part.WEIGHTS if update.rule.separable else Part.WHOLE)
 
 
 def _adam_moments(frame: Frame, node: fx.Node) -> None:
-    tile = frame.store[argument(node, "tile")]
-    _update(frame, node, tile, gradients_of(tile), Part.MOMENTS)
+    _update(frame, node, frame.store[argument(node, "tile")], part=Part.MOMENTS)
 
 
 def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
@@ -88,19 +86,25 @@ def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
     _update(frame, node, tile, sums_of(tile))
 
 
-def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Tensor,
+def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Tensor | None = None,
             part: Part = Part.WHOLE) -> None:
-    """Updates a tile on the host. `gradients`: [elements] of the host tile, in the weights' dtype or FP32."""
-    update, home = _updating(frame), tile.home
-    if update.on_arrival and gradients is not home.sums and tile.layout.name in update.segments:
-        update.judge_tile(tile.layout.name, _norms(frame, update, tile.layout.name))
-    if segments := update.pending(tile.layout.name):
+    """Updates a tile on the host. `gradients`: a slab; or [elements] of the host tile, such as its sums; None: the host tile's
+    gradients."""
+    update, home, name = _updating(frame), tile.home, tile.layout.name
+    slab = gradients if isinstance(gradients, Gradients) else None
+    if update.on_arrival and gradients is not home.sums and name in update.segments:
+        update.judge_tile(name, _norms(frame, update, name, slab and slab.memory))
+    if segments := update.pending(name):
         assert home.moments, "the optimizer made no state"
-        frame.store.preserve(tile.layout.name)
-        host_update.update(update.rule, home.layout.flat(home.weights), home.remainder, gradients, at_home(segments, tile),
-                           _gradient_scale(frame, node), part=part)
+        frame.store.preserve(name)
+        source = gradients_of(tile) if gradients is None else gradients
+        for here, there in tile.runs:
+            given = source.flat[here] if isinstance(source, Gradients) else source[there]
+            host_update.update(update.rule, home.layout.flat(home.weights)[there],
+                               None if home.remainder is None else home.remainder[there], given,
+                               at_home(segments, tile, there), _gradient_scale(frame, node), part=part)
         if part == Part.WEIGHTS:
-            update.halfway.add(tile.layout.name)
+            update.halfway.add(name)
         else:
             _updated(update, tile)
 

@@ -30,10 +30,11 @@ def visit(backend: Backend, rule: Rule, memory: Tensor, tile: Share, segments: S
     home, layout = tile.home, tile.home.layout
     assert home.gradients is not None and home.moments, f"{layout.name} has no optimizer state"
     gradients, weights = layout.flat(home.gradients), layout.flat(home.weights)
-    for segment, moments in at_home(segments, tile):
+    pairs = [(run.start, pair) for _, run in tile.runs for pair in at_home(segments, tile, run)]
+    for start, (segment, moments) in pairs:
         for part in _chunks(segment, moments, weights.element_size(), home.remainder is not None, memory.numel()):
             here = moments_at_home(part, tile)
-            elements = slice(part.start, part.stop)
+            elements = slice(start + part.start, start + part.stop)
             # Gradients come first here: they are not copied back.
             host = [gradients[elements], weights[elements], *([] if home.remainder is None else [home.remainder[elements]]),
                     *here.values, *here.scales]

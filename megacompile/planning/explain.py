@@ -48,12 +48,13 @@ def _worth_a_look(plans: Iterable[Plan], planner: Planner) -> Iterator[Plan]:
 
 def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
     needed = planner.estimate(plan).total + planner.margin_bytes
-    host_bytes = planner.tiling.host_bytes() + planner.host_parts(plan)["sums"]
+    more = planner.host_parts(plan)
+    host_bytes = planner.tiling.host_bytes(gradients=False) + more["gradients"] + more["sums"]
     if not planner.fits(plan):
         return Candidate(plan, needed, host_bytes, None)
     assert planner.simulator is not None, "nothing is known of the machine"
     slabs = 0
-    if not plan.pinned or plan.host_checkpoints:
+    if not plan.pinned or plan.host_checkpoints or plan.update == "arrival":
         program = planner.simulator.program(plan, whole_step)
         used = places(program.section(section) for section in step_of(program))
         slabs = plan.ranks * sum(
@@ -141,7 +142,7 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
     found.sort(key=lambda c: c.times.step_s if c.times is not None else float("inf"))
     sums = planner.host_parts(chosen)["sums"]
-    parts = planner.tiling.host_parts() | ({"sums": sums} if sums else {})
+    parts = planner.tiling.host_parts(gradients=chosen.update == "step") | ({"sums": sums} if sums else {})
     slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
     return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
                    planner.largest_batch(chosen.length))

@@ -1,4 +1,5 @@
-"""Whether training a model fits host memory, from its parameters alone, before anything is traced, loaded or planned."""
+"""Whether training a model fits host memory: from its parameters alone, before anything is traced, loaded or planned; and with
+the state that an optimizer keeps, before it is made."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -9,54 +10,79 @@ from torch import nn
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.planning.config import StreamConfig
+from megacompile.planning.state_choices import EXACT, StateChoice, choices
+from megacompile.runtime.memory.state_layout import ADAMW_STATE
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
-#: Bytes per trained parameter of a bf16 model: weights, gradients, remainder and moments.
-TRAINED_BYTES = 14
 
-
-def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, available: int) -> None:
+def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, available: int,
+                     choice: StateChoice | None = None) -> None:
     """Raises `InsufficientMemoryError`, with what would fit, if the layers alone take more than the host has. All of them are
-    read; only a trace can say which other parameters are."""
-    if host_bytes(stack.layers, config) + HOST_MARGIN_BYTES > available:
-        raise host_too_small(model, stack, config, host_bytes([model], config), available)
+    read; only a trace can say which other parameters are. `choice`: the optimizer's state; None: the smallest there is."""
+    choice = choice or choices_for([model], config)[-1]
+    if host_bytes(stack.layers, config, choice) + HOST_MARGIN_BYTES > available:
+        raise host_too_small(model, stack, config, choice, host_bytes([model], config, choice), available)
 
 
-def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, trained: bool | None = None) -> int:
+def check_tiles(tiling: Tiling, available: int) -> None:
+    """Raises `InsufficientMemoryError`, before anything is allocated, if tiles do not fit even with the smallest state. They
+    must fit beside the model's current weights, whose memory may not be freed in time (it may be shared)."""
+    trained = [layout for layout in tiling.host.values() if layout.trainable]
+    if not trained:
+        return check_state(tiling, available, on_arrival=True)
+    least = choices(ADAMW_STATE.moments, {layout.dtype for layout in trained})[-1]
+    states = {s.name: least.state for layout in trained for s in layout.slices if s.trainable}
+    return check_state(tiling.with_states(states), available, least.on_arrival)
+
+
+def choices_for(modules: Iterable[nn.Module], config: StreamConfig) -> list[StateChoice]:
+    """What AdamW may keep of these modules' parameters."""
+    dtypes = {config.dtype or p.dtype for module in modules for p in module.parameters()}
+    return choices(ADAMW_STATE.moments, dtypes)
+
+
+def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: StateChoice, trained: bool | None = None) -> int:
     """Bytes of host memory that training takes for these modules' parameters, shared ones counted once. `trained`: count all of
     them as trained, or as frozen; None: each as it is."""
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-    return sum(p.numel() * _bytes(p, config, p.requires_grad if trained is None else trained) for p in parameters)
+    return round(sum(p.numel() * _bytes(config.dtype or p.dtype, choice, p.requires_grad if trained is None else trained)
+                     for p in parameters))
 
 
-def _bytes(parameter: torch.Tensor, config: StreamConfig, trained: bool) -> int:
-    dtype = config.dtype or parameter.dtype
-    state = 8 + (2 if dtype == torch.bfloat16 else 0)
-    return dtype.itemsize * (1 + trained) + state * trained
+def _bytes(dtype: torch.dtype, choice: StateChoice, trained: bool) -> float:
+    return choice.bytes(dtype) if trained else dtype.itemsize
 
 
-def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, needed: int,
+def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: StateChoice, needed: int,
                    available: int) -> InsufficientMemoryError:
-    """The error for a host with too little memory: what is needed, what is available, and what would fit."""
+    """The error for a host with too little memory: what is needed with some state, what is available, and what would fit."""
     count = sum(p.numel() for p in model.parameters())
+    least = "" if choice == EXACT else f" with AdamW({choice.options})"
     return InsufficientMemoryError(
         f"training {type(model).__name__} takes {format_bytes(needed + HOST_MARGIN_BYTES)} of host memory ({count / 1e9:.3g} G "
-        f"parameters, {needed / count:.3g} bytes each) and {format_bytes(available)} are available: "
-        f"{'; '.join(_smaller(model, stack, config, needed, available))}; or plan for a host with more memory (host_memory)")
+        f"parameters, {needed / count:.3g} bytes each{least}) and {format_bytes(available)} are available: "
+        f"{'; '.join(_smaller(model, stack, config, choice, needed, available))}; or plan for a host with more memory "
+        "(host_memory)")
 
 
-def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, needed: int, available: int) -> list[str]:
+def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: StateChoice, needed: int,
+             available: int) -> list[str]:
     """Smaller choices that fit the host, the least change first."""
     room, found = available - HOST_MARGIN_BYTES, []
+    for other in choices_for([model], config)[1:]:
+        size = host_bytes([model], config, other)
+        if size < needed and size <= room:
+            found.append(f"AdamW({other.options}) takes {format_bytes(size + HOST_MARGIN_BYTES)}")
+            break
     wide = any((config.dtype or p.dtype) == torch.float32 for p in model.parameters())
-    narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16))
+    narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16), choice)
     if wide and narrow <= room:
         found.append(f"in bfloat16 it takes {format_bytes(narrow + HOST_MARGIN_BYTES)}")
-    frozen = host_bytes([model], config, trained=False)
+    frozen = host_bytes([model], config, choice, trained=False)
     if needed > frozen <= room:
-        more = [host_bytes(stack.layers[first:], config, trained=True) - host_bytes(stack.layers[first:], config, trained=False)
-                for first in range(len(stack.layers))]
+        more = [host_bytes(stack.layers[first:], config, choice, trained=True)
+                - host_bytes(stack.layers[first:], config, choice, trained=False) for first in range(len(stack.layers))]
         upper = sum(size <= room - frozen for size in more)
         found.append(f"frozen, with adapters that train (LoRA), it takes {format_bytes(frozen + HOST_MARGIN_BYTES)} plus the "
                      "adapters")
@@ -64,15 +90,34 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, needed: 
             found.append(f"the last {upper} of {len(stack.layers)} layers can train, with all else frozen")
     elif needed > frozen:
         found.append(f"even frozen, with adapters, it takes {format_bytes(frozen + HOST_MARGIN_BYTES)}")
-    if room >= TRAINED_BYTES * 10**8:
-        found.append(f"a model of up to {room / TRAINED_BYTES / 1e9:.3g} G parameters fits in bfloat16")
+    each = choice.bytes(torch.bfloat16)
+    if room >= each * 10**8:
+        found.append(f"a model of up to {room / each / 1e9:.3g} G parameters fits in bfloat16")
     return found or ["use a smaller model"]
 
 
-def check_state(tiling: Tiling, room: int) -> None:
-    """Raises `InsufficientMemoryError` if tiles with their state take more than `room` bytes of host memory."""
-    needed = tiling.host_bytes() + tiling.ranks * HOST_MARGIN_BYTES
-    if needed > room:
-        raise InsufficientMemoryError(
-            f"training with this optimizer takes {format_bytes(needed)} of host memory and {format_bytes(room)} are available: "
-            "keep smaller state (state_dtype), or use a machine with more memory")
+def check_state(tiling: Tiling, room: int, on_arrival: bool) -> None:
+    """Raises `InsufficientMemoryError`, with the smallest change that fits, if tiles with their optimizer state take more than
+    `room` bytes of host memory. `on_arrival`: no gradients wait there."""
+    needed = _with_margin(tiling, on_arrival)
+    if needed <= room:
+        return
+    trained = [layout for layout in tiling.host.values() if layout.trainable]
+    parameters = sum(s.count for layout in trained for s in layout.slices if s.trainable) or 1
+    moments = max((layout.state_of(i).moments for layout in trained for i, s in enumerate(layout.slices) if s.trainable),
+                  key=len, default=())
+    remedy = "freeze some layers, train adapters, or use a machine with more memory"
+    for choice in choices(moments, {layout.dtype for layout in trained}):
+        states = {s.name: choice.state for layout in trained for s in layout.slices if s.trainable}
+        size = _with_margin(tiling.with_states(states), choice.on_arrival)
+        if size < needed and size <= room:
+            remedy = (f"with {choice.options} it takes {format_bytes(size)} ({choice.bytes(trained[0].dtype):.3g} bytes "
+                      "each); docs/fine-tuning.md says what that costs in accuracy and time")
+            break
+    raise InsufficientMemoryError(
+        f"training with this optimizer takes {format_bytes(needed)} of host memory ({parameters / 1e9:.3g} G trained "
+        f"parameters) and {format_bytes(room)} are available: {remedy}")
+
+
+def _with_margin(tiling: Tiling, on_arrival: bool) -> int:
+    return tiling.host_bytes(gradients=not on_arrival) + tiling.ranks * HOST_MARGIN_BYTES

@@ -1,11 +1,11 @@
-"""Bytes that a plan takes on the device at its peak, and on the host in addition to tiles and slabs.
+"""Bytes that a plan takes on the device at its peak, and on the host in addition to weights and optimizer state.
 
 Slots are counted as `passes/schedule/place.py` makes them, and values that outlive an op as the program keeps them. An op's own
 values take `cost.peak_bytes`.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
@@ -46,10 +46,24 @@ def checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> lis
 
 
 def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str, int]:
-    """Bytes of host memory that a plan takes in addition to tiles and slabs, by purpose. Ranks share sums, and have checkpoints
-    of their own."""
+    """Bytes of host memory that a plan takes in addition to weights, state and the budget of pinned memory, by purpose. Ranks
+    share gradients and sums, and have checkpoints and slabs of their own."""
+    waits = plan.update == "step"
     return {"checkpoints": plan.ranks * sum(checkpoint_bytes(captured, tiling, plan)),
-            "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums)}
+            "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums),
+            "gradients": tiling.host_parts()["gradients"] if waits else 0,
+            "slabs": 0 if waits or not plan.pinned else (
+                plan.ranks * slab_bytes(tiling, plan.gradient_slabs, plan.resident_state))}
+
+
+def slab_bytes(tiling: Tiling, count: int, resident_state: Collection[str]) -> int:
+    """Bytes of slabs, `count` of them for each rank of layers' tiles, through which gradients pass that are consumed on
+    arrival."""
+    boundary = tiling.boundary()
+    passing = {x.name: x.reduced_bytes for x in tiling.layouts.values() if x.trainable and x.name not in resident_state}
+    groups = [[passing[x.name] for x in layers if x.name in passing] for layers in tiling.ranked()]
+    return (max((size for name, size in passing.items() if name in boundary), default=0)
+            + sum(min(count, len(group)) * max(group, default=0) for group in groups))
 
 
 def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:

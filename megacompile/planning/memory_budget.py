@@ -49,14 +49,14 @@ class MemoryBudget:
 
     @property
     def host_room(self) -> int:
-        """Bytes of the host budget that a plan may take in addition to tiles and slabs. Each rank has slabs."""
+        """Bytes of the host budget that a plan may take in addition to weights and state, and to a budget of pinned memory,
+        which each rank has."""
         slabs = 0 if self.pinned_bytes is None or self.pinned().tiles else self.pinned_bytes  # they take no more
-        fixed = self.tiling.host_bytes() + self.tiling.ranks * (HOST_MARGIN_BYTES + slabs)
+        fixed = self.tiling.host_bytes(gradients=False) + self.tiling.ranks * (HOST_MARGIN_BYTES + slabs)
         return max(0, self.host_bytes - fixed)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a training step under a plan fits the device and the host. (For the host, only what the plan adds to the
-        tiles counts.)"""
+        """Whether a training step under a plan fits the device and the host."""
         return self.fits_device(plan) and self.fits_host(plan)
 
     def fits_device(self, plan: Plan) -> bool:
@@ -66,7 +66,7 @@ class MemoryBudget:
         return sum(self.host_parts(plan).values()) <= self.host_room
 
     def host_parts(self, plan: Plan) -> dict[str, int]:
-        """Bytes of host memory that a plan takes in addition to tiles and slabs, by purpose."""
+        """Bytes of host memory that a plan takes in addition to weights and state, by purpose."""
         return host_parts(self.captured, self.tiling, plan)
 
     def pinned(self) -> PinnedMemory:
@@ -83,7 +83,7 @@ class MemoryBudget:
             parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
             return NoFittingPlanError(
                 f"a batch of {batch} x {length} needs {parts} in host memory, and {format_bytes(self.host_room)} are left "
-                "beside the tiles", "use fewer or shorter sequences, or a larger host_memory", need)
+                "beside weights and optimizer state", "use fewer or shorter sequences, or a larger host_memory", need)
         slots = {"weight_slots": plan.weight_slots, "gradient_slots": plan.gradient_slots}
         single = "".join(f", {name}=1" for name, count in slots.items() if count == 1)
         return NoFittingPlanError(

@@ -22,6 +22,8 @@ from megacompile.planning.step_time import StepSimulator
 
 #: By this factor a plan must be faster to replace one that computes less, since simulations are not exact.
 WORTH = 1.003
+#: Numbers of slabs for gradients that are tried, for updates on arrival.
+_SLABS = (2, 3, 4, 6, 8, 10)
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Planner(SearchSpace):
         for variant in others:
             if simulator.cautious_s(variant, whole_step) * WORTH < simulator.cautious_s(best, whole_step):
                 best = variant
+        best = fewest_slabs(best, simulator, whole_step)
         return fastest_device_updates(self._with_device_updates(best), simulator, whole_step)
 
     def _with_device_updates(self, plan: Plan) -> list[Plan]:
@@ -160,6 +163,20 @@ class Planner(SearchSpace):
             return [0]
         trained = len(self.trained())
         return sorted({0, 1, trained, *range(2, trained, max(1, trained // 12))})
+
+
+def fewest_slabs(plan: Plan, simulator: StepSimulator, whole_step: bool) -> Plan:
+    """The plan with as few slabs for gradients as leave a step with updates on arrival as fast: gradients that wait for their
+    update take host memory. A plan with updates at the end of a step is returned as it is."""
+    if plan.update != "arrival":
+        return plan
+    limit = WORTH * simulator.cautious_s(plan, whole_step)
+    for count in (count for count in _SLABS if count < plan.gradient_slabs):
+        fewer = replace(plan, gradient_slabs=count, update_order=())
+        variant = min(simulator.orders(fewer, whole_step, False), key=lambda each: simulator.cautious_s(each, whole_step))
+        if simulator.cautious_s(variant, whole_step) <= limit:
+            return variant
+    return plan
 
 
 def fastest_device_updates(plans: Sequence[Plan], simulator: StepSimulator, whole_step: bool) -> Plan:

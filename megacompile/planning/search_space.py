@@ -16,7 +16,9 @@ from itertools import accumulate
 from typing import Self
 
 from megacompile.ir.plan import FULL_TOKENS, Plan, split
+from megacompile.planning.memory import slab_bytes
 from megacompile.planning.memory_budget import MemoryBudget
+from megacompile.planning.pinned_memory import PinnedMemory
 from megacompile.planning.step_time import StepSimulator
 
 #: Fewest tokens of a chunk. Smaller chunks leave kernels empty and read all weights too often.
@@ -136,9 +138,17 @@ class SearchSpace(MemoryBudget):
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots or 2, self.resident(), self.resident_state(), pinned.tiles, pinned.staging_slabs,
-            pinned.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
+            self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
             visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals or "all",
             ranks=self.tiling.ranks)
+
+    def _slabs(self, pinned: PinnedMemory, update: str) -> int:
+        """The number of slabs for gradients: with updates on arrival only as many as the host holds."""
+        if update == "step" or not pinned.tiles:
+            return pinned.gradient_slabs
+        fitting = (count for count in range(pinned.gradient_slabs, 1, -1) if slab_bytes(
+            self.tiling, count, self.resident_state()) * self.tiling.ranks <= self.host_room)
+        return next(fitting, 1)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step by rules of thumb: the fewest waves that let every layer keep its residuals, if memory
@@ -153,8 +163,7 @@ class SearchSpace(MemoryBudget):
         `InsufficientMemoryError` if none fits."""
         config = self.config
         # More residuals fit with several waves than with one, so the plan starts without any.
-        plan = replace(replace(self, config=replace(config, saved_layers=0)).plan(batch, length), update=update,
-                       visiting_state=self._visiting(update), deferred_moments=config.defers(update))
+        plan = replace(self, config=replace(config, saved_layers=0)).plan(batch, length, update=update)
         count = len(plan.micro_batches)
         if config.waves is not None:
             plan = replace(plan, waves=min(config.waves, count))

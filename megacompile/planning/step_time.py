@@ -1,6 +1,7 @@
 """How fast a plan is, before anything runs: its simulated program, and a cheap lower bound."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -81,19 +82,33 @@ class StepSimulator:
         section = "train_step" if whole_step else "backward"
         items = [item for item in self.timeline(plan, whole_step).items if item.section == section]
         last = [item for item in items if item.step == items[-1].step]
-        arrived = {argument(i.node, "tile"): i.end_s for i in last if op_of(i.node).name in ("offload", "add_to_sum")}
+        arrives = {argument(i.node, "tile"): i.end_s for i in last if op_of(i.node).name in ("offload", "add_to_sum")}
         updates = (i for i in last if op_of(i.node).name in ("adam", "adam_of_sum"))
         update_s = {argument(i.node, "tile"): i.end_s - i.start_s for i in updates}
-        needed = [tile for tile in self.tiling.layouts if tile in update_s]
+        coming = sorted(update_s, key=arrives.__getitem__)
         order: list[str] = []
         now = 0.0
-        while needed:
-            now = max(now, min(arrived[tile] for tile in needed))
-            tile = next(tile for tile in needed if arrived[tile] <= now)
-            needed.remove(tile)
+        waiting: list[str] = []  # they have arrived
+        while coming or waiting:
+            while coming and (not waiting or arrives[coming[0]] <= now) and self._has_slab(coming[0], waiting, plan):
+                now = max(now, arrives[coming[0]])
+                waiting.append(coming.pop(0))
+            tile = min(waiting, key=list(self.tiling.layouts).index)
+            waiting.remove(tile)
             order.append(tile)
             now += update_s[tile]
-        return plan if order == sorted(order, key=arrived.__getitem__) else replace(plan, update_order=tuple(order))
+        return plan if order == sorted(order, key=arrives.__getitem__) else replace(plan, update_order=tuple(order))
+
+    def _has_slab(self, tile: str, waiting: Sequence[str], plan: Plan) -> bool:
+        """Whether the gradients of a tile may arrive in a slab although those of others wait in theirs. Tiles that take turns
+        in slabs are those of the boundary, or of one rank of the layers."""
+        alike = next((group for group in self._taking_turns if tile in group), frozenset({tile}))
+        held = alike.intersection(waiting).difference(plan.host_sums)  # a sum has memory of its own
+        return len(held) < (1 if tile in self.tiling.boundary() else plan.gradient_slabs)
+
+    @functools.cached_property
+    def _taking_turns(self) -> list[frozenset[str]]:
+        return [frozenset(self.tiling.boundary()), *(frozenset(x.name for x in layers) for layers in self.tiling.ranked())]
 
     def program(self, plan: Plan, whole_step: bool) -> Program:
         """The sections of a training step, made as `compile_program` makes them, but not verified. The chosen plan's program is
@@ -120,12 +135,13 @@ class StepSimulator:
             return total
         rates = self.durations.hardware
         faster = rates.adam_parts["weights"]  # than a whole update, on most hosts
-        rate = CAUTION * rates.adam * (faster if plan.deferred_moments else max(1.0, faster) if may_defer else 1.0)
+        share = CAUTION * (faster if plan.deferred_moments else max(1.0, faster) if may_defer else 1.0)
         elsewhere = {*plan.resident_state, *plan.visiting_state}
         tiles = {tile: layout for tile, layout in self.tiling.layouts.items() if layout.trainable and tile not in elsewhere}
         found, updated, before = total, 0.0, 0.0
         for call, forward in forwards.items():
-            updated += sum(tiles.pop(tile).parameters / rate for tile in self.tiling.tiles_of[call] if tile in tiles)
+            updated += sum(self.durations.update_s(tiles.pop(tile)) / share for tile in self.tiling.tiles_of[call]
+                           if tile in tiles)
             found = max(found, updated + total - before)
             before += forward
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -21,6 +21,7 @@ from megacompile.predict import cost
 from megacompile.predict.flops import Work, variant_work
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline, simulate
+from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
 from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.torch_compat.symbols import size_functions
 
@@ -45,7 +46,7 @@ COSTS: dict[str, str] = {
     **dict.fromkeys(("pack", "pack_shard"), "weight bytes / host copy rate"),
     **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
     "accumulate": "gradient bytes / host copy rate; twice that where it adds",
-    **dict.fromkeys(("adam", "adam_of_sum"), "parameters / rate of the update"),
+    **dict.fromkeys(("adam", "adam_of_sum"), "parameters / rate of the update with this state"),
     **{f"adam_{part}": f"the same over the rate of its {part} alone" for part in ("weights", "moments")},
     "adam_visiting": "(weight + gradient + state bytes) / h2d rate + (weight + state bytes) / d2h rate",
     "add_to_sum": "(gradient + FP32 sum bytes; the sum's twice where it adds) / (2 x host copy rate)",
@@ -59,6 +60,19 @@ def cost_table() -> str:
     """The cost of ops as a Markdown table, with ops of the same cost in one row."""
     rows = [[", ".join(f"`{op}`" for op in COSTS if COSTS[op] == cost), cost] for cost in dict.fromkeys(COSTS.values())]
     return str(tabulate(rows, ["op", "seconds"], tablefmt="github"))
+
+
+@functools.cache
+def _moved_bytes(state: ElementState, dtype: torch.dtype) -> float:
+    """Bytes that the host's update reads and writes for each element of this dtype."""
+    return 3 * dtype.itemsize + 2 * state.bytes(dtype)  # weights both ways, gradients once, state both ways
+
+
+def update_rate(hardware: Hardware, state: ElementState, dtype: torch.dtype) -> float:
+    """Elements/s of the host's update. Rules other than AdamW take as long as their bytes."""
+    alike = replace(ADAMW_STATE, format=state.format)
+    rate = hardware.adam * hardware.adam_formats.get(state.format.name, 1.0)
+    return rate * _moved_bytes(alike, torch.bfloat16) / _moved_bytes(state, dtype)
 
 
 @dataclass
@@ -114,6 +128,11 @@ class Durations:
         low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return self.hardware.gemm_flops["bfloat16" if low else "float32"]
 
+    def update_s(self, layout: TileLayout) -> float:
+        """Seconds of the host's update of a whole tile."""
+        return sum(s.count / update_rate(self.hardware, layout.state_of(position), layout.dtype)
+                   for position, s in enumerate(layout.slices) if s.trainable)
+
     def _known(self, template: Template, variant: Variant) -> tuple[Work, Callable[[int, int], _Numbers]]:
         if variant not in self._work:
             work = variant_work(template, variant, self.fused)
@@ -153,11 +172,11 @@ class Durations:
             case "norms_of_sum":
                 return self.layouts[tile.name].sum_bytes / (2 * hardware.host_copy)
             case "adam" | "adam_of_sum":
-                return tile.parameters / hardware.adam
+                return self.update_s(self.layouts[tile.name])
             case "adam_weights":
-                return tile.parameters / (hardware.adam * hardware.adam_parts["weights"])
+                return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["weights"]
             case "adam_moments":
-                return tile.parameters / (hardware.adam * hardware.adam_parts["moments"])
+                return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["moments"]
             case "adam_visiting":  # the update itself overlaps the next copy
                 back = tile.weight_bytes + tile.state_bytes
                 return ((back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]) / ranks

@@ -48,6 +48,7 @@ _PROFILE = schema.record({
     "fused_attention": schema.one_of(("flash", "cudnn")), "flash_efficiency": schema.table(schema.text(), _rate),
     "attention_overhead": _both_ways, "peer_bandwidth": _rate,
     "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
+    "adam_formats": schema.record(dict.fromkeys(("bfloat16", "8bit"), _rate)),
 })
 
 #: The profile of one device, which the profile of a host with several such devices adds to.
@@ -78,6 +79,8 @@ class Hardware:
         adam: parameters/s of the host's fused AdamW.
         adam_parts: the rates of updating its "weights" alone and its "moments" alone, over `adam`. (Each moves 18 bytes of 26;
             1.3 and 1.66 on a Xeon.)
+        adam_formats: the rates with moments in "bfloat16" and in "8bit", over `adam`, which is with moments in float32. (They
+            move 18 and 14 bytes.)
         beside: for sets of lanes that are busy together ("d2h h2d"), the share of each lane's rate that remains, 0 to 1.
         peer_bandwidth: bytes/s that each device receives from the other devices of the host while all of them do; None: devices
             have no link of their own, and what they exchange crosses the host's memory twice.
@@ -105,11 +108,13 @@ class Hardware:
     attention_overhead: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward"), 0.0))
     grouped_efficiency: float = 1.0
     adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.3))
+    adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.3})
     peer_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
                  *self.flash_efficiency.values(), *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
+                 *self.adam_formats.values(),
                  *(left for lanes in self.beside.values() for left in lanes.values()),
                  *([] if self.peer_bandwidth is None else [self.peer_bandwidth])]
         if not all(rate > 0 for rate in rates):

@@ -85,6 +85,13 @@ class Streamed:
         if self.planner.pinned().tiles:
             pin_all(backend, store.streamed_memory())
 
+    def hold_gradients(self) -> None:
+        """Makes memory for gradients that wait for a step, unless there is. Raises `InsufficientMemoryError`."""
+        if made := self.store.hold_gradients():
+            self.gradients.hold()
+            if self.planner.pinned().tiles:
+                pin_all(self.backend, made)
+
     @property
     def tiling(self) -> Tiling:
         return self.captures.tiling
@@ -183,6 +190,8 @@ class Streamed:
             wanted = replace(self.shape_of(given, training=True), update="arrival" if overlap else "step", whole_step=True)
             shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
             self.store.allocate_sums(shape.plan.host_sums)
+            if not overlap:
+                self.hold_gradients()
             self._enter(shape, "train_step", "update")
             self.gradients.gather()  # before all ranks agree on the program: gradients that users keep move first
             batch = self._batch(shape, given, all_rows)
@@ -239,6 +248,8 @@ class Streamed:
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
         with self.guarded(), self.together.failing():
+            if forward.shape.shape.update == "step":
+                self.hold_gradients()
             added = self.gradients.gather()
             section = "backward_accumulate" if added else "backward"
             self.together.agree(section)  # also: no rank has yet to clear gradients that another one writes

@@ -25,7 +25,7 @@ from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.optimizer import host_kernels, host_update
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.rule import Part, Segment
-from megacompile.runtime.optimizer.state_format import FLOAT32
+from megacompile.runtime.optimizer.state_format import FLOAT32, FORMATS, StateFormat
 from megacompile.streaming.optimizer.adamw import RULE, Options
 from megacompile.system import control_groups
 from megacompile.system.host_memory import PAGE, available_host_bytes, host_memory
@@ -87,13 +87,14 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
     memory_bandwidth, launch = compute.memory_bandwidth(), compute.launch()
     say("measuring host memory")
     host_copy = _host_copy(SHORT_S * scale, host_bytes // 2)
-    say("measuring AdamW for weights only and for moments only")
-    adam_parts = _adam_parts(SHORT_S * scale, host_bytes)
+    say("measuring AdamW for weights only, for moments only, and with smaller moments")
+    adam_parts, adam_formats = _adam_parts(SHORT_S * scale, host_bytes)
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
         gemm_flops=gemm, grouped_efficiency=grouped, **attention, memory_bandwidth=memory_bandwidth, launch_s=launch,
         link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=host_copy, adam=alone[Lane.CPU], beside=beside, adam_parts=adam_parts,
+        adam_formats=adam_formats,
         host_memory=control_groups.host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else control_groups.host_bytes())
 
@@ -242,17 +243,25 @@ def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
     return _Activity(call, size, lambda: backend.unlock(host))
 
 
-def _adam_parts(seconds: float, host_bytes: int) -> dict[str, float]:
-    """The rates of updating only weights and only moments, relative to updating both."""
-    whole, weights, moments = (_rate(_updating(host_bytes // ADAM_BYTES, part).call, 1.0, seconds, lambda: None, in_flight=1)
-                               for part in (Part.WHOLE, Part.WEIGHTS, Part.MOMENTS))
-    return {"weights": weights / whole, "moments": moments / whole}
+def _adam_parts(seconds: float, host_bytes: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The rates of updating only weights and only moments, and of updating both with moments in other formats, relative to
+    updating both in float32."""
+    elements = host_bytes // ADAM_BYTES
+
+    def rate(part: Part = Part.WHOLE, stored: StateFormat = FLOAT32) -> float:
+        return _rate(_updating(elements, part, stored).call, 1.0, seconds, lambda: None, in_flight=1)
+
+    whole = rate()
+    return ({"weights": rate(Part.WEIGHTS) / whole, "moments": rate(Part.MOMENTS) / whole},
+            {stored.name: rate(stored=stored) / whole for stored in FORMATS.values() if stored != FLOAT32})
 
 
-def _updating(elements: int, part: Part = Part.WHOLE) -> _Activity:
+def _updating(elements: int, part: Part = Part.WHOLE, stored: StateFormat = FLOAT32) -> _Activity:
     weights, gradient = (host_memory(2 * elements).view(torch.bfloat16).fill_(0.01) for _ in range(2))
     remainder = host_memory(2 * elements).view(torch.int16).fill_(0)
-    moments = Moments(FLOAT32, tuple(host_memory(4 * elements).view(torch.float32).fill_(0) for _ in range(2)))
+    values = tuple(host_memory(stored.value_bytes * elements).view(stored.dtype).fill_(0) for _ in range(2))
+    scales = tuple(host_memory(4 * stored.scales(elements)).view(torch.float32).fill_(0) for _ in values if stored.scaled)
+    moments = Moments(stored, values, scales)
     segments = [(Segment(0, elements, Options(1e-4, 0.9, 0.95, 1e-8, 0.1), step=10), moments)]
     return _Activity(lambda: host_update.update(RULE, weights, remainder, gradient, segments, 0.5, part=part), elements)
 

@@ -251,10 +251,12 @@ def sent_home(program: Program) -> Iterator[Fault]:
 
 def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> Iterator[Fault]:
     added = [user for user in offload.users if op_of(user).name == "accumulate"]
-    slab = bool(added) if not reached(program, "place") else argument(offload, "into") is not None
-    if len(added) != slab:
-        yield Fault(f"{describe(offload)} goes {'to a slab' if slab else 'straight to the tile'} and is accumulated "
-                    f"{len(added)} times", "accumulate each slab once, and nothing else", offload)
+    updated = [user for user in offload.users if op_of(user).name == "adam"]
+    used = len(added) + len(updated)
+    slab = bool(used) if not reached(program, "place") else argument(offload, "into") is not None
+    if used != slab:
+        yield Fault(f"{describe(offload)} goes {'to a slab' if slab else 'straight to the tile'} and is accumulated, or used "
+                    f"by an update, {used} times", "accumulate each slab once, or update with it, and nothing else", offload)
     if not overwrite and not slab:
         yield Fault(f"{describe(offload)} overwrites gradients that {name} must add to", "offload to a slab", offload)
     for node in added:

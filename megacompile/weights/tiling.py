@@ -155,15 +155,15 @@ class Tiling:
         divided = state.format.scaled and any(begin % BLOCK for begin in begins)
         return replace(state, format=BFLOAT16) if divided else state
 
-    def host_parts(self) -> dict[str, int]:
-        """Bytes of host memory that training takes, by part of the tiles."""
+    def host_parts(self, gradients: bool = True) -> dict[str, int]:
+        """Bytes of host memory that training takes, by part of the tiles. `gradients`: whether they wait there for a step."""
         parts: Counter[str] = Counter()
         for layout in self.host.values():
-            parts.update(layout.host_parts())
+            parts.update(layout.host_parts(gradients))
         return dict(parts)
 
-    def host_bytes(self) -> int:
-        return sum(self.host_parts().values())
+    def host_bytes(self, gradients: bool = True) -> int:
+        return sum(self.host_parts(gradients).values())
 
     def store(self, tiles: Mapping[str, HostTile]) -> Store:
         """A store of these host tiles and of the parts of them that are streamed."""
@@ -300,13 +300,6 @@ def _weightless(template: Template) -> tuple[str, ...]:
     return tuple(n for n in names if not parameters & set(template.variant(n).reads))
 
 
-def check_host_memory(tiling: Tiling, budget: int | None = None) -> None:
-    """Raises `InsufficientMemoryError`, before anything is allocated, if the tiles do not fit. They must fit beside the model's
-    current weights, whose memory may not be freed in time (it may be shared). `budget`: bytes to stay within; None: all that is
-    available."""
-    require_host_memory(tiling.host_bytes(), budget)
-
-
 def require_host_memory(needed: int, budget: int | None = None) -> None:
     """Raises `InsufficientMemoryError` unless `needed` bytes are available, and `HOST_MARGIN_BYTES` in addition."""
     needed, available = needed + HOST_MARGIN_BYTES, available_host_bytes()
@@ -314,7 +307,7 @@ def require_host_memory(needed: int, budget: int | None = None) -> None:
     if needed > available:
         raise InsufficientMemoryError(
             f"training needs {format_bytes(needed)} of host memory and {format_bytes(available)} are available: "
-            f"use a smaller model, bfloat16 (14 bytes a parameter; float32 takes 16), or a machine with more memory")
+            f"use a smaller model, bfloat16, or a machine with more memory")
 
 
 def check_device_memory(tiling: Tiling, budget: int) -> None:

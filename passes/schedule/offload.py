@@ -5,6 +5,9 @@
     accumulate("layers.5", d5, overwrite=False)            # or through a slab: if tiles are not pinned, and in
                                                            # `backward_accumulate`, which adds to existing gradients
 
+If the plan updates on arrival, gradients go to a slab and no further: the update reads them there, and host memory has no other
+place for them.
+
 A tile whose optimizer state lives on the device keeps its gradients there as well. In a whole step, which has no `.grad`,
 only their norms are copied to the host, for the clip. Where the host adds gradients up, the sums are copied back:
 
@@ -35,7 +38,7 @@ def run(program: Program, plan: Plan) -> Program:
     sections = dict(program.sections)
     for key in ("backward", "train_step"):
         if key in sections:
-            sections[key] = _insert(program, plan, key, slabs=not plan.pinned, overwrite=True)
+            sections[key] = _insert(program, plan, key, slabs=not plan.pinned or plan.update == "arrival", overwrite=True)
     if "backward" in sections:
         sections["backward_accumulate"] = _insert(program, plan, "backward", slabs=True, overwrite=False)
     return program.evolve(stage=provides, sections=sections)
@@ -63,7 +66,7 @@ def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: 
             if value is waves[-1] and plan.update == "step":
                 build.after(added, "norms_of_sum", tile=tile)
             continue
-        if slabs:
+        if slabs and not (plan.update == "arrival" and overwrite):
             added = build.after(sent, "accumulate", tile=tile, slab=sent, overwrite=overwrite)
             if stays and not overwrite:
                 build.after(added, "fetch_gradients", f"g{number}", tile=tile)

@@ -111,21 +111,22 @@ def _there(build: Builder, program: Program, tile: str) -> tuple[fx.Node, fx.Nod
 
 
 def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
-    """Updates each tile once its gradients are in host memory, in the order of arrival or in the plan's order."""
+    """Updates each tile once its gradients are in a slab, in the order of arrival or in the plan's order."""
     build = Builder(graph, name)
     for node in list(find(graph, "reduce")):
         if argument(node, "tile") in plan.resident_state:
             following = node.next
             with graph.inserting_before(following):
                 _update_there(build, program, argument(node, "tile"), node, None)
-    homes = {argument(node, "tile"): node for node in find(graph, "offload", "accumulate", "add_to_sum")}  # the last of each
+    homes = {argument(node, "tile"): node for node in find(graph, "offload", "add_to_sum")}  # the last of each
     position = {node: number for number, node in enumerate(graph.nodes)}
     anchor, latest = -1, None  # the offload that the last update follows, and the last node after it
     for tile in sorted(homes, key=plan.update_order.index if plan.update_order else lambda tile: position[homes[tile]]):
         if latest is None or position[homes[tile]] > anchor:
             latest = homes[tile]
             anchor = position[latest]
-        latest = build.after(latest, _op(plan, tile), tile=tile)
+        op = _op(plan, tile)
+        latest = build.after(latest, op, tile=tile, **({"slab": homes[tile]} if op == "adam" else {}))
         if tile in plan.resident:
             staging = None
             if not plan.pinned:

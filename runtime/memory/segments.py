@@ -13,9 +13,10 @@ from megacompile.runtime.optimizer.rule import Segment
 Pair = tuple[Segment, Moments]
 
 
-def at_home(segments: Sequence[Segment], tile: Share) -> list[Pair]:
-    """The parts of segments of a host tile that this rank updates, with their moments in host memory."""
-    found = (part for _, there in tile.runs for s in segments if (part := s.within(there.start, there.stop, there.start)))
+def at_home(segments: Sequence[Segment], tile: Share, run: slice) -> list[Pair]:
+    """The parts of segments of a host tile in a run of its elements, with their moments in host memory. They count elements
+    from the run's first one."""
+    found = (part for s in segments if (part := s.within(run.start, run.stop, 0)))
     return [(s, moments_at_home(s, tile)) for s in sorted(found, key=lambda s: s.start)]
 
 

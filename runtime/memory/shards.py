@@ -76,7 +76,7 @@ class TileShard:
 
     def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Bytes of a slot or slab, and the host's bytes of the same gradients, then this rank's norms."""
-        assert self.home.gradients is not None and self.norm_bytes is not None, f"{self.layout.name} has nothing to train"
+        assert self.home.gradients is not None and self.norm_bytes is not None, f"{self.layout.name} has no gradients"
         yield from self._bytes_with(memory, self.home.gradients)
         yield memory[self.layout.weight_bytes:self.layout.gradient_bytes], self.norm_bytes
 

@@ -13,6 +13,7 @@ from megacompile.runtime.memory.shards import Share, TileShard
 from megacompile.runtime.memory.snapshot import Snapshot
 from megacompile.runtime.memory.tile_part import TilePart
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
+from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes
 
 
@@ -91,6 +92,19 @@ class Store:
             for state in (*share.home.prepare_moments(), *([] if share.home.remainder is None else [share.home.remainder]))
             for _, there in share.runs)
 
+    def hold_gradients(self) -> list[Tensor]:
+        """Allocates the gradients of all trained tiles, unless they are there. Returns what was allocated. Raises
+        `InsufficientMemoryError`; then nothing has changed."""
+        missing = [tile for tile in self.tiles.values() if tile.layout.trainable and tile.gradients is None]
+        needed = sum(tile.layout.gradient_bytes for tile in missing)
+        if needed and needed > (available := available_host_bytes()):
+            raise InsufficientMemoryError(
+                f"gradients that wait for a step take {format_bytes(needed)} of host memory, and {format_bytes(available)} are "
+                "available: update on arrival (overlap='backward'), or use a machine with more memory")
+        for tile in missing:
+            tile.allocate_gradients()
+        return [tile.gradients for tile in missing if tile.gradients is not None]
+
     def allocate_sums(self, tiles: Iterable[str]) -> None:
         """Allocates FP32 sums of gradients for those of these tiles that have none. Raises `InsufficientMemoryError`; then
         nothing has changed."""
@@ -100,16 +114,21 @@ class Store:
         needed = sum(tile.layout.sum_bytes for tile in missing)
         if needed and needed > (available := available_host_bytes()):
             raise InsufficientMemoryError(
-                f"sums of gradients over waves take {needed} bytes of host memory, and {available} are available: use one wave "
-                "(waves=1), or a machine with more memory")
+                f"sums of gradients over waves take {format_bytes(needed)} of host memory, and {format_bytes(available)} are "
+                "available: use one wave (waves=1), or a machine with more memory")
         for tile in missing:
             tile.allocate_sums()
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether an optimizer has made state."""
+        return any(tile.moments for tile in self.tiles.values())
+
     def room(self, budget: int | None = None) -> int:
-        """Bytes of host memory for training: available bytes plus those that weights and gradients take already; at most
-        `budget`."""
+        """Bytes of host memory for training: available bytes plus those that tiles take already; at most `budget`."""
         parts = self.bytes()
-        there = available_host_bytes() + parts.get("weights", 0) + parts.get("gradients", 0)
+        kept = sum(part.nbytes for tile in self.tiles.values() if tile.moments_written for part in tile.state())
+        there = available_host_bytes() + parts.get("weights", 0) + parts.get("gradients", 0) + kept
         return min(there, budget or there)
 
     def drop_sums(self) -> None:

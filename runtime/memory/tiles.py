@@ -1,7 +1,8 @@
 """Tiles in host memory, which hold the authoritative parameters, gradients and optimizer state.
 
     tile   weights    parameter dtype    streamed, pinned where the budget allows
-           gradients  parameter dtype    streamed, followed by one FP32 norm per parameter
+           gradients  parameter dtype    streamed, followed by one FP32 norm per parameter; from the first program on that
+                                         stores them (updates on arrival read them from slabs)
            remainder  int16              low bits of the FP32 master; bf16 tiles only, unless the weights are the masters
            moments    see `StateLayout`  what the optimizer keeps, from the first optimizer on
            sums       fp32               gradients added up over the waves of a step, where a plan does that here
@@ -164,13 +165,13 @@ class TileLayout:
         """Bytes of a shard of AdamW's state."""
         return self.state_bytes // self.ranks
 
-    def host_parts(self) -> dict[str, int]:
-        """Bytes that training this tile takes, by part."""
-        return {"weights": self.weight_bytes, "gradients": self.gradient_bytes if self.trainable else 0,
+    def host_parts(self, gradients: bool = True) -> dict[str, int]:
+        """Bytes that training this tile takes, by part. `gradients`: whether they wait in host memory for a step."""
+        return {"weights": self.weight_bytes, "gradients": self.gradient_bytes if self.trainable and gradients else 0,
                 "remainder": self.remainder_bytes, "moments": self.state_bytes - self.remainder_bytes}
 
-    def host_bytes(self) -> int:
-        return sum(self.host_parts().values())
+    def host_bytes(self, gradients: bool = True) -> int:
+        return sum(self.host_parts(gradients).values())
 
     def shared_pieces(self) -> dict[str, int]:
         """Bytes of every part that a tile of this layout may have, under any optimizer, by the name of its piece of
@@ -214,7 +215,7 @@ class HostTile:
 
     layout: TileLayout
     weights: Tensor  # uint8 [weight_bytes]
-    gradients: Tensor | None  # uint8 [gradient_bytes]; None if nothing in it is trained
+    gradients: Tensor | None = None  # uint8 [gradient_bytes]
     remainder: Tensor | None = None  # int16 [elements]
     moments: list[Tensor] = field(default_factory=list)  # uint8, each as `StateLayout` says
     sums: Tensor | None = None  # fp32 [elements]
@@ -224,18 +225,19 @@ class HostTile:
 
     @classmethod
     def allocate(cls, layout: TileLayout, shared: SharedMemory | None = None) -> HostTile:
-        """Makes a tile, zeros. `shared`: memory for the `shared_pieces` of its layout."""
-
-        def memory(part: str, size: int, inherited: bool = False) -> Tensor:
-            return host_memory(size, inherited) if shared is None else shared.piece(f"{layout.name} {part}")
-
-        gradients = memory("gradients", layout.gradient_bytes) if layout.trainable else None
-        if gradients is not None and shared is None:
-            gradients.zero_()  # touched pages are pinned faster
-        remainder = None
+        """Makes a tile, zeros, without gradients and moments. `shared`: memory for the `shared_pieces` of its layout."""
+        weights = (host_memory(layout.weight_bytes, inherited=True) if shared is None
+                   else shared.piece(f"{layout.name} weights"))
+        tile = cls(layout, weights, shared=shared)
         if layout.trainable and layout.dtype == torch.bfloat16:
-            remainder = memory("remainder", 2 * layout.elements).view(torch.int16)
-        return cls(layout, memory("weights", layout.weight_bytes, inherited=True), gradients, remainder, shared=shared)
+            tile.remainder = tile._memory("remainder", 2 * layout.elements).view(torch.int16)
+        return tile
+
+    def allocate_gradients(self) -> None:
+        """Allocates gradients and their norms, zeros."""
+        self.gradients = self._memory("gradients", self.layout.gradient_bytes)
+        if self.shared is None:
+            self.gradients.zero_()  # touched pages are pinned faster
 
     def prepare_moments(self) -> list[Tensor]:
         """Memory that `allocate_moments` will use, and that no page was taken of yet."""
@@ -295,7 +297,7 @@ class HostTile:
 
     @property
     def norm_bytes(self) -> Tensor | None:
-        """uint8, one FP32 gradient norm for each parameter; None if nothing in it is trained."""
+        """uint8, one FP32 gradient norm for each parameter; None without gradients."""
         return None if self.gradients is None else self.gradients[self.layout.weight_bytes:self.layout.gradient_bytes]
 
     def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -304,7 +306,7 @@ class HostTile:
 
     def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Bytes of a slot or slab, and the host's bytes of the same gradients and norms."""
-        assert self.gradients is not None, f"{self.layout.name} has nothing to train"
+        assert self.gradients is not None, f"{self.layout.name} has no gradients"
         yield memory, self.gradients
 
     def parts(self) -> dict[str, int]:

@@ -139,7 +139,7 @@ def test_a_chunk_may_end_anywhere_and_what_is_frozen_stays(dtype: torch.dtype, s
         segments = [Segment(s.start, s.stop, Options(1e-2, 0.9, 0.99, 1e-8, decay), step, seed=7, position=position)
                     for position, s, decay in ((0, first, 0.1), (2, last, 0.0))]
         host_update.update(RULE, layout.flat(host.weights), host.remainder, layout.flat(tile.gradients),
-                           of_tiles.at_home(segments, host), 0.5)
+                           of_tiles.at_home(segments, host, host.runs[0][1]), 0.5)
         visit(ThreadBackend(), RULE, torch.zeros(5000, dtype=torch.uint8), tile, segments, 0.5)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(
         [tile.weights, *tile.state()], [host.weights, *host.state()], strict=True))

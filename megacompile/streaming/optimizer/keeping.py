@@ -21,7 +21,7 @@ from megacompile.streaming.user_tensors.owners import require_owner
 from megacompile.weights.tiling import Tiling
 
 
-def keep_groups(rule: Rule, groups: Sequence[Mapping[str, Any]]) -> None:
+def keep_groups(rule: Rule, groups: Sequence[Mapping[str, Any]], on_arrival: bool) -> None:
     """Lets each model keep what a rule needs of the parameters in these groups. Raises as `keep_states`."""
     of_models: dict[Streamed, dict[str, ElementState]] = {}
     for group in groups:
@@ -30,7 +30,7 @@ def keep_groups(rule: Rule, groups: Sequence[Mapping[str, Any]]) -> None:
             if name in streamed.states:
                 of_models.setdefault(streamed, {})[name] = state_of_group(group, rule)
     for streamed, states in of_models.items():
-        keep_states(streamed, states)
+        keep_states(streamed, states, on_arrival)
 
 
 def check_kept(optimizer: Any, group: Mapping[str, Any]) -> None:
@@ -50,20 +50,22 @@ def build_kernels(rule: Rule, tiling: Tiling) -> None:
             native.update_library(definitions(rule, layout.dtype, layout.has_remainder, state.format))
 
 
-def keep_states(streamed: Streamed, states: Mapping[str, ElementState]) -> None:
-    """From now on the model keeps these states of the named parameters; moments that were kept in another way restart. Does
-    nothing if it keeps them already.
+def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arrival: bool) -> None:
+    """From now on the model keeps these states of the named parameters; moments that were kept in another way restart.
+    `on_arrival`: no gradients wait in host memory.
 
     Raises `InsufficientMemoryError`, with what would fit, if the host cannot hold them, and `MegacompileError` between a
     forward and the end of its step. Then nothing has changed."""
     tiling = streamed.tiling.with_states(states)
-    if tiling.host == streamed.tiling.host:
-        return
     for name, state in states.items():
         layout = tiling.host[tiling.position[name][0]]
         if not state.exact and layout.dtype != torch.bfloat16:
             raise MegacompileError(f"master='bfloat16' is for bf16 weights, and {name} is {layout.dtype}: leave master out")
-    check_state(tiling, streamed.store.room(parse_bytes(streamed.config.host_memory)))
+    changed = tiling.host != streamed.tiling.host
+    if changed or not streamed.store.has_moments:
+        check_state(tiling, streamed.store.room(parse_bytes(streamed.config.host_memory)), on_arrival)
+    if not changed:
+        return
     discard_plans(streamed, "a new optimizer that keeps other state")
     streamed.store.keep(tiling.host, tiling.layouts)
     streamed.captures.keep(tiling)

@@ -91,11 +91,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._update: Update | None = None
         self._made, self.ownership = False, Ownership(self)
         super().__init__(params, defaults)
-        keep_groups(self.rule, self.param_groups)
+        keep_groups(self.rule, self.param_groups, overlap is not None)
         self._take_over(self._parameters())
         self._made = True
         for streamed in owners_of(self._parameters()):
             build_kernels(self.rule, streamed.tiling)
+            if overlap is None:
+                streamed.hold_gradients()
             streamed.optimizer_in_backward.attach(self if overlap is not None else None)
             streamed.store.touch_state({memory.tile for parameter in self._parameters() if (memory := self.memory(parameter))})
 
@@ -124,7 +126,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:  # the constructor takes over once all groups are checked
             if self._made:
-                keep_groups(self.rule, self.param_groups)
+                keep_groups(self.rule, self.param_groups, self.overlap is not None)
                 self._take_over(self.param_groups[-1]["params"])
                 for streamed in owners_of(self._parameters()):
                     build_kernels(self.rule, streamed.tiling)

@@ -62,7 +62,7 @@ def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> Compi
         unedited = run_pass(each, unedited, plan)
     _same_purpose(program, unedited)
     estimate = _estimate(program, shapes, shape, plan)
-    _check_host(program, unedited, shapes, shape)
+    _check_host(program, unedited, shapes, shape, plan)
     return CompiledShape(shape, plan, estimate, Compiled({program.stage: program}), loaded=True)
 
 
@@ -157,14 +157,15 @@ def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Est
     return estimate
 
 
-def _check_host(program: Program, unedited: Program, shapes: Shapes, shape: Shape) -> None:
+def _check_host(program: Program, unedited: Program, shapes: Shapes, shape: Shape, plan: Plan) -> None:
     """Raises `InsufficientMemoryError` if the program's slabs exceed the plan's by more than the host has left."""
     planner = shapes.planner_for(shape.capture_key)
     more = _slot_bytes(program, on_host=True) - _slot_bytes(unedited, on_host=True)
-    if more > planner.host_room:
+    left = planner.host_room - sum(planner.host_parts(plan).values())
+    if more > left:
         raise InsufficientMemoryError(
             f"the program has {format_bytes(more)} more of slabs in host memory than its plan, and "
-            f"{format_bytes(planner.host_room)} are left beside the tiles: use fewer or smaller slabs")
+            f"{format_bytes(max(0, left))} are left: use fewer or smaller slabs")
 
 
 def _slot_bytes(program: Program, on_host: bool) -> int:

@@ -27,16 +27,18 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Gradients(Mapping[str, Tensor]):
-    """By name, the memory of each trained parameter's gradient in its tile. State: the tensors that users were given, and
-    versions, norms and samples of the gradients as the lanes wrote them."""
+    """By name, the memory of each trained parameter's gradient in its tile, once tiles hold gradients; before, and with
+    updates on arrival, there are only names. State: the tensors that users were given, and versions, norms and samples of the
+    gradients as the lanes wrote them."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
-        self._stored = dict(named_gradients(store))
+        self._stored: dict[str, Tensor] = {}
+        self._names = [s.name for tile in store.tiles.values() for s in tile.layout.slices if s.trainable]
         self.parameters, self._tiling, self._store = parameters, tiling, store
         self._lent: dict[str, Lent] = {}
         self._noted: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # what `.grad` was, and its version
         self._sampled: dict[str, Tensor] = {}  # by tile
-        self._places = {name: _places(tile.layout) for name, tile in store.tiles.items() if tile.gradients is not None}
+        self._places = {name: _places(tile.layout) for name, tile in store.tiles.items() if tile.layout.trainable}
         self.made = False  # whether a backward has run
         self._warned = False
 
@@ -44,18 +46,22 @@ class Gradients(Mapping[str, Tensor]):
         return self._stored[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._names)
+
+    def hold(self) -> None:
+        """Tiles hold gradients from now on."""
+        self._stored = dict(named_gradients(self._store))
 
     @property
     def waiting(self) -> bool:
         """Whether any parameter has a gradient that waits for a step."""
-        return any(self.parameters[name].grad is not None for name in self._stored)
+        return any(self.parameters[name].grad is not None for name in self._names)
 
     def clear(self) -> None:
-        for name in self._stored:
+        for name in self._names:
             self.parameters[name].grad = None
 
     # ---------------------------------------------------------------- around a backward
