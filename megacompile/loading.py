@@ -18,7 +18,7 @@ from megacompile.api import attach, stream
 from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
 from megacompile.frontend.tracing.layers import Layers
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.host_needs import choices_for, host_bytes
+from megacompile.planning.host_needs import least_bytes
 from megacompile.sizes import format_bytes
 from megacompile.system.regular_files import refuse_irregular
 from megacompile.weights.empty_models import put_adapter, replace_parameters
@@ -74,7 +74,7 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
     model = _empty_model(source, config, known or torch.bfloat16)
     config._name_or_path = model.name_or_path = str(source)  # the files of an adapter refer to the model by this name
     if adapter is None:
-        require_host_memory(_training_bytes(model))
+        require_host_memory(least_bytes(model))
     else:
         require_host_memory(sum(p.nbytes for p in model.parameters()))  # the adapter adds little, and is counted later
     if commit is not None:
@@ -221,12 +221,6 @@ def _initialize(model: Any, missing: Sequence[str]) -> None:
     model.initialize_weights()
 
 
-def _training_bytes(model: nn.Module) -> int:
-    """Bytes of host memory that training takes with the smallest state: which optimizer it will be is not known."""
-    config = StreamConfig()
-    return host_bytes([model], config, choices_for([model], config)[-1])
-
-
 def _adapted(model: Any, adapter: Any, sources: Mapping[str, StoredTensor]) -> tuple[Any, dict[str, StoredTensor]]:
     """The PEFT model around a model, and the stored tensors by their names in it."""
     plain = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -242,7 +236,7 @@ def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, 
 
     parameters = list(empty.parameters())
     weights = sum(p.nbytes for p in parameters)
-    require_host_memory(weights + (_training_bytes(empty) if adapter is None else weights))
+    require_host_memory(weights + (least_bytes(empty) if adapter is None else weights))
     warnings.warn(f"{found.converted[0]} and {len(found.converted) - 1} more are stored in a layout that must be converted: "
                   f"transformers loads the model first, which temporarily takes {format_bytes(weights)} more host memory",
                   stacklevel=3)

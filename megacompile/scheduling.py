@@ -26,12 +26,13 @@ from megacompile.planning.explain import Outlook, outlook
 from megacompile.planning.host_needs import host_too_small
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
-from megacompile.planning.state_choices import EXACT
+from megacompile.planning.state_choices import StateChoice, with_choice
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
 from megacompile.sizes import parse_bytes
+from megacompile.streaming.optimizer.names import optimizer_named
 from megacompile.streaming.programs.shapes import planned_and_not_taken
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.under_way import under_way
@@ -102,14 +103,16 @@ class Schedule:
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
-             hardware: str | Path | Hardware | None = None, gpus: int = 1, **options: Any) -> Schedule:
+             hardware: str | Path | Hardware | None = None, gpus: int = 1, optim: str = "adamw", optim_args: str | None = None,
+             **options: Any) -> Schedule:
     """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of one host. `model`
     may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not need CUDA.
     Raises what `stream` raises.
 
     By default the schedule is for a training loop (forward, backward and step); with `whole_step` it is the single program of
     `train_step`. `update` says when tiles are updated: at the end of the step ("step"), or in the backward as gradients arrive
-    ("arrival"). `hardware` is a machine to plan for: a profile ("h200", "a100", "rtx3090"), a file that `megacompile
+    ("arrival"). `optim` names the optimizer, such as "adamw_8bit", and `optim_args` has options of it, such as
+    "master=bfloat16". `hardware` is a machine to plan for: a profile ("h200", "a100", "rtx3090"), a file that `megacompile
     calibrate` has written, or a `Hardware`. Its device and memory are used unless options override them."""
     check_module(model)
     if update not in UPDATES:
@@ -118,7 +121,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_whole("length", length)
     check_whole("gpus", gpus)
     config = StreamConfig.of(**options)
-    choice = replace(EXACT, on_arrival=update == "arrival")
+    choice = StateChoice(optimizer_named(optim).state(optim_args), on_arrival=update == "arrival")
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)
     device = compute_device(config.device, hardware)
@@ -131,6 +134,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")
+    tiling = with_choice(tiling, choice)
     fused = config.compile if config.compile is not None else device_type == "cuda"
     needed = tiling.host_bytes(gradients=not choice.on_arrival)
     if needed + gpus * HOST_MARGIN_BYTES > there:
@@ -143,8 +147,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
         raise UnsupportedError(f"{type(model).__name__} has no loss, which a whole step needs: leave whole_step out, or pass "
                                "loss=...")
     with under_way(f"planning {batch} x {length}"):
-        choice = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)
+        planned = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)
         program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch,
                                 labels=captured.has_loss, whole_step=whole_step, differentiable=not captured.has_loss)
-        compiled = compile_program(program, choice.plan, config.passes)
-    return Schedule(captured, tiling, choice.plan, compiled.stages, compiled.log, planner.after(choice), device, hardware)
+        compiled = compile_program(program, planned.plan, config.passes)
+    return Schedule(captured, tiling, planned.plan, compiled.stages, compiled.log, planner.after(planned), device, hardware)

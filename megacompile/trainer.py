@@ -3,9 +3,10 @@
     model = megacompile.stream(model)
     trainer = megacompile.trainer.Trainer(model=model, args=TrainingArguments(...), train_dataset=...)
 
-Three things differ. The optimizer is `megacompile.AdamW`, which clips in its update, so Trainer's own clipping (a pass over all
-gradients on the host) is skipped. The batches of a gradient accumulation step are joined into one batch, for which weights are
-streamed once. If the loss is the model's own, forward, backward and update run as one program (`train_step`).
+Three things differ. The optimizer is megacompile's of the name in `TrainingArguments(optim=...)`. It clips in its update,
+so that Trainer's own clipping (a pass over all gradients on the host) is skipped. The batches of a gradient accumulation step
+are joined into one batch, for which weights are streamed once. If the loss is the model's own, forward, backward and update run
+as one program (`train_step`).
 
 Several processes (`torchrun`, `accelerate launch`) train one copy of the model. The data are divided among them as in Trainer.
 The model adds up gradients over them, so that it is not wrapped in DistributedDataParallel.
@@ -28,10 +29,9 @@ from megacompile.errors import MegacompileError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch_concat import join
 from megacompile.inputs.token_counts import TokenRate
-from megacompile.streaming.optimizer.adamw import AdamW
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.streamed_module import StreamedModule
-from megacompile.trainers.trainer_arguments import check_arguments, check_model, refuse_other_forwards
+from megacompile.trainers.trainer_arguments import check_arguments, check_model, optimizer_asked, refuse_other_forwards
 
 #: The folder of the training state in one of Trainer's checkpoints.
 STATE = "megacompile"
@@ -75,8 +75,8 @@ class Trainer(transformers.Trainer):
     # ---------------------------------------------------------------- optimizer
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """`megacompile.AdamW`, with the AdamW settings in `args`."""
-        return AdamW, dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+        """The optimizer that `args.optim` names, with the settings in `args`."""
+        return optimizer_asked(args)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the optimizer as Trainer does, or takes the one that was passed. Raises `MegacompileError` if that is not a
@@ -92,8 +92,9 @@ class Trainer(transformers.Trainer):
         """The optimizer, without Accelerate's wrapper."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(optimizer, StreamedOptimizer):
-            raise MegacompileError(f"a streamed model is trained with megacompile.AdamW, not {type(optimizer).__name__}: leave "
-                                   "the optimizer out, or pass optimizers=(megacompile.AdamW(model.parameters(), ...), None)")
+            raise MegacompileError(f"a streamed model is trained with an optimizer of megacompile, not "
+                                   f"{type(optimizer).__name__}: leave the optimizer out, or pass optimizers=(megacompile."
+                                   "AdamW(model.parameters(), ...), None)")
         return optimizer
 
     # ---------------------------------------------------------------- steps
@@ -206,9 +207,9 @@ def _max_grad_norm(optimizer: StreamedOptimizer, argument: float) -> float | Non
     """The maximum norm that the optimizer and TrainingArguments agree on. `argument`: 0 and infinity mean no clipping."""
     wanted = argument if argument and argument < math.inf else None
     if optimizer.overlap is not None and wanted is not None:
-        raise MegacompileError(f"max_grad_norm={argument} cannot be applied by AdamW(overlap='backward'), which updates before "
+        raise MegacompileError(f"max_grad_norm={argument} cannot be applied with overlap='backward', which updates before "
                                "the global norm is known: pass TrainingArguments(max_grad_norm=0), or leave overlap out")
     if optimizer.max_grad_norm not in (None, wanted):
-        raise MegacompileError(f"AdamW clips at max_grad_norm={optimizer.max_grad_norm}, but TrainingArguments at {argument}: "
-                               "pass the same value to both")
+        raise MegacompileError(f"the optimizer clips at max_grad_norm={optimizer.max_grad_norm}, but TrainingArguments at "
+                               f"{argument}: pass the same value to both")
     return wanted

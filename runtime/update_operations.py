@@ -93,7 +93,7 @@ def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Ten
     update, home, name = _updating(frame), tile.home, tile.layout.name
     slab = gradients if isinstance(gradients, Gradients) else None
     if update.on_arrival and gradients is not home.sums and name in update.segments:
-        update.judge_tile(name, _norms(frame, update, name, slab and slab.memory))
+        update.judge_tile(name, _norms(frame, update, name, None if slab is None else slab.memory))
     if segments := update.pending(name):
         assert home.moments, "the optimizer made no state"
         frame.store.preserve(name)

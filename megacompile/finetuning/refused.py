@@ -39,8 +39,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token"), _HUB),
     **dict.fromkeys(("max_memory", "gpu_memory_limit"), _MEMORY),
     **dict.fromkeys(("val_set_size", "val_size", "test_size", "eval_dataset"), _EVALUATION),
-    "optim": "the optimizer is AdamW, with float32 masters and moments in host memory: leave it out",
-    "optimizer": "the optimizer is AdamW, with float32 masters and moments in host memory: leave it out",
     "per_device_eval_batch_size": "--batch is used for evaluations too: leave it out",
     "neftune_noise_alpha": "noise on embeddings is not supported: leave it out",
     "trust_remote_code": "code that comes with a model is not run: leave it out, or stream() the model in a script",

@@ -31,6 +31,8 @@ from megacompile.finetuning.trackers import started
 from megacompile.inputs import packed_layout
 from megacompile.losses import IGNORED
 from megacompile.planning.process_group import process_count, rank_in_job
+from megacompile.streaming.optimizer.names import optimizer_named
+from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.together import Together
 from megacompile.system.atomic_files import replace_file
 from megacompile.tools.lora import Lora
@@ -75,6 +77,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     kind = _kind(source, lora)
     recipe, asked = Recipe.of(settings, kind, getattr(outline.config, "max_position_embeddings", None))
     training.check_length(outline.config, recipe.length)
+    _check_rate(settings, asked)
     tokenizer = PretrainedTokenizer(settings.tokenizer) if settings.tokenizer else load_tokenizer(source)
     with console.status("reading the data"):
         found = read(data, tokenizer, settings.format, recipe.length, settings.pack, outline.config.vocab_size,
@@ -92,6 +95,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     fixed = {name: getattr(recipe, name) for name in FIXED} | {"seed": settings.seed, "data": rows.fingerprint()}
     if lora.lora:
         fixed["lora"] = _words_of(lora)
+    if _words_of_optimizer(settings) != _words_of_optimizer(Settings()):
+        fixed["optim"] = _words_of_optimizer(settings)
     if start is not None and began is not None:
         _check_same_run(start, began["fixed"], fixed)
     if kind is Kind.SCRATCH:
@@ -225,14 +230,30 @@ def _overview(source: str, kind: Kind, outline: Any, rows: Rows, held_out: Rows,
     have."""
     total, words = training.parameter_count(outline), recipe.words(steps, endless=settings.steps is not None)
     title, more = f"{kind} of {source}: {total:,} parameters", []
+    if _words_of_optimizer(settings) != _words_of_optimizer(Settings()):
+        more = [("optimizer", _words_of_optimizer(settings))]
     if lora.lora:
         adapted = put_adapter(outline, lora.config())
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         title = f"{kind} of {source}: {trained:,} trained parameters, {total:,} frozen ones"
-        more = [("adapter", _words_of(lora))]
+        more.append(("adapter", _words_of(lora)))
     data = (f"{len(rows):,} sequences ({int(rows.lengths.sum()):,} tokens) for training, {len(held_out):,} sequences for "
             f"evaluation; {steps:,} steps of {recipe.batch} sequences")
     return block(title, words, asked, *more, ("data", data))
+
+
+def _check_rate(settings: Settings, asked: frozenset[str]) -> None:
+    """Raises `ArgumentError` for an optimizer that has no default learning rate, if none was given."""
+    if not optimizer_named(settings.optim).rates_of_adamw and "lr" not in asked:
+        raise ArgumentError(f"--optim {settings.optim} needs another learning rate than AdamW, and there is no default: give "
+                            "--lr (for Lion, its authors use a third to a tenth of AdamW's)")
+
+
+def _words_of_optimizer(settings: Settings) -> str:
+    """The optimizer, its state and its further options, for people."""
+    named = optimizer_named(settings.optim)
+    options = named.arguments({}, settings.optim_args)
+    return ", ".join([named.kind.__name__, *(f"{name} {value}" for name, value in options.items())])
 
 
 def _words_of(lora: Lora) -> str:
@@ -263,13 +284,14 @@ def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) 
     return Padding.to_few_shapes(batch, length, repacking.reads_padding(training=True))
 
 
-def _optimizer(model: Any, settings: Settings, recipe: Recipe) -> megacompile.AdamW:
+def _optimizer(model: Any, settings: Settings, recipe: Recipe) -> StreamedOptimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": [p for p in trained if p.dim() > 1]},
                                     {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}]
-    return megacompile.AdamW([group for group in groups if group["params"]], lr=recipe.lr, betas=(recipe.beta1, recipe.beta2),
-                             eps=recipe.eps, weight_decay=recipe.weight_decay, max_grad_norm=recipe.max_grad_norm or None,
-                             overlap="backward" if settings.overlap else None)
+    named = optimizer_named(settings.optim)
+    known = dict(lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, weight_decay=recipe.weight_decay)
+    return named.kind([group for group in groups if group["params"]], **named.arguments(known, settings.optim_args),
+                      max_grad_norm=recipe.max_grad_norm or None, overlap="backward" if settings.overlap else None)
 
 
 def _resume(start: Path, fixed: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:

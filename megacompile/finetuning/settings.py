@@ -16,7 +16,7 @@ from megacompile.finetuning.refused import REFUSED, key_of
 from megacompile.finetuning.trackers import Tracker, check_trackers
 from megacompile.limits import LARGEST
 from megacompile.tools.decay import Decay
-from megacompile.tools.options import DType, ModelDType
+from megacompile.tools.options import DType, ModelDType, Optim, OptimArgs
 from megacompile.tools.recipe import default_length, default_words
 
 DATA_PANEL = "Data"
@@ -101,6 +101,8 @@ class Settings:
     max_grad_norm: Annotated[float | None, typer.Option(
         min=0.0, rich_help_panel=_LEARNING, help="Clip gradients to this global norm. 0: do not clip.",
         show_default=default_words("max_grad_norm"))] = None
+    optim: Optim = "adamw"
+    optim_args: OptimArgs = None
     overlap: Annotated[bool, typer.Option(
         "--overlap", rich_help_panel=_LEARNING,
         help="Update each layer as soon as its gradients arrive. Needs --max-grad-norm 0.")] = False

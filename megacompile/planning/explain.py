@@ -10,6 +10,7 @@ from megacompile.ir.plan import Plan, kept_residuals
 from megacompile.ir.program import Lane, place_kind, places
 from megacompile.planning.planner import Planner
 from megacompile.planning.search_space import MOST_SEQUENCES
+from megacompile.planning.state_table import StateRow, state_rows, state_table
 from megacompile.predict.simulate import StepTimes, step_of
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
@@ -75,6 +76,7 @@ class Outlook:
         host_parts: bytes of host memory by part of the tiles, and "sums" of waves and "slabs" in addition.
         host_budget: bytes of host memory that may be used.
         largest_batch: the most sequences of this length whose step fits the device.
+        states: the plan with each way to keep optimizer state.
     """
 
     planner: Planner
@@ -83,6 +85,7 @@ class Outlook:
     host_parts: Mapping[str, int]
     host_budget: int
     largest_batch: int
+    states: tuple[StateRow, ...] = ()
 
     @property
     def chosen(self) -> Candidate:
@@ -98,8 +101,8 @@ class Outlook:
         return sum(self.host_parts.values()) + self.plan.ranks * HOST_MARGIN_BYTES
 
     def text(self) -> str:
-        """The verdict, the host's memory, the chosen plan's lanes, then a row for each candidate; an arrow marks the chosen
-        one.
+        """The verdict, the host's memory, the ways to keep optimizer state, the chosen plan's lanes, then a row for each
+        candidate; an arrow marks the chosen one.
 
         TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward), those of one GPU. "critical"
         is the share of a step that waits for each lane; the lane with the largest share binds."""
@@ -128,6 +131,8 @@ class Outlook:
         lines += [f"largest batch: {self.largest_batch}{' or more' * (self.largest_batch == MOST_SEQUENCES)} sequences of "
                   f"{plan.length} tokens fit the device", "",
                   _host_table(self.host_parts, parameters), ""]
+        if self.states:
+            lines += [state_table(self.states, plan.ranks * plan.batch * plan.length, self.host_budget), ""]
         if chosen.times is not None:
             lines += [chosen.times.table(), ""]
         return "\n".join([*lines, _table(self.candidates, plan, operations, planner.layers)])
@@ -145,7 +150,7 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     parts = planner.tiling.host_parts(gradients=chosen.update == "step") | ({"sums": sums} if sums else {})
     slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
     return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
-                   planner.largest_batch(chosen.length))
+                   planner.largest_batch(chosen.length), tuple(state_rows(planner, chosen, whole_step)))
 
 
 def _verdict(memory: str, needed: int, there: int) -> str:

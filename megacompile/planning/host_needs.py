@@ -10,8 +10,8 @@ from torch import nn
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.state_choices import EXACT, StateChoice, choices
-from megacompile.runtime.memory.state_layout import ADAMW_STATE
+from megacompile.planning.state_choices import EXACT, StateChoice, by_accuracy, with_choice
+from megacompile.predict.hardware import Hardware
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
@@ -20,7 +20,7 @@ def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, 
                      choice: StateChoice | None = None) -> None:
     """Raises `InsufficientMemoryError`, with what would fit, if the layers alone take more than the host has. All of them are
     read; only a trace can say which other parameters are. `choice`: the optimizer's state; None: the smallest there is."""
-    choice = choice or choices_for([model], config)[-1]
+    choice = choice or _choices([model], config, EXACT)[-1]
     if host_bytes(stack.layers, config, choice) + HOST_MARGIN_BYTES > available:
         raise host_too_small(model, stack, config, choice, host_bytes([model], config, choice), available)
 
@@ -31,15 +31,13 @@ def check_tiles(tiling: Tiling, available: int) -> None:
     trained = [layout for layout in tiling.host.values() if layout.trainable]
     if not trained:
         return check_state(tiling, available, on_arrival=True)
-    least = choices(ADAMW_STATE.moments, {layout.dtype for layout in trained})[-1]
-    states = {s.name: least.state for layout in trained for s in layout.slices if s.trainable}
-    return check_state(tiling.with_states(states), available, least.on_arrival)
+    least = by_accuracy(EXACT.state.moments, {layout.dtype for layout in trained})[-1]
+    return check_state(with_choice(tiling, least), available, least.on_arrival)
 
 
-def choices_for(modules: Iterable[nn.Module], config: StreamConfig) -> list[StateChoice]:
-    """What AdamW may keep of these modules' parameters."""
-    dtypes = {config.dtype or p.dtype for module in modules for p in module.parameters()}
-    return choices(ADAMW_STATE.moments, dtypes)
+def _choices(modules: Iterable[nn.Module], config: StreamConfig, like: StateChoice) -> list[StateChoice]:
+    """How an optimizer with the moments of `like` may keep its state of these modules' parameters."""
+    return by_accuracy(like.state.moments, {config.dtype or p.dtype for module in modules for p in module.parameters()})
 
 
 def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: StateChoice, trained: bool | None = None) -> int:
@@ -50,6 +48,12 @@ def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: State
                      for p in parameters))
 
 
+def least_bytes(model: nn.Module) -> int:
+    """Bytes of host memory that training takes with the smallest state: which optimizer it will be is not known."""
+    config = StreamConfig()
+    return host_bytes([model], config, _choices([model], config, EXACT)[-1])
+
+
 def _bytes(dtype: torch.dtype, choice: StateChoice, trained: bool) -> float:
     return choice.bytes(dtype) if trained else dtype.itemsize
 
@@ -58,10 +62,10 @@ def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, ch
                    available: int) -> InsufficientMemoryError:
     """The error for a host with too little memory: what is needed with some state, what is available, and what would fit."""
     count = sum(p.numel() for p in model.parameters())
-    least = "" if choice == EXACT else f" with AdamW({choice.options})"
+    with_state = "" if choice == EXACT else f" with {choice.options}"
     return InsufficientMemoryError(
         f"training {type(model).__name__} takes {format_bytes(needed + HOST_MARGIN_BYTES)} of host memory ({count / 1e9:.3g} G "
-        f"parameters, {needed / count:.3g} bytes each{least}) and {format_bytes(available)} are available: "
+        f"parameters, {needed / count:.3g} bytes each{with_state}) and {format_bytes(available)} are available: "
         f"{'; '.join(_smaller(model, stack, config, choice, needed, available))}; or plan for a host with more memory "
         "(host_memory)")
 
@@ -70,10 +74,12 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
              available: int) -> list[str]:
     """Smaller choices that fit the host, the least change first."""
     room, found = available - HOST_MARGIN_BYTES, []
-    for other in choices_for([model], config)[1:]:
+    for other in _choices([model], config, choice)[1:]:
         size = host_bytes([model], config, other)
         if size < needed and size <= room:
-            found.append(f"AdamW({other.options}) takes {format_bytes(size + HOST_MARGIN_BYTES)}")
+            dtype = config.dtype or next(model.parameters()).dtype
+            found.append(f"with {other.options} in the optimizer it takes {format_bytes(size + HOST_MARGIN_BYTES)}, "
+                         f"{_speed(other, dtype)}")
             break
     wide = any((config.dtype or p.dtype) == torch.float32 for p in model.parameters())
     narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16), choice)
@@ -107,16 +113,22 @@ def check_state(tiling: Tiling, room: int, on_arrival: bool) -> None:
     moments = max((layout.state_of(i).moments for layout in trained for i, s in enumerate(layout.slices) if s.trainable),
                   key=len, default=())
     remedy = "freeze some layers, train adapters, or use a machine with more memory"
-    for choice in choices(moments, {layout.dtype for layout in trained}):
-        states = {s.name: choice.state for layout in trained for s in layout.slices if s.trainable}
-        size = _with_margin(tiling.with_states(states), choice.on_arrival)
+    for choice in by_accuracy(moments, {layout.dtype for layout in trained}):
+        size = _with_margin(with_choice(tiling, choice), choice.on_arrival)
         if size < needed and size <= room:
-            remedy = (f"with {choice.options} it takes {format_bytes(size)} ({choice.bytes(trained[0].dtype):.3g} bytes "
-                      "each); docs/fine-tuning.md says what that costs in accuracy and time")
+            dtype = trained[0].dtype
+            remedy = (f"with {choice.options} it takes {format_bytes(size)} ({choice.bytes(dtype):.3g} bytes each), "
+                      f"{_speed(choice, dtype)}; docs/fine-tuning.md says what that costs in accuracy")
             break
     raise InsufficientMemoryError(
         f"training with this optimizer takes {format_bytes(needed)} of host memory ({parameters / 1e9:.3g} G trained "
         f"parameters) and {format_bytes(room)} are available: {remedy}")
+
+
+def _speed(choice: StateChoice, dtype: torch.dtype) -> str:
+    """How long updates take with this state, in words; on the host of an H200 if this machine's rates are not known."""
+    hardware = Hardware.known() or Hardware.find("h200")
+    return f"and updates take {choice.update_time(hardware, dtype):.2f} of the time"
 
 
 def _with_margin(tiling: Tiling, on_arrival: bool) -> int:

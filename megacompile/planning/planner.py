@@ -171,12 +171,17 @@ def fewest_slabs(plan: Plan, simulator: StepSimulator, whole_step: bool) -> Plan
     if plan.update != "arrival":
         return plan
     limit = WORTH * simulator.cautious_s(plan, whole_step)
-    for count in (count for count in _SLABS if count < plan.gradient_slabs):
+    variants: dict[int, Plan] = {}
+
+    def keeps_up(count: int) -> bool:
         fewer = replace(plan, gradient_slabs=count, update_order=())
-        variant = min(simulator.orders(fewer, whole_step, False), key=lambda each: simulator.cautious_s(each, whole_step))
-        if simulator.cautious_s(variant, whole_step) <= limit:
-            return variant
-    return plan
+        orders = simulator.orders(fewer, whole_step, False)
+        variants[count] = min(orders, key=lambda each: simulator.cautious_s(each, whole_step))
+        return simulator.cautious_s(variants[count], whole_step) <= limit
+
+    counts = [count for count in _SLABS if count < plan.gradient_slabs]
+    found = bisect_left(counts, True, key=keeps_up)  # a step with more slabs takes no longer
+    return variants[counts[found]] if found < len(counts) else plan
 
 
 def fastest_device_updates(plans: Sequence[Plan], simulator: StepSimulator, whole_step: bool) -> Plan:

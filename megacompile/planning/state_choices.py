@@ -1,46 +1,65 @@
-"""What an optimizer may keep in host memory for each parameter, from the exact state on: each choice takes less."""
+"""How an optimizer may keep its state in host memory: the combinations of its options, with their bytes."""
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megacompile.predict.durations import update_rate
+from megacompile.predict.hardware import Hardware
 from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
-from megacompile.runtime.optimizer.state_format import BFLOAT16, EIGHT_BITS, FLOAT32, StateFormat
+from megacompile.runtime.optimizer.state_format import EIGHT_BITS, FORMATS
+from megacompile.weights.tiling import Tiling
 
 
 @dataclass(frozen=True)
 class StateChoice:
-    """`options`: those of the optimizer that select it. `on_arrival`: tiles are updated as their gradients arrive, so that no
-    gradient waits in host memory, and nothing is clipped."""
+    """`on_arrival`: tiles are updated as their gradients arrive, so that no gradient waits in host memory, and nothing is
+    clipped."""
 
-    options: str
-    state: ElementState
+    state: ElementState = ADAMW_STATE
     on_arrival: bool = False
+
+    @property
+    def options(self) -> str:
+        """The optimizer's options that select it."""
+        master, overlap = "master='bfloat16'" * (not self.state.exact), "overlap='backward'" * self.on_arrival
+        return ", ".join(filter(None, (f"state_dtype='{self.state.format.name}'", master, overlap)))
 
     def bytes(self, dtype: torch.dtype) -> float:
         """Bytes of host memory for each trained parameter of a dtype: weight, gradient and state."""
         return dtype.itemsize * (1 if self.on_arrival else 2) + self.state.bytes(dtype)
 
-
-def choices(moments: Sequence[str], dtypes: Iterable[torch.dtype]) -> list[StateChoice]:
-    """The choices for an optimizer that keeps these moments and for weights of these dtypes. Those that cost less accuracy come
-    first, and those that clip before those that do not."""
-    found = []
-
-    def add(options: str, stored: StateFormat, exact: bool = True, on_arrival: bool = False) -> None:
-        found.append(StateChoice(options, ElementState(tuple(moments), stored, exact), on_arrival))
-
-    add("state_dtype='float32'", FLOAT32)
-    add("state_dtype='bfloat16'", BFLOAT16)
-    add("state_dtype='8bit'", EIGHT_BITS)
-    add("state_dtype='8bit', overlap='backward'", EIGHT_BITS, on_arrival=True)
-    if set(dtypes) == {torch.bfloat16}:  # an FP32 weight is its own master
-        add("state_dtype='8bit', master='bfloat16'", EIGHT_BITS, exact=False)
-        add("state_dtype='8bit', master='bfloat16', overlap='backward'", EIGHT_BITS, exact=False, on_arrival=True)
-    return found
+    def update_time(self, hardware: Hardware, dtype: torch.dtype) -> float:
+        """Seconds of the host's updates, over those with the same moments and master in float32."""
+        exact = ElementState(self.state.moments)
+        return update_rate(hardware, exact, dtype) / update_rate(hardware, self.state, dtype)
 
 
-#: What AdamW keeps if nothing else is asked for.
-EXACT = choices(ADAMW_STATE.moments, {torch.bfloat16})[0]
+#: What an optimizer keeps if nothing else is asked for.
+EXACT = StateChoice()
+
+
+def with_choice(tiling: Tiling, choice: StateChoice) -> Tiling:
+    """The tiling of the same weights with this state of all trained parameters."""
+    return tiling.with_states({s.name: choice.state for layout in tiling.host.values() if layout.trainable
+                               for s in layout.slices if s.trainable})
+
+
+def combinations(moments: Sequence[str], dtypes: Iterable[torch.dtype]) -> list[StateChoice]:
+    """All choices for an optimizer that keeps these moments, and for weights of these dtypes."""
+    masters = (True, False) if set(dtypes) == {torch.bfloat16} else (True,)  # an FP32 weight is its own master
+    return [StateChoice(ElementState(tuple(moments), stored, exact), on_arrival)
+            for on_arrival, exact, stored in itertools.product((False, True), masters, FORMATS.values())]
+
+
+def by_accuracy(moments: Sequence[str], dtypes: Iterable[torch.dtype]) -> list[StateChoice]:
+    """The choices that are proposed where memory is short. Those that cost less accuracy come first, and those that clip before
+    those that do not."""
+    def rank(choice: StateChoice) -> tuple[bool, bool]:
+        return not choice.state.exact, choice.on_arrival
+
+    alone = [c for c in combinations(moments, dtypes) if c.state.format is EIGHT_BITS or (c.state.exact and not c.on_arrival)]
+    return sorted(alone, key=rank)  # stable: formats stay in their order

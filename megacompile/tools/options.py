@@ -63,6 +63,11 @@ Device = Annotated[str | None, typer.Option(
     help="Device to compute on: cpu or cuda.", show_default="cuda if there is a GPU")]
 DeviceMemory = Annotated[str | None, typer.Option(
     rich_help_panel=_PLAN_PANEL, help='Device memory budget, such as "24GiB".', show_default="the free memory, less a margin")]
+Optim = Annotated[str, typer.Option(
+    "--optim", "--optimizer", help="Optimizer: adamw, lion or sgd, with state in float32; or with smaller state: adamw_bf16, "
+                                   "adamw_8bit, lion_bf16, lion_8bit. Names of transformers that mean the same work too.")]
+OptimArgs = Annotated[str | None, typer.Option(
+    help='More options of the optimizer, such as "master=bfloat16" or "momentum=0.9, nesterov=True".')]
 ModelDType = Annotated[DType, typer.Option(help="Data type of the weights. auto: the model's own.")]
 
 
@@ -150,6 +155,8 @@ class Planning:
         rich_help_panel=_SCHEDULE_PANEL,
         help="When to update a tile: at the end of the step, or on arrival of its gradients, as AdamW(overlap='backward') "
              "does.")] = Update.STEP
+    optim: Optim = "adamw"
+    optim_args: OptimArgs = None
     train_step: Annotated[bool, typer.Option(
         "--train-step", rich_help_panel=_SCHEDULE_PANEL,
         help="Plan train_step, which runs a step as one program, instead of a loop of forward, backward and step.")] = False
@@ -185,7 +192,7 @@ class Planning:
         default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))
         return schedule(loaded, batch=self.batch or default.batch, length=self.length or default.length,
                         update=self.update.value, whole_step=self.train_step, hardware=hardware, gpus=self.gpus,
-                        **knobs.given())
+                        optim=self.optim, optim_args=self.optim_args, **knobs.given())
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

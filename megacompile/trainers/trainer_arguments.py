@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.streaming.optimizer.names import optimizer_named
+from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import StreamedModule
 
@@ -53,16 +55,23 @@ _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
                                    "leave it out"),
     (_asks("activation_offloading"), "activation_offloading is decided by the plan (host_checkpoints of stream()): leave it "
                                      "out"),
-    (lambda args, streamed: str(getattr(args.optim, "value", args.optim)) not in ("adamw_torch", "adamw_torch_fused"),
-     "optim must be adamw_torch or adamw_torch_fused, which megacompile.AdamW replaces"),
 )
 
 
 def check_arguments(args: Any, streamed: Streamed) -> None:
-    """Raises `UnsupportedError` if TrainingArguments request something that a streamed model does not support."""
+    """Raises `UnsupportedError` if TrainingArguments request something that a streamed model does not support, and
+    `ArgumentError` for an optimizer that there is not."""
     for asked, reason in _REFUSED:
         if asked(args, streamed):
             raise UnsupportedError(reason)
+    optimizer_asked(args)
+
+
+def optimizer_asked(args: Any) -> tuple[type[StreamedOptimizer], dict[str, Any]]:
+    """The class and the options of the optimizer in TrainingArguments. Raises `ArgumentError`."""
+    named = optimizer_named(str(getattr(args.optim, "value", args.optim)))
+    known = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    return named.kind, named.arguments(known, args.optim_args)
 
 
 def check_model(model: Any) -> Streamed:

@@ -126,7 +126,8 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
             latest = homes[tile]
             anchor = position[latest]
         op = _op(plan, tile)
-        latest = build.after(latest, op, tile=tile, **({"slab": homes[tile]} if op == "adam" else {}))
+        slab = {"slab": homes[tile]} if op == "adam" else {}
+        latest = build.after(latest, op, None, tile=tile, **slab)
         if tile in plan.resident:
             staging = None
             if not plan.pinned:
