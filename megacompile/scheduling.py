@@ -26,7 +26,6 @@ from megacompile.planning.explain import Outlook, outlook
 from megacompile.planning.host_needs import host_too_small
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
-from megacompile.planning.state_choices import StateChoice, with_choice
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
@@ -121,7 +120,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_whole("length", length)
     check_whole("gpus", gpus)
     config = StreamConfig.of(**options)
-    choice = StateChoice(optimizer_named(optim).state(optim_args), on_arrival=update == "arrival")
+    named = optimizer_named(optim)
+    choice = named.choice(optim_args, on_arrival=update == "arrival")
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)
     device = compute_device(config.device, hardware)
@@ -134,7 +134,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")
-    tiling = with_choice(tiling, choice)
+    tiling = tiling.with_states(named.states(optim_args, model, tiling))
+    if choice.on_arrival and any(layout.matrices for layout in tiling.layouts.values()):
+        raise UnsupportedError(f"{optim} updates whole matrices at the end of a step: leave update='arrival' out")
     fused = config.compile if config.compile is not None else device_type == "cuda"
     needed = tiling.host_bytes(gradients=not choice.on_arrival)
     if needed + gpus * HOST_MARGIN_BYTES > there:

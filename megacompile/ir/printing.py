@@ -28,7 +28,7 @@ OPENING = {"stage": "text", "micro_batches": "numbers", "ranks": "number"}
 OPENING_OPTIONAL = ("ranks",)  # 1 if absent
 DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "tile": ({"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
-              "trainable": "flag", "state_bytes": "number"}, ("state_bytes",)),
+              "trainable": "flag", "state_bytes": "number", "visit_bytes": "number"}, ("state_bytes", "visit_bytes")),
     "call": ({"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
               "output_bytes": "number"}, ("weightless", "output_bytes")),
     "slot": ({"name": "text", "bytes": "number"}, ())}

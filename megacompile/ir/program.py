@@ -64,7 +64,8 @@ VISITING_BYTES = 1 << 25
 class Tile:
     """The host memory of one layer, of the prologue, of the epilogue or of a tied weight, as a schedule sees it.
 
-    Bytes are per transfer over the link; `state_bytes` are those of the optimizer's state."""
+    Bytes are per transfer over the link; `state_bytes` are those of the optimizer's state. `visit_bytes`: the device memory
+    that the tile's largest matrix takes, with its state and products, if the tile is updated by whole matrices."""
 
     name: str
     parameters: int
@@ -72,6 +73,7 @@ class Tile:
     gradient_bytes: int
     trainable: bool
     state_bytes: int = 0
+    visit_bytes: int = 0
 
     def bytes_of(self, kind: str, ranks: int = 1) -> int:
         """Bytes that a value of this kind takes in a slot of one of `ranks` ranks."""
@@ -80,7 +82,7 @@ class Tile:
             case "state":
                 return self.state_bytes // ranks
             case "visiting":
-                return min(VISITING_BYTES, self.state_bytes // ranks + 2 * shard)
+                return max(self.visit_bytes, min(VISITING_BYTES, self.state_bytes // ranks + 2 * shard))
             case "weights" | "staging":
                 return self.weight_bytes
             case "shard" | "packed_shard":

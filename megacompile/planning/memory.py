@@ -170,8 +170,9 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     for moment in ("epilogue", "backward", "recompute", "prologue") if outputs else ():
         activations[moment] += 2 * sum(outputs)  # the caller's outputs and their gradient
     slots, accumulators = slot_bytes(captured, tiling, plan), accumulator_bytes(tiling, plan, layer_calls)
-    moments = (Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace)
-    return max(moments, key=lambda moment: moment.total)
+    moments = [Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace]
+    products = max((tiling.layouts[tile].product_bytes for tile in plan.resident_state), default=0)
+    return max([*moments, Estimate(slots, 0, 0, products)], key=lambda moment: moment.total)
 
 
 def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dict[str, int]:
