@@ -15,10 +15,12 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import device_budget
 from megacompile.planning.host_needs import host_bytes
+from megacompile.planning.state_choices import EXACT, StateChoice, with_choice
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.scheduling import Schedule
 from megacompile.sizes import format_bytes, parse_bytes
+from megacompile.streaming.optimizer.names import optimizer_named
 from megacompile.streaming.programs import shapes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
@@ -85,21 +87,30 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_is_traced(monkey
         raise AssertionError("traced")
 
     monkeypatch.setattr(megacompile.api, "capture", traced)
-    for entry in (lambda **more: planned(hardware="rtx3090", **more),
-                  lambda **more: megacompile.stream(tiny_models.build(), **more)):
-        with pytest.raises(InsufficientMemoryError, match=r"training Qwen2ForCausalLM takes .* bytes each\) and 1.00 GiB are"):
+    for entry, state in ((lambda **more: planned(hardware="rtx3090", **more), "16 bytes each"),
+                         (lambda **more: megacompile.stream(tiny_models.build(), **more),  # the smallest state there is
+                          "6.03 bytes each with state_dtype='8bit', overlap='backward'")):
+        with pytest.raises(InsufficientMemoryError, match=rf"training Qwen2ForCausalLM takes .*, {state}\) and 1.00 GiB are"):
             entry(host_memory="1GiB")
         with pytest.raises(AssertionError, match="traced"):
             entry(host_memory="4GiB", device="cpu")
 
 
-def test_what_is_said_to_be_needed_is_what_the_tiles_take(for_a_gpu: Schedule) -> None:
-    model = tiny_models.build()
-    needed, tiles = host_bytes([model], StreamConfig()), for_a_gpu.tiling.host_bytes()
+@pytest.mark.parametrize("on_arrival", [False, True])
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "lion_bf16", "sgd"])
+def test_what_is_said_to_be_needed_is_what_the_tiles_take(optim: str, on_arrival: bool, for_a_gpu: Schedule) -> None:
+    choice, model = StateChoice(optimizer_named(optim).state(), on_arrival), tiny_models.build()
+    needed = host_bytes([model], StreamConfig(), choice)
+    tiles = with_choice(for_a_gpu.tiling, choice).host_bytes(gradients=not on_arrival)
     assert needed <= tiles <= 1.3 * needed  # each parameter is padded
+
+    def schedule(host_memory: int) -> Schedule:
+        return megacompile.schedule(model, batch=2, length=8, hardware="rtx3090", host_memory=HOST_MARGIN_BYTES + host_memory,
+                                    optim=optim, update="arrival" if on_arrival else "step")
+
     with pytest.raises(InsufficientMemoryError, match=format_bytes(tiles + HOST_MARGIN_BYTES)):
-        megacompile.schedule(model, batch=2, length=8, hardware="rtx3090", host_memory=HOST_MARGIN_BYTES + tiles - 1)
-    assert megacompile.schedule(model, batch=2, length=8, hardware="rtx3090", host_memory=HOST_MARGIN_BYTES + tiles)
+        schedule(tiles - 1)
+    assert schedule(tiles)
 
 
 @pytest.fixture
@@ -115,7 +126,11 @@ def large() -> Any:
 
 @pytest.mark.parametrize(("memory", "said"), [
     ("128GiB", "even frozen, with adapters, it takes 132.42 GiB; a model of up to 9.74 G parameters fits in bfloat16"),
-    ("192GiB", "frozen, with adapters that train (LoRA), it takes 132.42 GiB plus the adapters; the last 6 of 80 layers")])
+    ("192GiB", "frozen, with adapters that train (LoRA), it takes 132.42 GiB plus the adapters; the last 6 of 80 layers"),
+    ("300GiB", ": with state_dtype='8bit', master='bfloat16', overlap='backward' in the optimizer it takes 265.89 GiB, and "),
+    ("420GiB", ": with state_dtype='8bit', overlap='backward' in the optimizer it takes 397.30 GiB, and updates take 0."),
+    ("600GiB", ": with state_dtype='8bit' in the optimizer it takes 528.72 GiB, and updates take 0."),
+    ("700GiB", ": with state_dtype='bfloat16' in the optimizer it takes 658.08 GiB, and updates take 0.")])
 def test_a_refusal_for_the_host_says_what_is_needed_in_all_and_what_would_fit(memory: str, said: str, large: Any) -> None:
     begin = time.perf_counter()
     with pytest.raises(InsufficientMemoryError, match=r"takes 920.92 GiB of host memory \(70.6 G para") as caught:
@@ -131,9 +146,9 @@ def test_layers_that_a_refusal_lets_train_fit(large: Any) -> None:
         large.requires_grad_(False)
         for layer in large.model.layers[-count:]:
             layer.requires_grad_(True)
-        assert (host_bytes([large], StreamConfig()) <= room) is fits
+        assert (host_bytes([large], StreamConfig(), EXACT) <= room) is fits
 
 
 def test_float32_is_told_that_bfloat16_would_fit(large: Any) -> None:
-    with pytest.raises(InsufficientMemoryError, match=r"16 bytes each.*: in bfloat16 it takes 920.92 GiB;"):
+    with pytest.raises(InsufficientMemoryError, match=r"16 bytes each.*; in bfloat16 it takes 920.92 GiB;"):
         megacompile.schedule(large, batch=4, length=2048, hardware="rtx4090", host_memory="1000GiB", dtype=torch.float32)
