@@ -97,17 +97,18 @@ class Plan:
     wait in host memory and are fetched into `checkpoint_slots` device slots.
 
     Updates: tiles are updated at "step", after an exact clip over all gradients, or each on "arrival" of its gradients,
-    unclipped, in `update_order` (empty: the order of arrival). `resident` tiles keep their weights on the device. Those of them
-    in `resident_state` also keep their optimizer state and gradients there and are updated there. `visiting_state` tiles are
-    copied to the device for their update, a chunk at a time, and back. With `deferred_moments` the host first updates the
-    weights of all other tiles and then their moments, beside the next forward and backward. Between waves gradients are added
-    up in FP32: on the device, or for `host_sums` tiles in host memory, to which each wave's gradients come in link precision.
+    unclipped, in `update_order` (empty: the order of arrival) as far as slabs last. `resident` tiles keep their weights on the
+    device. Those of them in `resident_state` also keep their optimizer state and gradients there and are updated there.
+    `visiting_state` tiles are copied to the device for their update, a chunk at a time, and back. With `deferred_moments` the
+    host first updates the weights of all other tiles and then their moments, beside the next forward and backward. Between
+    waves gradients are added up in FP32: on the device, or for `host_sums` tiles in host memory, to which each wave's
+    gradients come in link precision.
 
     `ranks` processes, each with its own device and batch, run the program together. They share the tiles: each rank copies and
     updates its shard of every tile, and the ranks exchange shards.
 
     Pinned memory: with `pinned` the tiles themselves are pinned. Otherwise weights pass through `staging_slabs` and gradients
-    through `gradient_slabs` pinned slabs (the paper's pinned slab pool)."""
+    through `gradient_slabs` pinned slabs (the paper's pinned slab pool). Gradients that are consumed on arrival always do."""
 
     batch: int
     length: int

@@ -11,8 +11,11 @@ from torch import nn
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.planning.config import StreamConfig
+from megacompile.planning.memory import slab_bytes
 from megacompile.planning.state_choices import EXACT, StateChoice, by_accuracy, with_choice
+from megacompile.predict.durations import update_rate
 from megacompile.predict.hardware import Hardware
+from megacompile.runtime.memory.state_layout import NO_STATE, ElementState
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
@@ -31,9 +34,9 @@ def check_tiles(tiling: Tiling, available: int) -> None:
     must fit beside the model's current weights, whose memory may not be freed in time (it may be shared)."""
     trained = [layout for layout in tiling.host.values() if layout.trainable]
     if not trained:
-        return check_state(tiling, available, on_arrival=True)
+        return check_state(tiling, available, on_arrival=True, state="")
     least = by_accuracy({layout.dtype for layout in trained})[-1]
-    return check_state(with_choice(tiling, least), available, least.on_arrival)
+    return check_state(with_choice(tiling, least), available, least.on_arrival, " with the smallest optimizer state")
 
 
 def _choices(modules: Iterable[nn.Module], config: StreamConfig) -> list[StateChoice]:
@@ -77,10 +80,10 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
     room, found = available - HOST_MARGIN_BYTES, []
     for other in (replace(each, moments=choice.moments) for each in _choices([model], config)[1:]):
         size = host_bytes([model], config, other)
-        if size < needed and size <= room:
+        if size < needed and size + other.on_arrival * _slab_bytes(model, stack, config) <= room:
             dtype = config.dtype or next(model.parameters()).dtype
             found.append(f"with {other.options} in the optimizer it takes {format_bytes(size + HOST_MARGIN_BYTES)}, "
-                         f"{_speed(other, dtype)}")
+                         f"{_speed(other, choice.state, dtype)}")
             break
     wide = any((config.dtype or p.dtype) == torch.float32 for p in model.parameters())
     narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16), choice)
@@ -103,31 +106,44 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
     return found or ["use a smaller model"]
 
 
-def check_state(tiling: Tiling, room: int, on_arrival: bool) -> None:
+def _slab_bytes(model: nn.Module, stack: LayerStack, config: StreamConfig) -> int:
+    """Bytes that gradients which are consumed on arrival may pass through at the least: those of a layer, and of what is no
+    layer."""
+    layers = [host_bytes([layer], config, EXACT, trained=False) for layer in stack.layers]
+    others = host_bytes([model], config, EXACT, trained=False) - host_bytes(stack.layers, config, EXACT, trained=False)
+    return max(layers, default=0) + others
+
+
+def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with this optimizer") -> None:
     """Raises `InsufficientMemoryError`, with the smallest change that fits, if tiles with their optimizer state take more than
-    `room` bytes of host memory. `on_arrival`: no gradients wait there."""
+    `room` bytes of host memory. `on_arrival`: no gradients wait there. `state`: which one it is, for the message."""
     needed = _with_margin(tiling, on_arrival)
     if needed <= room:
         return
     trained = [layout for layout in tiling.host.values() if layout.trainable]
-    parameters = sum(s.count for layout in trained for s in layout.slices if s.trainable) or 1
+    parameters = sum(s.count for layout in trained for s in layout.slices if s.trainable)
+    kept = max((layout.state_of(i) for layout in trained for i, s in enumerate(layout.slices) if s.trainable),
+               key=lambda each: len(each.moments), default=NO_STATE)
     remedy = "freeze some layers, train adapters, or use a machine with more memory"
     clipped = any(layout.matrices for layout in trained)  # whole matrices are not updated on arrival
     for choice in by_accuracy({layout.dtype for layout in trained}, clipped):
         size = _with_margin(with_choice(tiling, choice), choice.on_arrival)
-        if size < needed and size <= room:
+        slabs = tiling.ranks * slab_bytes(tiling, 1, ()) if choice.on_arrival else 0
+        if size < needed and size + slabs <= room:
+            choice = replace(choice, moments=len(kept.moments))
             remedy = (f"with {choice.options} it takes {format_bytes(size)} ({size / parameters:.3g} bytes each), "
-                      f"{_speed(choice, trained[0].dtype)}; docs/fine-tuning.md says what that costs in accuracy")
+                      f"{_speed(choice, kept, trained[0].dtype)}; docs/fine-tuning.md says what that costs in accuracy")
             break
     raise InsufficientMemoryError(
-        f"training with this optimizer takes {format_bytes(needed)} of host memory ({parameters / 1e9:.3g} G trained "
-        f"parameters) and {format_bytes(room)} are available: {remedy}")
+        f"training{state} takes {format_bytes(needed)} of host memory ({parameters / 1e9:.3g} G trained parameters) and "
+        f"{format_bytes(room)} are available: {remedy}")
 
 
-def _speed(choice: StateChoice, dtype: torch.dtype) -> str:
-    """How long updates take with this state, in words; on the host of an H200 if this machine's rates are not known."""
+def _speed(choice: StateChoice, now: ElementState, dtype: torch.dtype) -> str:
+    """How long updates take with this state in the place of the one of `now`, in words; on the host of an H200 if this
+    machine's rates are not known."""
     hardware = Hardware.known() or Hardware.find("h200")
-    return f"and updates take {choice.update_time(hardware, dtype):.2f} of the time"
+    return f"and updates take {update_rate(hardware, now, dtype) / update_rate(hardware, choice.state, dtype):.2f} of the time"
 
 
 def _with_margin(tiling: Tiling, on_arrival: bool) -> int:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megacompile.predict.durations import update_rate
-from megacompile.predict.hardware import Hardware
 from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
 from megacompile.runtime.optimizer.state_format import EIGHT_BITS, FLOAT32, FORMATS, StateFormat
 from megacompile.weights.tiling import Tiling
@@ -38,11 +36,6 @@ class StateChoice:
     def bytes(self, dtype: torch.dtype) -> float:
         """Bytes of host memory for each trained parameter of a dtype: weight, gradient and state."""
         return dtype.itemsize * (1 if self.on_arrival else 2) + self.state.bytes(dtype)
-
-    def update_time(self, hardware: Hardware, dtype: torch.dtype) -> float:
-        """Seconds of the host's updates, over those with moments and masters in float32."""
-        exact = StateChoice(moments=self.moments)
-        return update_rate(hardware, exact.state, dtype) / update_rate(hardware, self.state, dtype)
 
 
 #: What an optimizer keeps if nothing else is asked for.

@@ -25,17 +25,25 @@ backward brings gradients:
     adam_moments("prologue", c)
 
 If the plan updates on arrival, the update follows each tile's `offload` (or `reduce`) in the backward instead, and nothing is
-clipped. Sections that run outside of steps: `load` copies resident tiles to the device, `store` copies their state to the host,
+clipped. It reads the gradients in their slab, which is not free before:
+
+    d5 = offload("layers.5", g5, into="D0")
+    adam("layers.5", slab=d5)
+
+Sections that run outside of steps: `load` copies resident tiles to the device, `store` copies their state to the host,
 `refresh` copies gradients that were changed on the host to the device, `rescue` saves weights that a failed update left there.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import OPS, Builder, Program, argument, copy_section, find
+from megacompile.ir.stack import boundary_tiles
+
+from .prefetch import layer_ranks
 
 name, requires, provides = "optimizer", "offload", "optimizer"
 
@@ -111,7 +119,7 @@ def _there(build: Builder, program: Program, tile: str) -> tuple[fx.Node, fx.Nod
 
 
 def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
-    """Updates each tile once its gradients are in a slab, in the order of arrival or in the plan's order."""
+    """Updates each tile once its gradients are in a slab."""
     build = Builder(graph, name)
     for node in list(find(graph, "reduce")):
         if argument(node, "tile") in plan.resident_state:
@@ -120,21 +128,39 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
                 _update_there(build, program, argument(node, "tile"), node, None)
     homes = {argument(node, "tile"): node for node in find(graph, "offload", "add_to_sum")}  # the last of each
     position = {node: number for number, node in enumerate(graph.nodes)}
-    anchor, latest = -1, None  # the offload that the last update follows, and the last node after it
-    for tile in sorted(homes, key=plan.update_order.index if plan.update_order else lambda tile: position[homes[tile]]):
-        if latest is None or position[homes[tile]] > anchor:
-            latest = homes[tile]
-            anchor = position[latest]
+    last = dict(homes)  # the last node that was put after each tile's arrival
+    for tile, arrival in _turns(program, plan, sorted(homes, key=lambda tile: position[homes[tile]])):
         op = _op(plan, tile)
         slab = {"slab": homes[tile]} if op == "adam" else {}
-        latest = build.after(latest, op, None, tile=tile, **slab)
+        last[arrival] = build.after(last[arrival], op, None, tile=tile, **slab)
         if tile in plan.resident:
             staging = None
             if not plan.pinned:
-                latest = staging = build.after(latest, "pack", f"k{program.number(tile)}", tile=tile)
-            latest = build.after(latest, "prefetch", f"w{program.number(tile)}", tile=tile, staging=staging)
+                last[arrival] = staging = build.after(last[arrival], "pack", f"k{program.number(tile)}", tile=tile)
+            last[arrival] = build.after(last[arrival], "prefetch", f"w{program.number(tile)}", tile=tile, staging=staging)
     _send_home(program, plan, graph)
     return graph
+
+
+def _turns(program: Program, plan: Plan, arriving: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The order of updates, each with the tile whose arrival it follows. That is the plan's order, but where a tile needs a
+    slab and all are taken, one that waits in a slab is updated first. `arriving`: tiles in the order of arrival."""
+    boundary, ranks = boundary_tiles(program.calls), layer_ranks(program)
+    order = [tile for tile in plan.update_order or arriving if tile in arriving]
+    group = {tile: -1 if tile in boundary else ranks.get(tile, 0) for tile in arriving}  # tiles that take turns in slabs
+    waiting: set[str] = set()
+    before = ""
+    for tile in arriving:
+        slabs = 1 if tile in boundary else plan.gradient_slabs
+        held = [each for each in order if each in waiting and group[each] == group[tile] and each not in plan.host_sums]
+        for each in held[:max(0, len(held) - slabs + 1)]:
+            yield each, before
+            order.remove(each)
+        waiting.add(tile)
+        while order and order[0] in waiting:
+            yield order[0], tile
+            del order[0]
+        before = tile
 
 
 def _load(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:

@@ -124,7 +124,8 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             return {result: mix("clip", *sorted((p, g[1] if isinstance(g, tuple) else g) for p, g in stored.items()))}
         case "adam" | "adam_weights" | "adam_moments" | "adam_of_sum" | "adam_resident" | "adam_visiting":
             state = at["state" if op == "adam_resident" else "state/"][0]
-            gradients = one({"adam_of_sum": "sums/", "adam_resident": "reduced"}.get(op, "gradients/"))
+            stored = "slab" if "slab" in at else "gradients/"
+            gradients = one({"adam_of_sum": "sums/", "adam_resident": "reduced"}.get(op, stored))
             moments = mix("moments", look(state), gradients, *([one("clip")] if "clip" in at else []))
             if op == "adam_moments":
                 return {state: moments}

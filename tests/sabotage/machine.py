@@ -30,7 +30,7 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "add_to_sum": ("cpu", ("slab", "gradients/"), ("sums/",)),
     "norms_of_sum": ("cpu", ("sums/",), ("gradients/",)),
     "clip": ("cpu", ("gradients/",), ("result",)),
-    "adam": ("cpu", ("gradients/", "clip"), ("weights/", "state/")),
+    "adam": ("cpu", ("slab", "gradients/", "clip"), ("weights/", "state/")),
     "adam_weights": ("cpu", ("gradients/", "clip", "state/"), ("weights/",)),
     "adam_moments": ("cpu", ("gradients/", "clip"), ("state/",)),
     "adam_of_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
@@ -245,7 +245,7 @@ class Machine:
             at[f"{part}/"] = tuple(f"{part}/{tile}" for tile in tiles)
         if "staging" in at:
             at["weights/"] = ()
-        if each.op == "add_to_sum" and "slab" in at:
+        if each.op in ("add_to_sum", "adam") and "slab" in at:
             at["gradients/"] = ()
         reads, writes = (tuple(place for name in names for place in at.get(name, ())) for names in touched)
         return Step(each.name, each.op, lane, reads, writes, at, each.says, several=self.several)

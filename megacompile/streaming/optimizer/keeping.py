@@ -46,11 +46,11 @@ def _of_models(group: Mapping[str, Any]) -> dict[Streamed, list[str]]:
 
 def check_kept(optimizer: Any, group: Mapping[str, Any]) -> None:
     """Raises `MegacompileError` if the options that say how the state of an optimizer's group is kept have changed."""
+    fixed = " and ".join(("state_dtype", "master", *optimizer.more))
     for streamed, names in _of_models(group).items():
         for name, wanted in optimizer.states_of(group, names, streamed.model, streamed.tiling).items():
             memory = streamed.states[name]
             if memory.optimizer is optimizer and not memory.keeps(wanted):
-                fixed = " and ".join(("state_dtype", "master", *optimizer.more))
                 raise MegacompileError(f"{fixed} cannot change, and those of {name} have: make a new optimizer, whose moments "
                                        "restart")
 

@@ -94,4 +94,4 @@ def optimizer_named(name: str) -> NamedOptimizer:
         return OPTIMIZERS[name]
     nearest = next((f" ({near} is the nearest)" for known, near in _NEAREST.items() if name.startswith(known)), "")
     raise ArgumentError(f"the optimizer {name!r} is not implemented for streamed models: choose one of "
-                           f"{', '.join(OPTIMIZERS)}{nearest}")
+                        f"{', '.join(OPTIMIZERS)}{nearest}")
