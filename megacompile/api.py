@@ -127,11 +127,11 @@ def make_backend(device: str | torch.device | None) -> Backend:
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,
             example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
             device_bytes: int | None = None, host_bytes: int | None = None,
-            watch: Watch | None = None, ranks: int = 1) -> tuple[CapturedModel, Tiling]:
+            watch: Watch | None = None, ranks: int = 1, hosts: int = 1) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles, without changing it. `fused_attention`: see
     `Target`. `device_bytes`: the device's memory; with None, experts are split only if the user asks for it. `host_bytes`: the
     host's memory, which is checked before the capture; with None, it is not. `watch`: as in `capture`. `ranks`: the number of
-    processes that share the tiles."""
+    processes of a host, which share the tiles. `hosts`: the number of hosts, each with a copy of them."""
     refuse_hooks(model)
     check_unclaimed(model)
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
@@ -149,6 +149,6 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention), loss=config.loss,
                        expert_pieces=pieces, dtype=config.dtype, watch=watch)
-    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks)
+    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks, hosts)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling

@@ -78,7 +78,7 @@ class Schedule:
                   "saved layers": plan.saved_layers, "residuals": plan.residuals, "token chunk": plan.token_chunk}
         shown = ", ".join(f"{name} {value}" for name, value in chosen.items()
                           if value and (name, value) not in (("waves", 1), ("residuals", "all")))
-        each = f" on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
+        each = f" on each of {plan.gpus}" if plan.processes > 1 else ""
         return (f"{parameters / 1e9:.3g}B parameters, {len(self.captured.layer_names)} layers, {plan.batch} x {plan.length} "
                 f"tokens{each}, {shown}, {where}")
 
@@ -101,10 +101,11 @@ class Schedule:
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
-             hardware: str | Path | Hardware | None = None, gpus: int = 1, **options: Any) -> Schedule:
-    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of one host. `model`
-    may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not need CUDA.
-    Raises what `stream` raises.
+             hardware: str | Path | Hardware | None = None, gpus: int = 1, hosts: int = 1,
+             **options: Any) -> Schedule:
+    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of a host, and on as many
+    of each of `hosts` hosts. `model` may be on the meta device; it is not changed. Options as for `stream`; a schedule for
+    device="cuda" does not need CUDA. Raises what `stream` raises.
 
     By default the schedule is for a training loop (forward, backward and step); with `whole_step` it is the single program of
     `train_step`. `update` says when tiles are updated: at the end of the step ("step"), or in the backward as gradients arrive
@@ -116,6 +117,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_whole("batch", batch)
     check_whole("length", length)
     check_whole("gpus", gpus)
+    check_whole("hosts", hosts)
     config = StreamConfig.of(**options)
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)
@@ -125,7 +127,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     budget = device_budget(config, free_device_bytes(device, hardware))
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget, there,
-                               ranks=gpus)
+                               ranks=gpus, hosts=hosts)
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")

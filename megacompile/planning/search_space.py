@@ -138,7 +138,7 @@ class SearchSpace(MemoryBudget):
             config.gradient_slots or 2, self.resident(), self.resident_state(), pinned.tiles, pinned.staging_slabs,
             pinned.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
             visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals or "all",
-            ranks=self.tiling.ranks)
+            ranks=self.tiling.ranks, hosts=self.tiling.hosts)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step by rules of thumb: the fewest waves that let every layer keep its residuals, if memory
