@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.runtime.memory.host_copies import STATE
 from megacompile.runtime.optimizer import native
 from megacompile.runtime.optimizer.adam import AdamSegment
 from megacompile.runtime.update import Update, counting
@@ -346,7 +347,7 @@ class AdamW(torch.optim.Optimizer):
         streamed = self.streamed
         with streamed.together.all_or_none("the optimizer's load_state_dict"):
             groups, states = self.check_state_dict(state_dict)
-        with loading(streamed, "the optimizer's load_state_dict"):
+        with loading(streamed, "the optimizer's load_state_dict", parts=STATE):
             streamed.adopt_writes()  # clears remainders before the saved ones are loaded
             self.put_state(groups, states)
 
