@@ -103,9 +103,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
              hardware: str | Path | Hardware | None = None, gpus: int = 1, hosts: int = 1,
              **options: Any) -> Schedule:
-    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of a host, and on as many
-    of each of `hosts` hosts. `model` may be on the meta device; it is not changed. Options as for `stream`; a schedule for
-    device="cuda" does not need CUDA. Raises what `stream` raises.
+    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of each of `hosts`
+    hosts. `model` may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not
+    need CUDA. Raises what `stream` raises.
 
     By default the schedule is for a training loop (forward, backward and step); with `whole_step` it is the single program of
     `train_step`. `update` says when tiles are updated: at the end of the step ("step"), or in the backward as gradients arrive

@@ -126,8 +126,8 @@ def arranged(identities: Sequence[Identity], rank: int, meshes: Sequence[Rows | 
 def _check_even(rows: Rows, identities: Sequence[Identity]) -> None:
     if len({len(row) for row in rows}) > 1:
         listed = ", ".join(f"{identities[row[0]][2]} has {len(row)}" for row in rows)
-        raise UnsupportedError(f"the hosts have different numbers of ranks ({shortened(listed)}), so that shards of other sizes "
-                               "would have to be added up: start as many processes on every host (torchrun --nproc-per-node)")
+        raise UnsupportedError(f"the hosts have different numbers of ranks ({shortened(listed)}), and shards of different "
+                               "sizes cannot be added up: start as many processes on every host (torchrun --nproc-per-node)")
 
 
 def _check_mesh(rows: Rows, identities: Sequence[Identity]) -> None:

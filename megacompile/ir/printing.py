@@ -43,7 +43,8 @@ MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 
 def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str, int],
                declared: Iterable[tuple[str, Any]]) -> str:
-    """The text above the sections. `processes`: the numbers of ranks and of hosts. `declared`: objects to declare, each with its kind (of `MADE_FOR` or `DECLARATIONS`)."""
+    """The text above the sections. `processes`: the numbers of ranks and of hosts. `declared`: objects to declare, each with
+    its kind (of `MADE_FOR` or `DECLARATIONS`)."""
     opening = {"stage": stage, "micro_batches": tuple(micro_batches)} | {
         name: count for name, count in processes.items() if count > 1}
     lines = [f"# megacompile program, stage {stage}", f"program = Program({_arguments(OPENING, opening)})"]

@@ -1,8 +1,9 @@
 """Rule `together`: what several ranks run together is complete, and in the same order on every rank.
 
-All ranks, those of one host or of several, run one program, and its collectives run in one lane, in program order. So every rank runs the same sequence. The rule
-says that each exchange happens once and in time: a weight slot holds all shards before it is read, a gradient is the sum over
-all ranks and hosts before it is rounded, and a norm is that of the whole gradient before anything reads it.
+All ranks, of one host or of several, run one program, and its collectives run in one lane, in program order. So every rank runs
+the same sequence. The rule says that each exchange happens once and in time: a weight slot holds all shards before it is
+read, a gradient is the sum over all ranks and hosts before it is rounded, and a norm is that of the whole gradient before
+anything reads it.
 """
 from __future__ import annotations
 

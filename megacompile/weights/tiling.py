@@ -56,8 +56,8 @@ class Tiling:
     """The tiles of a model: `layouts` as they are streamed, `host` as they are in host memory.
 
     `tiles_of`: the tiles of each call, its own first. `position`: each parameter's place in host memory. `places`: where it is
-    streamed, several places for experts in pieces. `read_at`: where a call finds a value, by the call's name for it. `hosts`: how
-    many hosts have a copy of these tiles."""
+    streamed, several places for experts in pieces. `read_at`: where a call finds a value, by the call's name for it. `hosts`:
+    how many hosts have a copy of these tiles."""
 
     layouts: Mapping[str, TileLayout]
     host: Mapping[str, TileLayout]

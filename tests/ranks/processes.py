@@ -53,10 +53,11 @@ def start(script: Path, ranks: int, folder: Path, arguments: Sequence[str] = (),
         port = free.getsockname()[1]
     processes = []
     for rank in range(ranks):
+        host = {"MEGACOMPILE_HOST": f"node{rank * hosts // ranks}"} if hosts > 1 else {}
         of_rank: Mapping[str, str] = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "RANK": str(rank),
             "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "RESULTS": str(folder), **({"MEGACOMPILE_HOST": f"node{rank * hosts // ranks}"} if hosts > 1 else {}), **environment}
+            "RESULTS": str(folder), **host, **environment}
         with (folder / f"{rank}.txt").open("wb") as errors:
             processes.append(subprocess.Popen([sys.executable, str(script), *arguments], env=of_rank, stdout=errors,
                                               stderr=subprocess.STDOUT))

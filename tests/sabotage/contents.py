@@ -3,8 +3,8 @@
 A *content* is a number that stands for what is in memory. Copies hand contents on; a kernel's content is a hash of the kernel's
 and of what it read; sums are sums, so that they come out the same in any order.
 
-Several ranks and hosts all run the same steps at the same time, so one rank's memory stands for each rank's. What a rank has of a tile,
-or knows of its norms, is `Own` until the ranks have exchanged it.
+Several ranks and hosts all run the same steps at the same time, so one rank's memory stands for each rank's. What a rank has of
+a tile, or knows of its norms, is `Own` until the ranks have exchanged it.
 """
 from __future__ import annotations
 
