@@ -16,10 +16,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from megacompile.runtime.hosts import Hosts
-from megacompile.system.status_board import ENDED, SILENT, TOLD_BYTES, StatusBoard
+from megacompile.system.status_board import ENDED, SILENT, StatusBoard
 
 #: How often hosts tell each other that they are there, and for how long one may be silent, in seconds. Together with the time
 #: that a process takes to end, this is less than half a minute.
@@ -51,7 +49,7 @@ class HostWatch:
     def __init__(self, board: StatusBoard, hosts: Hosts, connections: Mapping[int, socket.socket]) -> None:
         self.board, self.hosts = board, hosts
         self.peers = [_Peer(rank, connection) for rank, connection in connections.items()]
-        self._message_bytes = len(_OPEN) + board.told().numel()
+        self._message_bytes = len(_OPEN) + len(board.told())
         self._rounds, self._closing, self._closed = 0, False, False
         self._changed = threading.Condition()
         self._asked, self._ask = socket.socketpair()  # wakes the thread
@@ -108,7 +106,7 @@ class HostWatch:
         if self._closed:
             return
         closing = self._closing
-        message = (_CLOSED if closing else _OPEN) + self.board.told().numpy().tobytes()
+        message = (_CLOSED if closing else _OPEN) + self.board.told()
         for peer in self.peers:
             if not peer.lost and (closing or not peer.outgoing):
                 peer.outgoing += message
@@ -144,11 +142,10 @@ class HostWatch:
         peer.incoming += data
         trouble = False
         while len(peer.incoming) >= self._message_bytes:
-            message = peer.incoming[:self._message_bytes]
+            message = bytes(peer.incoming[:self._message_bytes])
             del peer.incoming[:self._message_bytes]
             peer.closed |= message[:len(_OPEN)] == _CLOSED
-            told = torch.frombuffer(message, dtype=torch.uint8, offset=len(_OPEN)).view(-1, TOLD_BYTES)
-            trouble |= self.board.take(told, self._told_of_by(peer.rank))
+            trouble |= not self._closed and self.board.take(message[len(_OPEN):], self._told_of_by(peer.rank))
         return trouble
 
     def _told_of_by(self, peer: int) -> list[int]:

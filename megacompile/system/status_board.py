@@ -9,14 +9,13 @@ import os
 import select
 from collections.abc import Callable, Collection, Sequence
 
-import torch
 from torch import Tensor
 
 from megacompile.errors import first_line
 
 #: Bytes of a row: five int64, then the text of an error. Hosts tell each other the first bytes of each row.
 ROW_BYTES, TOLD_BYTES = 4096, 256
-_TEXT = 40
+_TEXT, _NUMBER = 40, 8
 _FINISHED, _FAILED, _LENGTH, _REACHED, _GONE = range(5)
 #: What has become of a process that cannot go on.
 ENDED, STOPPED, SILENT = 1, 2, 3
@@ -28,6 +27,9 @@ class StatusBoard:
     """`memory`: uint8 [ranks * ROW_BYTES], zeros, shared by the ranks `here` (all, if none is given). `processes`: those of all
     ranks. `where(rank)`: the rank's host for a message. State: descriptors of the other ranks' processes on this host.
 
+    Threads that live until the interpreter ends use the board, so it is read and written without PyTorch: its operations
+    release the interpreter's lock, and a thread that then cannot get it back ends the process with an abort.
+
     A row: how many updates the rank's lanes have finished, how often the rank has failed, the length of its last error's text,
     how many agreements the rank has reached, and what its host says has become of its process (0: nothing).
     Errors that all ranks have, such as a batch that no rank can take, do not divide them: a rank is in trouble only if it has
@@ -37,18 +39,19 @@ class StatusBoard:
                  where: Callable[[int], str] = lambda rank: "") -> None:
         self.rank, self.processes, self._where = rank, processes, where
         self._here = tuple(here) or tuple(range(len(processes)))
-        self._rows = memory.view(len(processes), ROW_BYTES)
-        self._numbers = [row[:_TEXT].view(torch.int64) for row in self._rows]
+        self._bytes = memory.numpy().data.cast("B")  # keeps the memory
+        rows = [self._bytes[start:start + ROW_BYTES] for start in range(0, len(processes) * ROW_BYTES, ROW_BYTES)]
+        self._rows, self._numbers = rows, [row[:_TEXT].cast("q") for row in rows]
         self._descriptors = {other: os.pidfd_open(processes[other]) for other in self._here if other != rank}
 
     def trouble(self, failures: bool = True) -> str:
         """What has happened to another rank, or "". Without `failures`: only if its process cannot go on."""
-        own = int(self._numbers[self.rank][_FAILED])
+        own = self._numbers[self.rank][_FAILED]
         others = [other for other in range(len(self.processes)) if other != self.rank]
         for other in others if failures else ():
             _, failed, length, *_ = self._numbers[other].tolist()
             if failed > own:
-                text = bytes(self._rows[other][_TEXT:_TEXT + length].tolist()).rstrip(b"\0").decode(errors="replace")
+                text = bytes(self._rows[other][_TEXT:_TEXT + length]).rstrip(b"\0").decode(errors="replace")
                 return f"rank {other}{self._where(other)} has failed with {text}"
         for other in others:
             if gone := self._gone(other):
@@ -59,7 +62,7 @@ class StatusBoard:
         """What has become of another rank's process that cannot go on; 0: nothing that is known."""
         descriptor = self._descriptors.get(rank)
         if descriptor is None:
-            return int(self._numbers[rank][_GONE])
+            return self._numbers[rank][_GONE]
         if select.select([descriptor], [], [], 0)[0]:
             return ENDED
         return STOPPED if self._stopped(self.processes[rank]) else 0
@@ -76,7 +79,7 @@ class StatusBoard:
         """Tells the others that this rank has failed."""
         text = f"{type(error).__name__}: {first_line(error)}".encode()[:ROW_BYTES - _TEXT]
         row, numbers = self._rows[self.rank], self._numbers[self.rank]
-        row[_TEXT:_TEXT + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        row[_TEXT:_TEXT + len(text)] = text
         numbers[_LENGTH] = len(text)
         numbers[_FAILED] += 1
 
@@ -86,8 +89,8 @@ class StatusBoard:
 
     def behind(self) -> str:
         """The ranks that have not reached this rank's agreement yet, for a message."""
-        here = int(self._numbers[self.rank][_REACHED])
-        late = [f"{rank}{self._where(rank)}" for rank, numbers in enumerate(self._numbers) if int(numbers[_REACHED]) < here]
+        here = self._numbers[self.rank][_REACHED]
+        late = [f"{rank}{self._where(rank)}" for rank, numbers in enumerate(self._numbers) if numbers[_REACHED] < here]
         return f" for rank {', '.join(late)}" if late else ""
 
     def finished(self, updates: int) -> None:
@@ -96,25 +99,26 @@ class StatusBoard:
 
     def all_finished(self, updates: int) -> bool:
         """Whether every rank of this host has finished so many updates."""
-        return all(int(self._numbers[rank][_FINISHED]) >= updates for rank in self._here)
+        return all(self._numbers[rank][_FINISHED] >= updates for rank in self._here)
 
     # ---------------------------------------------------------------- between hosts
-    def told(self) -> Tensor:
-        """What hosts tell each other: a copy of the beginning of each row, uint8 [ranks, TOLD_BYTES]. The rows of this host say
-        what has become of their processes."""
+    def told(self) -> bytes:
+        """What hosts tell each other: the first `TOLD_BYTES` of each row. The rows of this host say what has become of their
+        processes."""
         for other in self._descriptors:
             self.mark(other, self._gone(other))
-        return self._rows[:, :TOLD_BYTES].clone()
+        return b"".join(row[:TOLD_BYTES] for row in self._rows)
 
-    def take(self, told: Tensor, ranks: Sequence[int]) -> bool:
+    def take(self, told: bytes, ranks: Sequence[int]) -> bool:
         """Copies the rows of some ranks of another host from what that host has told. Whether there is new trouble."""
         trouble = False
         for rank in ranks:
-            numbers, gone = told[rank, :_TEXT].view(torch.int64), int(self._numbers[rank][_GONE])
-            trouble |= bool(numbers[_FAILED] > self._numbers[rank][_FAILED]) or bool(numbers[_GONE] and not gone)
-            self._rows[rank, _TEXT:TOLD_BYTES] = told[rank, _TEXT:]  # before the number that makes others read it
-            self._numbers[rank][:_GONE] = numbers[:_GONE]
-            self.mark(rank, int(numbers[_GONE]))
+            row, here = told[rank * TOLD_BYTES:(rank + 1) * TOLD_BYTES], self._numbers[rank]
+            numbers = memoryview(row)[:_TEXT].cast("q")
+            trouble |= numbers[_FAILED] > here[_FAILED] or bool(numbers[_GONE] and not here[_GONE])
+            self._rows[rank][_TEXT:TOLD_BYTES] = row[_TEXT:]  # before the number that makes others read it
+            self._rows[rank][:_GONE * _NUMBER] = row[:_GONE * _NUMBER]
+            self.mark(rank, numbers[_GONE])
         return trouble
 
     def mark(self, rank: int, gone: int) -> None:
@@ -124,7 +128,7 @@ class StatusBoard:
 
     def any_gone(self) -> bool:
         """Whether any rank is noted as one that cannot go on."""
-        return any(bool(numbers[_GONE]) for numbers in self._numbers)
+        return any(numbers[_GONE] for numbers in self._numbers)
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():

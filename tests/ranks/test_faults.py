@@ -14,7 +14,7 @@ from processes import Job
 from megacompile.errors import RankError
 from megacompile.system.shared_memory import SharedMemory
 
-#: Trains until rank 1 does what the argument says. Each rank writes how it ended.
+#: Trains until rank 1, or the rank of the second argument, does what the first says. Each rank writes how it ended.
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -27,18 +27,19 @@ from transformers import Qwen2Config, AutoModelForCausalLM
 OPTIONS = {"pack_shard": {"pinned_memory": "32KiB"}, "gather_resident": {"resident_state": "all"},
            "share_host_norms": {"micro_batch_size": 1, "waves": 3, "host_sums": "all"}}
 rank, fault, folder = int(os.environ["RANK"]), sys.argv[1], Path(os.environ["RESULTS"])
+faulty = rank == (int(sys.argv[2]) if len(sys.argv) > 2 else 1)
 
 def end(error):
     (folder / f"{rank}.json").write_text(json.dumps({"error": type(error).__name__, "message": str(error), "at": time.time()}))
     raise error
 
 try:
-    if fault == "version" and rank == 1:
+    if fault == "version" and faulty:
         import megacompile.runtime.ranks as ranks
         ranks.__version__ = "0.0.1"
-    if fault == "cannot be captured" and rank == 1:
+    if fault == "cannot be captured" and faulty:
         model = torch.nn.Linear(3, 3)
-    elif fault == "other model" and rank == 1:
+    elif fault == "other model" and faulty:
         config = qwen2().config
         config.intermediate_size = 32
         model = AutoModelForCausalLM.from_config(config)
@@ -46,13 +47,13 @@ try:
         model = qwen2()
     options = {"stall_timeout": 3.0} if fault == "late" else {}
     options |= OPTIONS.get(fault, {})
-    options |= {"saved_layers": 1} if fault == "other options" and rank == 1 else {}
+    options |= {"saved_layers": 1} if fault == "other options" and faulty else {}
     model = megacompile.stream(model, device="cpu", compile=False, **options)
     optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
     loop = fault.startswith("loop")
     for step in range(10**6):
         batch = even(rank, step)
-        if rank == 1 and step == 3:
+        if faulty and step == 3:
             (folder / "begun").write_text(str(time.time()))
             if fault == "raises":
                 raise ValueError("no more rows")
@@ -84,11 +85,11 @@ def ended(job: Job, rank: int) -> dict[str, Any]:
     return json.loads((job.folder / f"{rank}.json").read_text())
 
 
-def began(job: Job, seconds: float = 120.0) -> float:
-    """When rank 1 began what goes wrong."""
+def began(job: Job, rank: int = 1, seconds: float = 120.0) -> float:
+    """When a rank began what goes wrong."""
     limit = time.monotonic() + seconds
     while not (job.folder / "begun").exists() or not (text := (job.folder / "begun").read_text()):
-        assert time.monotonic() < limit and job.processes[1].poll() is None, job.errors(0) + job.errors(1)
+        assert time.monotonic() < limit and job.processes[rank].poll() is None, job.errors(0) + job.errors(rank)
         time.sleep(0.1)
     return float(text)
 

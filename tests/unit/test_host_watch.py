@@ -124,7 +124,7 @@ def test_a_host_that_says_nothing_is_gone_after_a_while(job: Job, monkeypatch: p
     monkeypatch.setattr(host_watch, "SILENCE_S", 0.4)
     told, awake = StatusBoard.told, threading.Event()
 
-    def stops(board: StatusBoard) -> torch.Tensor:
+    def stops(board: StatusBoard) -> bytes:
         if board is job.boards[4]:
             awake.wait(20)
         return told(board)
