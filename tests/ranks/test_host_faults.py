@@ -40,7 +40,7 @@ def test_a_rank_of_a_host_that_is_killed_or_stopped_ends_those_of_the_others(
 
 
 @pytest.mark.parametrize(("fault", "says"), [
-    ("all_reduce", "has failed with LaneError: all_reduce failed in lane collective: RuntimeError: power cut"),
+    on_demand("all_reduce", "has failed with LaneError: all_reduce failed in lane collective: RuntimeError: power cut"),
     on_demand("raises", "(process "), on_demand("exits", "(process ")])
 def test_a_rank_of_a_host_that_fails_ends_those_of_the_others(start_job: Callable[..., Job], fault: str, says: str) -> None:
     job = start_job(SCRIPT, 2, fault, "1", hosts=2)
