@@ -80,8 +80,9 @@ class HostWatch:
 
     # ---------------------------------------------------------------- in the thread
     def _run(self) -> None:
-        begun = 0.0
+        begun = 0.0  # when the last round of messages began
         while not (self._closed and all(peer.lost or (peer.closed and not peer.outgoing) for peer in self.peers)):
+            looked = time.monotonic()  # what was there then has been read below, though this thread may be late
             for key, events in self._selector.select(max(0.0, begun + PERIOD_S - time.monotonic())):
                 if key.data is None:
                     begun = 0.0
@@ -89,12 +90,12 @@ class HostWatch:
                     continue
                 if events & selectors.EVENT_READ and self._take(key.data):
                     begun = 0.0  # the other hosts should know at once
-                if events & selectors.EVENT_WRITE:
+                if events & selectors.EVENT_WRITE and not key.data.lost:
                     self._put(key.data)
-            now = time.monotonic()
             for peer in self.peers:
-                if not (self._closed or peer.closed or peer.lost) and now - peer.heard > SILENCE_S:
+                if not (self._closed or peer.closed or peer.lost) and looked - peer.heard > SILENCE_S:
                     self._lose(peer, SILENT)
+            now = time.monotonic()
             if now - begun >= PERIOD_S:
                 begun = now
                 self._tell()

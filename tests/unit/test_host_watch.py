@@ -19,6 +19,8 @@ from megacompile.system.links import Listener, connected
 from megacompile.system.status_board import ROW_BYTES, StatusBoard
 
 ROWS = ((0, 1), (2, 3), (4, 5))
+#: For how long a host may be silent here, in seconds: longer than this process waits for a core on a busy machine.
+SILENCE_S = 2.0
 
 
 class Job:
@@ -121,7 +123,7 @@ def test_the_first_rank_that_ends_is_named_though_the_one_that_tells_of_it_ends_
 
 
 def test_a_host_that_says_nothing_is_gone_after_a_while(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_watch, "SILENCE_S", 0.4)
+    monkeypatch.setattr(host_watch, "SILENCE_S", SILENCE_S)
     told, awake = StatusBoard.told, threading.Event()
 
     def stops(board: StatusBoard) -> bytes:
@@ -130,18 +132,39 @@ def test_a_host_that_says_nothing_is_gone_after_a_while(job: Job, monkeypatch: p
         return told(board)
 
     monkeypatch.setattr(StatusBoard, "told", stops)
-    assert job.told(2).startswith(f"rank 4 (process {job.processes[4].pid}) on host z has stopped answering")
+    assert job.told(2, 5 * SILENCE_S).startswith(f"rank 4 (process {job.processes[4].pid}) on host z has stopped answering")
     assert job.told(1).startswith("rank 4 ")
     awake.set()
 
 
 def test_a_host_that_has_closed_is_not_missed_until_its_process_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_watch, "SILENCE_S", 0.3)
+    monkeypatch.setattr(host_watch, "SILENCE_S", SILENCE_S)
     job.watches[4].close()
-    time.sleep(0.8)
+    time.sleep(1.5 * SILENCE_S)
     assert job.boards[0].trouble() == job.boards[3].trouble() == ""
     job.watches[4].peers[0].connection.shutdown(socket.SHUT_RDWR)
     assert job.told(3) == f"rank 4 (process {job.processes[4].pid}) on host z has ended"
+
+
+def test_a_connection_that_ends_while_messages_wait_for_it_is_lost_once(job: Job) -> None:
+    """It can then be read and written at once. The thread goes on."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # as little as the system allows
+    pids = [process.pid for process in job.processes]
+    board = StatusBoard(torch.zeros(6 * ROW_BYTES, dtype=torch.uint8), 0, pids, ROWS[0])
+    watch = HostWatch(board, Hosts(ROWS, ("x", "y", "z"), 0), {4: near})
+    limit = time.monotonic() + 10
+    while not watch.peers[0].outgoing and time.monotonic() < limit:
+        watch.flush()
+    far.close()
+    while not board.trouble() and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert board.trouble() == f"rank 4 (process {pids[4]}) has ended"
+    assert watch._thread.is_alive()
+    watch.close()
+    watch._thread.join(5)
+    assert not watch._thread.is_alive() and near.fileno() == -1
 
 
 def test_threads_end_once_all_hosts_have_closed(job: Job) -> None:
