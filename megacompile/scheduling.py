@@ -79,7 +79,7 @@ class Schedule:
                   "saved layers": plan.saved_layers, "residuals": plan.residuals, "token chunk": plan.token_chunk}
         shown = ", ".join(f"{name} {value}" for name, value in chosen.items()
                           if value and (name, value) not in (("waves", 1), ("residuals", "all")))
-        each = f" on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
+        each = f" on each of {plan.gpus}" if plan.processes > 1 else ""
         return (f"{parameters / 1e9:.3g}B parameters, {len(self.captured.layer_names)} layers, {plan.batch} x {plan.length} "
                 f"tokens{each}, {shown}, {where}")
 
@@ -102,11 +102,11 @@ class Schedule:
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
-             hardware: str | Path | Hardware | None = None, gpus: int = 1, optim: str = "adamw", optim_args: str | None = None,
-             **options: Any) -> Schedule:
-    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of one host. `model`
-    may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not need CUDA.
-    Raises what `stream` raises.
+             hardware: str | Path | Hardware | None = None, gpus: int = 1, hosts: int = 1, optim: str = "adamw",
+             optim_args: str | None = None, **options: Any) -> Schedule:
+    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of each of `hosts`
+    hosts. `model` may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not
+    need CUDA. Raises what `stream` raises.
 
     By default the schedule is for a training loop (forward, backward and step); with `whole_step` it is the single program of
     `train_step`. `update` says when tiles are updated: at the end of the step ("step"), or in the backward as gradients arrive
@@ -119,6 +119,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_whole("batch", batch)
     check_whole("length", length)
     check_whole("gpus", gpus)
+    check_whole("hosts", hosts)
     config = StreamConfig.of(**options)
     named = optimizer_named(optim)
     choice = named.choice(optim_args, on_arrival=update == "arrival")
@@ -130,7 +131,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     budget = device_budget(config, free_device_bytes(device, hardware))
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget, there,
-                               ranks=gpus, choice=choice)
+                               ranks=gpus, hosts=hosts, choice=choice)
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")

@@ -122,7 +122,8 @@ class Slot:
 @dataclass(frozen=True)
 class Program:
     """A schedule at one stage of compilation. A pass never changes a program; it returns another one. `ranks`: the number of
-    processes, each with its device, that run this program together."""
+    processes of a host, each with its device, that run this program together and share its tiles; `hosts`: the number of hosts,
+    each with a copy of the tiles."""
 
     stage: str
     micro_batches: tuple[int, ...]
@@ -131,6 +132,12 @@ class Program:
     slots: Mapping[str, Slot] = field(default_factory=dict)
     sections: Mapping[str, fx.Graph] = field(default_factory=dict)
     ranks: int = 1
+    hosts: int = 1
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that run this program together."""
+        return self.ranks * self.hosts
 
     def section(self, name: str) -> fx.Graph:
         return self.sections[name]
@@ -163,7 +170,7 @@ class Program:
         """The text above the sections: what is declared. `made_for` is declared in it (`text.parse_with_plan`)."""
         declared = [*zip(printing.MADE_FOR, made_for or (), strict=False), *(("tile", tile) for tile in self.tiles.values()),
                     *(("call", call) for call in self.calls), *(("slot", slot) for slot in self.slots.values())]
-        return printing.print_head(self.stage, self.micro_batches, self.ranks, declared)
+        return printing.print_head(self.stage, self.micro_batches, {"ranks": self.ranks, "hosts": self.hosts}, declared)
 
     def text(self, section: str | None = None, *, fold: bool = False, made_for: tuple[Shape, Plan] | None = None) -> str:
         """Python that rebuilds this program (`text.parse`), the same whenever it is printed; with `section` only that section's

@@ -189,15 +189,15 @@ def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dic
     staying = _sum(tiling, set(tiling.layouts) - passing)
     live = {"forward": 0, "outputs": 0, "loss": loss, "epilogue": loss, "backward": inside, "recompute": inside,
             "prologue": first}
-    if plan.ranks > 1:
+    if plan.processes > 1:
         waiting = max(_sum(tiling, passing & tiles) for tiles in _complete(tiling))
         live |= {moment: live[moment] + waiting for moment in ("backward", "recompute", "prologue")}
     return {moment: staying + size for moment, size in live.items()}
 
 
 def _complete(tiling: Tiling) -> list[set[str]]:
-    """The tiles whose gradients are complete with the backward of each call but the prologue. Several ranks add up their
-    accumulators beside the backward of the next call."""
+    """The tiles whose gradients are complete with the backward of each call but the prologue. Several ranks and hosts add up
+    their accumulators beside the backward of the next call."""
     found: list[set[str]] = []
     for tiles in tiling.tiles_of.values():
         found.append(set(tiles).difference(*found))

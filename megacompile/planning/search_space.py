@@ -140,7 +140,7 @@ class SearchSpace(MemoryBudget):
             config.gradient_slots or 2, self.resident(), self.resident_state(), pinned.tiles, pinned.staging_slabs,
             self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
             visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals or "all",
-            ranks=self.tiling.ranks)
+            ranks=self.tiling.ranks, hosts=self.tiling.hosts)
 
     def _slabs(self, pinned: PinnedMemory, update: str) -> int:
         """The number of slabs for gradients: with updates on arrival only as many as the host holds."""

@@ -42,6 +42,7 @@ COSTS: dict[str, str] = {
     "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
     **dict.fromkeys(("gather", "gather_resident"), "weight bytes of the other ranks' shards / peer bandwidth"),
     "reduce_scatter": "accumulators (FP32) of the other ranks' shards / peer bandwidth",
+    "all_reduce": "2 x (hosts - 1) / hosts x accumulators (FP32) of a shard / network bandwidth",
     "fetch_gradients": "gradient bytes / h2d rate",
     "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
     "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
@@ -170,6 +171,9 @@ class Durations:
                 return tile.weight_bytes * others / hardware.peer_rate
             case "reduce_scatter":
                 return 4 * self.layouts[tile.name].elements * others / hardware.peer_rate
+            case "all_reduce":  # each element is sent to where it is added up, and the sum is sent back
+                shard = 4 * self.layouts[tile.name].elements / ranks
+                return 2 * shard * (program.hosts - 1) / program.hosts / hardware.network_rate
             case "pack" | "pack_shard":  # all ranks share the host's rates, and each does its share of the work
                 return tile.weight_bytes / hardware.host_copy
             case "fetch_state" | "store_state":

@@ -338,6 +338,11 @@ class HostTile:
         assert self.gradients is not None, f"{self.layout.name} has no gradients"
         yield memory, self.gradients
 
+    def memories(self, parts: Iterable[str]) -> Iterator[Tensor]:
+        """The memory of these parts, as far as there is any: one tensor for each, or one for each moment."""
+        for part in parts:
+            yield from self.moments if part == "moments" else [each for each in [getattr(self, part)] if each is not None]
+
     def parts(self) -> dict[str, int]:
         """Bytes of each part."""
         named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, sums=self.sums)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.runtime.memory.host_copies import STATE
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.optimizer.rule import MatrixRule, Rule, Segment
 from megacompile.runtime.update import Update, counting
@@ -390,7 +391,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed = self.streamed
         with streamed.together.all_or_none("the optimizer's load_state_dict"):
             groups, states = check_saved(self, state_dict)
-        with loading(streamed, "the optimizer's load_state_dict"):
+        with loading(streamed, "the optimizer's load_state_dict", parts=STATE):
             streamed.adopt_writes()  # clears remainders before the saved ones are loaded
             self.put_state(groups, states)
 
