@@ -83,7 +83,7 @@ def test_options_in_text_count_more_than_settings() -> None:
 
 @pytest.mark.parametrize(("name", "written", "reason"), [
     ("adamw", "momentum=0.9", "'momentum=0.9' is not an option of AdamW: write name=value, with a name of lr, betas, eps, "),
-    ("lion", "eps=1e-8", "'eps=1e-8' is not an option of Lion: write name=value, with a name of lr, betas, weight_decay, state_"),
+    ("lion", "eps=1e-8", "'eps=1e-8' is not an option of Lion: write name=value, with a name of lr, betas, weight_"),
     ("adamw", "master", "'master' is not an option of AdamW: write name=value"),
     ("adamw", "overlap=backward", "'overlap=backward' is not an option of AdamW"),
     ("sgd", "lr=0.1, momentum=1", "'momentum=1' is out of range: give a number of at least 0 and below 1"),
@@ -124,11 +124,11 @@ def test_a_trainer_s_optimizer_is_the_one_made_by_hand(optim: str, optim_args: s
         model.megacompile.close()
     assert found[0][:2] == found[1][:2] and found[0][1] == trained.ARGUMENTS["max_grad_norm"]
     assert same_bits(found[0][2], found[1][2])
-    assert not same_bits({"head": found[0][2]["lm_head.weight"]}, {"head": build(bf16=True).lm_head.weight}), "nothing was trained"
+    assert not torch.equal(found[0][2]["lm_head.weight"], build(bf16=True).lm_head.weight), "nothing was trained"
 
 
 def test_a_trainer_s_optimizer_has_no_unknown_options(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="'momentum=0.9' is not an option of AdamW"):
+    with pytest.raises(ArgumentError, match=r"'momentum=.*' is not an option of AdamW"):
         Trainer(model=model, args=trained.arguments(tmp_path, optim_args="momentum=0.9"))
 
 
@@ -169,8 +169,9 @@ def test_a_run_with_a_named_optimizer_goes_on_to_the_bit_and_with_no_other_one(s
     assert "AdamW, state_dtype 8bit, master bfloat16" in result.output
     assert train(source, *optim, "--steps", 2, "--output", parts).exit_code == 0
     assert formats(parts, 2) == {"8bit"}
-    for other, now in ((("--optim", "adamw"), "AdamW, state_dtype float32"), (("--optim", "adamw_8bit"), "AdamW, state_dtype 8bit"),
-                       (("--optim", "lion_8bit"), "Lion, state_dtype 8bit"), ((), "AdamW, state_dtype float32")):
+    for other, now in ((("--optim", "adamw"), "AdamW, state_dtype float32"), ((), "AdamW, state_dtype float32"),
+                       (("--optim", "adamw_8bit"), "AdamW, state_dtype 8bit"),
+                       (("--optim", "lion_8bit"), "Lion, state_dtype 8bit")):
         refused = train(source, *other, *optim[4:], "--steps", 4, "--output", parts, "--resume", "latest")
         assert refused.exit_code == 1 and "initial" not in refused.output
         assert re.search(rf"other settings: optim \(was AdamW, state_dtype 8bit, master bfloat16, now {now}\);",
