@@ -92,11 +92,10 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     console.print(_overview(source, kind, outline, rows, held_out, recipe, asked, settings, lora, steps))
     if target is not None:
         check_writable(target)  # before training, which would be lost otherwise
-    fixed = {name: getattr(recipe, name) for name in FIXED} | {"seed": settings.seed, "data": rows.fingerprint()}
+    fixed = {name: getattr(recipe, name) for name in FIXED} | {
+        "seed": settings.seed, "data": rows.fingerprint(), "optim": _words_of_optimizer(settings)}
     if lora.lora:
         fixed["lora"] = _words_of(lora)
-    if _words_of_optimizer(settings) != _words_of_optimizer(Settings()):
-        fixed["optim"] = _words_of_optimizer(settings)
     if start is not None and began is not None:
         _check_same_run(start, began["fixed"], fixed)
     if kind is Kind.SCRATCH:
@@ -313,6 +312,7 @@ def _progress(start: Path, extra: Any) -> dict[str, Any]:
 
 def _check_same_run(start: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` if settings that must not change have changed."""
+    then = {"optim": _words_of_optimizer(Settings()), **then}  # runs of versions with one optimizer do not name it
     if changed := [f"{name} (was {then.get(name)}, now {value})" for name, value in now.items() if then.get(name) != value]:
         raise CheckpointError(f"{start} is from a run with other settings: {', '.join(changed)}; use its settings, or start a "
                               "new run from the model that it saved")

@@ -8,7 +8,7 @@ from torch import fx
 from megacompile.ir.listing import describe
 from megacompile.ir.program import Kept, Program, argument, find, gives_outputs, nodes, op_of, operands, reached, trainable
 from megacompile.verify.fault import Fault
-from megacompile.verify.sums import summed_tiles
+from megacompile.verify.sums import UPDATE_OPS, summed_tiles
 from megacompile.verify.updates import consumed_there, once, updated_there, updates_on_arrival
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "outputs")
@@ -215,9 +215,9 @@ def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
 
 def sent_home(program: Program) -> Iterator[Fault]:
     """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight into the
-    tile's gradients, or through a slab that is accumulated once. The gradients of a tile that is updated on the device stay
-    where its update reads them; a whole step copies only their norms to the host. (Sums over waves on the host: rule
-    `summed`.)"""
+    tile's gradients, or through a slab that is accumulated once. Where tiles are updated on arrival, host memory holds no
+    gradients: they go to a slab that one update reads. The gradients of a tile that is updated on the device stay where its
+    update reads them; a whole step copies only their norms to the host. (Sums over waves on the host: rule `summed`.)"""
     origins = _Origins(program)
     tiles, there, consumed = trainable(program, program.tiles), updated_there(program), consumed_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
@@ -247,6 +247,15 @@ def sent_home(program: Program) -> Iterator[Fault]:
         for node in find(graph, "offload"):
             if argument(node, "tile") not in summed:
                 yield from _arrival(program, name, node, overwrite)
+        if updates_on_arrival(program):
+            yield from _from_slabs(graph)
+
+
+def _from_slabs(graph: fx.Graph) -> Iterator[Fault]:
+    for node in find(graph, "add_to_sum", *UPDATE_OPS):
+        if op_of(node).name not in ("adam_of_sum", "adam_resident") and not operands(node, "slab"):
+            yield Fault(f"{describe(node)} reads gradients in host memory, which holds none, since tiles are updated on "
+                        "arrival", "offload them to a slab, and let it read that", node)
 
 
 def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> Iterator[Fault]:

@@ -126,7 +126,8 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         STREAMED, "offload", "backward_accumulate", r"overwrite=False", "overwrite=True",
         "accumulate epilogue overwrites the tile's gradients in backward_accumulate"),
     ("sent_home", "slab that is never accumulated"): (
-        STREAMED, "place", "backward_accumulate", r"    p.accumulate\(\"layers.1\".*\n", "", "is accumulated 0 times"),
+        STREAMED, "place", "backward_accumulate", r"    p.accumulate\(\"layers.1\".*\n", "",
+        "goes to a slab and is accumulated, or used by an update, 0 times"),
     ("sent_home", "gradients offloaded over those that exist"): (
         STREAMED, "offload", "backward_accumulate", r"    p.accumulate\(\"layers.1\".*\n", "",
         "overwrites gradients that backward_accumulate must add to"),
@@ -148,18 +149,27 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("updated", "resident copy never made"): (
         RESIDENT, "optimizer", "load", r"    w1 = p.prefetch\(.*\n", "",
         "tile layers.0 is resident on the device, but load does not copy it there"),
-    ("one_version", "update in a loop's backward before the gradients"): (
-        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'(    o2 = .*\n)(    p.adam\("layers.1".*\n)', r"\2\1",
-        "adam layers.1 comes before the tile's gradients are in host memory in backward"),
-    ("one_version", "update in a loop's backward before its slab was added"): (
-        {**SLABS, "update": "arrival"}, "optimizer", "backward",
-        r'(    p.accumulate\("layers.1".*\n)(    p.adam\("layers.1".*\n)', r"\2\1",
-        "accumulate layers.1 brings gradients of a tile that adam layers.1 has updated"),
+    ("sent_home", "update on arrival of gradients that stay in the tile"): (
+        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'(adam\("layers.1"), slab=o2', r"\1",
+        "adam layers.1 reads gradients in host memory, which holds none, since tiles are updated on arrival"),
+    ("sent_home", "update on arrival of accumulated gradients"): (
+        {**SLABS, "update": "arrival"}, "optimizer", "backward", r'    p.adam\("layers.1", slab=o2\)',
+        r'    p.accumulate("layers.1", slab=o2, overwrite=True)\n    p.adam("layers.1")',
+        "adam layers.1 reads gradients in host memory, which holds none, since tiles are updated on arrival"),
+    ("sent_home", "wave on arrival that is added from the tile"): (
+        {**SUMS, "update": "arrival"}, "optimizer", "train_step", r'(add_to_sum\("layers.1"), slab=o2_1', r"\1",
+        "add_to_sum layers.1 reads gradients in host memory, which holds none"),
+    ("sent_home", "slab that is accumulated although an update reads it"): (
+        ARRIVAL, "place", "train_step", r'(    p.adam\("layers.1")',
+        r'    p.accumulate("layers.1", slab=o2, overwrite=True)\n\1',
+        "goes to a slab and is accumulated, or used by an update, 2 times"),
+    ("well_formed", "update from the slab of another tile"): (
+        ARRIVAL, "optimizer", "train_step", r'(adam\("layers.1", slab=)o2', r"\1o3", "takes o3, which is of tile epilogue"),
     ("updated", "tile without an update on arrival"): (
-        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'    p.adam\("layers.1".*\n', "",
-        "tile layers.1 trains, but has no adam in backward"),
+        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'    p.adam\("layers.1", slab=o2\)',
+        '    p.accumulate("layers.1", slab=o2, overwrite=True)', "tile layers.1 trains, but has no adam in backward"),
     ("sent_home", "gradient on arrival that is never offloaded"): (
-        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r"    o2 = .*\n", "",
+        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'    o2 = .*\n    p.adam\("layers.1".*\n', "",
         "tile layers.1 trains, but has no offload in backward"),
     ("updated", "updated on arrival and again"): (
         ARRIVAL, "optimizer", "", r"(?s)(def train_step.*)$",
@@ -191,10 +201,11 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         STREAMED, "differentiate", "backward", r"(    g2_0 = .*\n)", r"\1    p.scale(g2_0)\n",
         "scale g2_0 scales a value, not a gradient that the forward kept"),
     ("one_version", "update before the gradients"): (
-        ARRIVAL, "optimizer", "train_step", r"(    o2 = .*\n)(    p.adam\(\"layers.1\".*\n)", r"\2\1",
-        "adam layers.1 comes before the tile's gradients are in host memory in train_step"),
+        {**SUMS, "update": "arrival"}, "optimizer", "train_step",
+        r'(?s)(    o2 = .*)(    p.adam_of_sum\("layers.1"[^\n]*\n)', r"\2\1",
+        "adam_of_sum layers.1 comes before the tile's gradients are in host memory in train_step"),
     ("one_version", "run on weights of the next step"): (
-        ARRIVAL, "optimizer", "train_step", r'(    p.adam\("layers.0"\).*\n)',
+        ARRIVAL, "optimizer", "train_step", r'(    p.adam\("layers.0", slab=o1\).*\n)',
         r'\1    w = p.prefetch("layers.0")\n'
         r'    x = p.forward("decoder", "layers.0", mb=0, weights=(w,), inputs=(s_0, s_0))\n',
         "forward layers.0 mb 0 would run on weights that adam layers.0 has updated"),
@@ -231,7 +242,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         r'    more = p.zeros("layers.0")\n\1accumulators=(more,)', "but a1 holds gradients of the same tile"),
     ("one_version", "update on arrival before the last wave"): (
         {**SUMS, "update": "arrival"}, "optimizer", "train_step",
-        r'(    p.add_to_sum\("layers.1", overwrite=False\).*\n)(    p.adam_of_sum\("layers.1".*\n)', r"\2\1",
+        r'(    p.add_to_sum\("layers.1", slab=o2_1, overwrite=False\).*\n)(    p.adam_of_sum\("layers.1".*\n)', r"\2\1",
         "add_to_sum layers.1 brings gradients of a tile that adam_of_sum layers.1 has updated"),
     ("placed", "slot that is alive"): (
         STREAMED, "place", "forward", r'into="W1"', 'into="W0"',
