@@ -106,7 +106,7 @@ def test_an_option_that_an_optimizer_does_not_have_or_cannot_have_is_refused(nam
     ("adamw_torch", "state_dtype=bfloat16, master=bfloat16",
      lambda groups: AdamW(groups, lr=2e-2, state_dtype="bfloat16", master="bfloat16")),
     ("lion_32bit", None, lambda groups: Lion(groups, lr=2e-2, betas=(0.9, 0.999))),
-    ("sgd", "momentum=0.9", lambda groups: SGD(groups, lr=2e-2, momentum=0.9))], ids=lambda each: str(each)[:30])
+    ("sgd", "momentum=0.9", lambda groups: SGD(groups, lr=2e-2, momentum=0.9))], ids=["8-bit", "bfloat16", "lion", "sgd"])
 def test_a_trainer_s_optimizer_is_the_one_made_by_hand(optim: str, optim_args: str | None, make: Any, tmp_path: Path) -> None:
     found, groups = [], []
     for by_name in (True, False):
