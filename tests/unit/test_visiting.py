@@ -126,6 +126,7 @@ def test_a_chunk_may_end_anywhere_and_what_is_frozen_stays(dtype: torch.dtype, s
     layout = layout.with_states(dict.fromkeys("ab", ElementState(format=stored, exact=exact)))
     tile = HostTile.allocate(layout)
     tile.keep(layout)
+    tile.allocate_gradients()
     tile.allocate_moments()
     assert tile.gradients is not None
     generator = torch.Generator().manual_seed(0)
