@@ -1,8 +1,8 @@
 """A plain model with the weights of a streamed one on the device, for generation and other inference.
 
-It takes the memory that training leaves: slots give way while it lives and are made again afterwards. It is kept between uses.
-Weights that have changed since are copied again, and the next streamed forward or step frees it. On a CPU its weights are the
-tiles' own memory, so that it takes none.
+It takes the memory that training leaves: slots give way while it lives and are made again afterwards. It is kept between uses,
+and only weights that have changed are copied again, as long as the streamed model does not need its memory. On a CPU its
+weights are the tiles' own memory, so that it takes none.
 """
 from __future__ import annotations
 
@@ -57,12 +57,13 @@ class DeviceCopy:
         finally:
             self._open -= 1
 
-    def give_way(self) -> None:
-        """Before the streamed model runs: frees the copy's memory. Raises `MegacompileError` while a use is open."""
+    def give_way(self, needed: int) -> None:
+        """Before the streamed model runs, which takes `needed` bytes of device memory: frees the copy unless both fit the
+        budget. Raises `MegacompileError` while a use is open."""
         if self._open:
             raise MegacompileError("the model's weights are on the device for inference, and streaming needs the memory: leave "
                                    "the block `with model.megacompile.on_device()` first")
-        if self._takes_memory:
+        if self.native is not None and not self.fits(needed):
             self.release()
 
     def release(self) -> None:
@@ -88,7 +89,9 @@ class DeviceCopy:
         return not self._takes_memory or self.bytes + more_bytes + planner.margin_bytes <= planner.device_bytes
 
     def _make_room(self, more_bytes: int) -> None:
-        """Frees slots. An open forward keeps those that its backward reads."""
+        """Frees slots if the budget does not hold both, but not those that an open forward's backward reads. With several
+        ranks, state that is newer on the devices stays there: all ranks copy it back together, and one of them may generate
+        alone."""
         streamed = self._streamed
         if not self._takes_memory:
             return
@@ -97,7 +100,9 @@ class DeviceCopy:
                 f"the weights take {format_bytes(self.bytes)} of device memory, their use {format_bytes(more_bytes)}, and "
                 f"{format_bytes(streamed.planner.margin_bytes)} stay free, of {format_bytes(streamed.planner.device_bytes)}: "
                 "give a larger device_memory, or call the streamed model, which needs a few layers at a time")
-        if not any(True for _ in streamed.forwards.open()):
+        if self.fits(more_bytes + max((shape.estimate.total for shape in streamed.shapes.table.values()), default=0)):
+            return
+        if not [*streamed.forwards.open()] and not (streamed.together.size > 1 and streamed.residency.state_ahead):
             streamed.evict()
             awaited = set(streamed.residency.awaited())
             streamed.runner.forget_slots([slot for slot in streamed.arena.slots

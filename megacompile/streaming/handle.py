@@ -207,7 +207,7 @@ class Handle:
     def on_device(self) -> Iterator[nn.Module]:
         """A context with the plain model (of its own class, not streamed) and its weights on the device, for inference under
         `torch.no_grad()`: `generate` with every option, evaluation harnesses, hooks. Its parameters have no gradients.
-        Meanwhile the streamed model does not run. With several ranks, enter it on all of them.
+        Meanwhile the streamed model does not run.
 
         Raises `InsufficientMemoryError`, with what is needed, if the device does not hold the weights."""
         with self.streamed.device_copy.use(original_class(self.streamed.model)) as native:

@@ -128,7 +128,7 @@ class Streamed:
 
     def _reserve(self, shape: CompiledShape, *sections: str) -> None:
         """Makes the slots of these sections, and frees those of other shapes that exceed the budget beside them."""
-        self.device_copy.give_way()
+        self.device_copy.give_way(shape.estimate.total)
         wanted, surplus = shape.slots(*sections), self.residency.surplus(shape)
         if surplus or self.runner.lacks(wanted):
             self.evict()
