@@ -10,7 +10,8 @@ from test_cuda import batch, build
 import megacompile
 
 pytestmark = pytest.mark.gpu
-PLANS: dict[str, dict[str, Any]] = {"visiting": {"resident_state": ()}, "resident": {"resident": "all", "resident_state": "all"}}
+PLANS: dict[str, dict[str, Any]] = {
+    "visiting": {"resident_state": ()}, "resident": {"resident": "all", "resident_state": "all"}}
 
 
 def trained(stored: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -35,7 +36,8 @@ def test_matrices_that_stay_and_that_visit_have_the_same_bits(stored: str) -> No
 
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
 def test_a_step_is_that_of_torch(options: dict[str, Any]) -> None:
-    model, plain = megacompile.stream(build(torch.float32), device="cuda", compile=False, **options), build(torch.float32).cuda()
+    model = megacompile.stream(build(torch.float32), device="cuda", compile=False, **options)
+    plain = build(torch.float32).cuda()
     ours = megacompile.Muon(model.parameters(), lr=1e-2)
     model(**batch(0)).loss.backward()
     matrices = [name for name, p in plain.named_parameters() if ".layers." in name and p.dim() == 2]

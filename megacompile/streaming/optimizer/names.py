@@ -1,6 +1,7 @@
 """Optimizers by the names that people know them by, for `--optim` and `TrainingArguments(optim=...)`."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +65,10 @@ class NamedOptimizer:
 def _value(written: str) -> Any:
     if written in ("True", "False"):
         return written == "True"
-    try:
-        return float(written)
-    except ValueError:
-        return written  # its check refuses what is neither a number nor a name
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(written)
+    return written  # its check refuses what is neither a number nor a name
 
 
 #: By name. A paged optimizer keeps its state in host memory when the device is full; here all state is there.
