@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacompile.errors import UnsupportedError
-from megacompile.runtime import ranks
+from megacompile.runtime import exchanges
 from megacompile.runtime.backends import stream_signals
 from megacompile.runtime.backends.stream_signals import StreamSignals
+from megacompile.runtime.exchanges import Exchanges
 from megacompile.runtime.peer_copies import PeerCopies
-from megacompile.runtime.ranks import Ranks
 
 HALF = 4096
 
@@ -189,7 +189,8 @@ def test_copies_that_were_asked_for_and_are_not_possible_are_refused(monkeypatch
     def unreachable(*_: Any) -> None:
         raise RuntimeError("no access between the devices\nmore")
 
-    monkeypatch.setattr(ranks, "memory_of_peers", unreachable)
-    one: Any = SimpleNamespace(device=torch.device("cuda:0"), rank=0, size=2, _lane=None, agree=lambda doing, value: [value])
+    monkeypatch.setattr(exchanges, "memory_of_peers", unreachable)
+    hosts: Any = SimpleNamespace(local=0, ranks=2, count=1)
+    one = Exchanges(hosts, torch.device("cuda:0"), cast(Any, object()), None, None, lambda work: None)
     with pytest.raises(UnsupportedError, match=r"each other's memory: leave peer_copies out.*no access between"):
-        Ranks.connect_devices(one, True)
+        one.connect(True, lambda value: value)
