@@ -18,7 +18,7 @@ if (_checkout / "pyproject.toml").exists() and (_checkout / "passes").is_dir():
 from megacompile.errors import MegacompileError  # noqa: E402  (after the path is complete)
 from megacompile.version import __version__  # noqa: E402, F401  (public)
 
-__all__ = ["SGD", "AdamW", "CheckpointWriter", "Lion", "MegacompileError", "explain_capture", "from_pretrained",
+__all__ = ["SGD", "AdamW", "CheckpointWriter", "Lion", "MegacompileError", "Muon", "explain_capture", "from_pretrained",
            "latest_checkpoint", "layer_stack", "load_checkpoint", "register_layers", "save_checkpoint", "schedule", "stream"]
 
 #: The module of each public name. The imports under `TYPE_CHECKING` below tell type checkers the same; a test compares both.
@@ -26,6 +26,7 @@ _MODULE_OF = {
     "AdamW": "megacompile.streaming.optimizer.adamw",
     "CheckpointWriter": "megacompile.checkpoint",
     "Lion": "megacompile.streaming.optimizer.lion",
+    "Muon": "megacompile.streaming.optimizer.muon",
     "SGD": "megacompile.streaming.optimizer.sgd",
     "explain_capture": "megacompile.capture_report",
     "from_pretrained": "megacompile.loading",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from megacompile.scheduling import schedule
     from megacompile.streaming.optimizer.adamw import AdamW
     from megacompile.streaming.optimizer.lion import Lion
+    from megacompile.streaming.optimizer.muon import Muon
     from megacompile.streaming.optimizer.sgd import SGD
 else:
     def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from megacompile.planning.state_choices import StateChoice
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.backends.threads import ThreadBackend
+from megacompile.runtime.memory.host_copies import WEIGHTS, copy_from_first_host
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tile_memory import SharedTileMemory
 from megacompile.runtime.ranks import Ranks
@@ -87,24 +88,28 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
     there = available_host_bytes()
     device_bytes = device_budget(config, backend.free_bytes())
     if ranks is not None and config.device_memory is not None:
-        device_bytes -= ranks.device_bytes  # what is free does not contain them
+        device_bytes -= ranks.exchanges.device_bytes  # what is free does not contain them
     agreed: list[str] = []
     if ranks is not None:
         fill_buffers(model, ranks)
+        there //= ranks.hosts.beside  # each has a copy of the model
         # all ranks must make the same plans
         agreed = [name for name in ("device_memory", "host_memory") if getattr(config, name) is None]
         there, device_bytes = map(min, zip(*ranks.agree("stream", (there, device_bytes)), strict=True))
         config = replace(config, device_memory=device_bytes, host_memory=min(there, parse_bytes(config.host_memory) or there))
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes,
-                               min(there, parse_bytes(config.host_memory) or there), ranks=1 if ranks is None else ranks.size)
+                               min(there, parse_bytes(config.host_memory) or there),
+                               *((1, 1) if ranks is None else (ranks.hosts.ranks, ranks.hosts.count)))
     check_tiles(tiling, min(available_host_bytes(), parse_bytes(config.host_memory) or there))
     check_device_memory(tiling, device_bytes)
     spend_pinned_memory(tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
     with under_way(f"moving the weights of {type(model).__name__} into tiles"):
         store = fill(model, tiling, memory=None if ranks is None else SharedTileMemory(tiling.host.values(), ranks))
     if ranks is not None:
-        store.divide(tiling.layouts, ranks.rank)
-        ranks.agree("stream")  # every tile is filled
+        store.divide(tiling.layouts, ranks.hosts.local, ranks.hosts.ranks)
+        ranks.agree("stream")  # every tile of the first host is filled
+        copy_from_first_host(store, ranks, WEIGHTS)
+        ranks.agree("stream")
     streamed = Streamed(model, captured, tiling, store, backend, config, ranks, agreed)
     claim(streamed)
     handle = Handle(streamed)
@@ -128,11 +133,13 @@ def make_backend(device: str | torch.device | None) -> Backend:
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,
             example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
             device_bytes: int | None = None, host_bytes: int | None = None,
-            watch: Watch | None = None, ranks: int = 1, choice: StateChoice | None = None) -> tuple[CapturedModel, Tiling]:
+            ranks: int = 1, hosts: int = 1, watch: Watch | None = None,
+            choice: StateChoice | None = None) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles, without changing it. `fused_attention`: see
     `Target`. `device_bytes`: the device's memory; with None, experts are split only if the user asks for it. `host_bytes`: the
     host's memory, which is checked before the capture; with None, it is not. `choice`: the optimizer's state; None: it is not
-    known yet. `watch`: as in `capture`. `ranks`: the number of processes that share the tiles."""
+    known yet. `ranks`: the number of processes of a host, which share the tiles. `hosts`: the number of hosts, each with a copy
+    of them. `watch`: as in `capture`."""
     refuse_hooks(model)
     check_unclaimed(model)
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
@@ -150,6 +157,6 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention), loss=config.loss,
                        expert_pieces=pieces, dtype=config.dtype, watch=watch)
-    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks)
+    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks, hosts)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling

@@ -16,8 +16,9 @@ from megacompile.trainers.reference_model import loaded_as
 class GRPOTrainer(trainer.Trainer, trl.GRPOTrainer):
     """`trl.GRPOTrainer` for a streamed policy.
 
-    The streamed model generates completions layer by layer for each token, which is correct but slow; vLLM (`use_vllm`) is
-    faster. If `beta` is not 0, the reference model is a frozen copy of the policy at this moment, streamed as well.
+    Completions are generated with all weights on the device where they fit. Elsewhere the streamed model generates them layer
+    by layer for each token, which is correct but slow; vLLM (`use_vllm`) is faster then. If `beta` is not 0, the reference
+    model is a frozen copy of the policy at this moment, streamed as well.
 
     With a `peft_config`, the streamed model is closed, wrapped with the adapter, and streamed again with the same options
     (`trainer.model`); the reference is then the same model without the adapter.

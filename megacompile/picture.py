@@ -23,7 +23,8 @@ COLORS = {
     "weights to the device": "#4477aa", "weights from all GPUs": "#2f5580",
     "forward": "#4a9c54", "forward, residuals kept": "#7fa63d",
     "loss and its gradient": "#9b4f96", "recompute and backward": "#dd6a4b", "backward": "#c24a68",
-    "gradients summed": "#8a8a8a", "gradients summed over GPUs": "#7d6bb0", "norms and losses of all GPUs": "#5a4d80",
+    "gradients summed": "#8a8a8a", "gradients summed over GPUs": "#7d6bb0", "gradients summed over hosts": "#a9539c",
+    "norms and losses of all GPUs": "#5a4d80",
     "gradients to the host": "#52a9c9", "clip": "#333333",
     "checkpoints to the host and back": "#b0c4de", "update": "#cfae3c",
     "optimizer state moved": "#a8825e", "updated weights to the host": "#6fbfa5"}

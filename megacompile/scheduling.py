@@ -26,7 +26,6 @@ from megacompile.planning.explain import Outlook, outlook
 from megacompile.planning.host_needs import host_too_small
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
-from megacompile.planning.state_choices import StateChoice, with_choice
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
@@ -80,7 +79,7 @@ class Schedule:
                   "saved layers": plan.saved_layers, "residuals": plan.residuals, "token chunk": plan.token_chunk}
         shown = ", ".join(f"{name} {value}" for name, value in chosen.items()
                           if value and (name, value) not in (("waves", 1), ("residuals", "all")))
-        each = f" on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
+        each = f" on each of {plan.gpus}" if plan.processes > 1 else ""
         return (f"{parameters / 1e9:.3g}B parameters, {len(self.captured.layer_names)} layers, {plan.batch} x {plan.length} "
                 f"tokens{each}, {shown}, {where}")
 
@@ -103,11 +102,11 @@ class Schedule:
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
-             hardware: str | Path | Hardware | None = None, gpus: int = 1, optim: str = "adamw", optim_args: str | None = None,
-             **options: Any) -> Schedule:
-    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of one host. `model`
-    may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not need CUDA.
-    Raises what `stream` raises.
+             hardware: str | Path | Hardware | None = None, gpus: int = 1, hosts: int = 1, optim: str = "adamw",
+             optim_args: str | None = None, **options: Any) -> Schedule:
+    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of each of `hosts`
+    hosts. `model` may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not
+    need CUDA. Raises what `stream` raises.
 
     By default the schedule is for a training loop (forward, backward and step); with `whole_step` it is the single program of
     `train_step`. `update` says when tiles are updated: at the end of the step ("step"), or in the backward as gradients arrive
@@ -120,8 +119,10 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_whole("batch", batch)
     check_whole("length", length)
     check_whole("gpus", gpus)
+    check_whole("hosts", hosts)
     config = StreamConfig.of(**options)
-    choice = StateChoice(optimizer_named(optim).state(optim_args), on_arrival=update == "arrival")
+    named = optimizer_named(optim)
+    choice = named.choice(optim_args, on_arrival=update == "arrival")
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)
     device = compute_device(config.device, hardware)
@@ -130,11 +131,13 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     budget = device_budget(config, free_device_bytes(device, hardware))
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget, there,
-                               ranks=gpus, choice=choice)
+                               ranks=gpus, hosts=hosts, choice=choice)
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")
-    tiling = with_choice(tiling, choice)
+    tiling = tiling.with_states(named.states(optim_args, model, tiling))
+    if choice.on_arrival and any(layout.matrices for layout in tiling.layouts.values()):
+        raise UnsupportedError(f"{optim} updates whole matrices at the end of a step: leave update='arrival' out")
     fused = config.compile if config.compile is not None else device_type == "cuda"
     needed = tiling.host_bytes(gradients=not choice.on_arrival)
     if needed + gpus * HOST_MARGIN_BYTES > there:

@@ -31,7 +31,7 @@ KINDS: dict[str, str] = {
     "recompute_backward": "recompute and backward", "backward": "backward",
     "zeros": "gradients summed", "scale": "gradients summed", "reduce": "gradients summed", "accumulate": "gradients summed",
     "add_to_sum": "gradients summed", "norms_of_sum": "gradients summed",
-    "reduce_scatter": "gradients summed over GPUs",
+    "reduce_scatter": "gradients summed over GPUs", "all_reduce": "gradients summed over hosts",
     **dict.fromkeys(("share_norms", "share_host_norms", "share_loss"), "norms and losses of all GPUs"),
     "offload": "gradients to the host", "offload_norms": "gradients to the host",
     **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),

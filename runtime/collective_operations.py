@@ -15,26 +15,31 @@ from megacompile.runtime.memory.arena import Weights
 
 def _gather(frame: Frame, node: fx.Node) -> Weights:
     weights = frame.arena.weights(argument(node, "into"), frame.store.whole(argument(node, "tile")).layout)
-    frame.together.gather(weights.memory, frame.read(node, "shard").memory)
+    frame.together.exchanges.gather(weights.memory, frame.read(node, "shard").memory)
     return weights
 
 
 def _gather_resident(frame: Frame, node: fx.Node) -> None:
     weights: Weights = frame.read(node, "resident")
-    frame.together.gather(weights.memory, own_bytes(frame.store[argument(node, "tile")], weights.memory))
+    frame.together.exchanges.gather(weights.memory, own_bytes(frame.store[argument(node, "tile")], weights.memory))
 
 
 def _reduce_scatter(frame: Frame, node: fx.Node) -> None:
     (accumulators,) = operands(node, "accumulators")
-    frame.together.reduce_scatter(frame.values[accumulators].flat)
+    frame.together.exchanges.reduce_scatter(frame.values[accumulators].flat)
+
+
+def _all_reduce(frame: Frame, node: fx.Node) -> None:
+    (accumulators,) = operands(node, "accumulators")
+    frame.together.exchanges.all_reduce(frame.values[accumulators].flat)
 
 
 def _share_norms(frame: Frame, node: fx.Node) -> None:
-    frame.together.join_norms(frame.read(node, "reduced").norms)
+    frame.together.exchanges.join_norms(frame.read(node, "reduced").norms)
 
 
 def _share_host_norms(frame: Frame, node: fx.Node) -> None:
-    frame.together.join_host_norms(norms_of(frame.store[argument(node, "tile")]))
+    frame.together.exchanges.join_host_norms(norms_of(frame.store[argument(node, "tile")]))
 
 
 def _announce(frame: Frame, node: fx.Node) -> None:
@@ -49,9 +54,10 @@ def _total_loss(frame: Frame, node: fx.Node) -> Activation:
 def _share_loss(frame: Frame, node: fx.Node) -> None:
     loss = frame.read(node, "value").loss
     assert loss is not None, "a total of nothing"
-    frame.together.add_up(loss)
+    frame.together.exchanges.add_up(loss)
 
 
 COLLECTIVE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
-    gather=_gather, gather_resident=_gather_resident, reduce_scatter=_reduce_scatter, share_norms=_share_norms,
+    gather=_gather, gather_resident=_gather_resident, reduce_scatter=_reduce_scatter, all_reduce=_all_reduce,
+    share_norms=_share_norms,
     share_host_norms=_share_host_norms, announce=_announce, total_loss=_total_loss, share_loss=_share_loss)

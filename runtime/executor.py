@@ -12,13 +12,14 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
-from megacompile.errors import LaneError, StallError
+from megacompile.errors import LaneError, RankError, StallError
 from megacompile.ir.listing import excerpt
 from megacompile.ir.program import Access, Lane, argument, lane_of, nodes, op_of, operands
 from megacompile.runtime.backends.lanes import Backend
@@ -30,6 +31,8 @@ from megacompile.runtime.watchdog import Watchdog
 from megacompile.system.priority import yield_to_others
 
 _POLL_S = 0.05  # how soon a waiting lane notices that another has failed
+#: How long `close` waits for lanes to stop after another rank has failed, in seconds. A device may wait for that rank forever.
+_STOPPING_S = 5.0
 _LOWERED = "_megacompile_instructions"  # attribute of a section
 
 
@@ -205,8 +208,13 @@ class Executor:
         Returns when that is done. In one of its own lanes (where garbage collection may find a forgotten model) it returns at
         once, and another thread does the work: the lane cannot wait for itself.
 
-        Does nothing in a forked process, which has neither the lanes nor their memory, or if lanes hang."""
-        if os.getpid() != self._process or self.hangs:
+        Does nothing in a forked process, which has neither the lanes nor their memory, or if lanes hang. If another rank has
+        failed, it waits a few seconds for lanes to stop after their instruction, and does nothing else."""
+        if os.getpid() != self._process:
+            return
+        if self.hangs:
+            if isinstance(self.lost, RankError):
+                self._stop()
             return
         if threading.current_thread() in self._threads.values():
             threading.Thread(target=self.close, args=(then,), daemon=True, name="megacompile close").start()
@@ -219,6 +227,15 @@ class Executor:
         self._threads.clear()
         if then is not None:
             then()
+
+    def _stop(self) -> None:
+        """Ends the lanes that stop in time. A thread that returns from PyTorch while the interpreter ends is unwound, and that
+        ends the process with an abort."""
+        limit = time.monotonic() + _STOPPING_S
+        for lane, thread in self._threads.items():
+            self._queues[lane].put(None)
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, limit - time.monotonic()))
 
     # ---------------------------------------------------------------- execution, in the lanes' threads
     def _queue(self, lane: Lane) -> queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]:

@@ -1,41 +1,46 @@
-"""The other ranks of a job: collectives of the lanes, and agreements between the callers.
+"""The other ranks of a job: their process groups, agreements between the callers, and waits.
 
-Three process groups, because three threads of a process use them at the same time: the lane `collective` exchanges weights and
-gradients (NCCL, or gloo on CPUs), the lane `cpu` exchanges norms in host memory, and the caller's thread agrees with the other
-callers on what runs next. The collectives of a group run in the same order on every rank.
+Several process groups, because several threads of a process use them at the same time: the lanes exchange values
+(`exchanges.py`), and the caller's thread agrees with the other callers on what runs next. The collectives of a group run in the
+same order on every rank.
 
 Every wait looks at the board (`StatusBoard`): a rank that has ended, or has failed, ends the others with its name and cause.
+With several hosts, `HostWatch` tells the board of each host how the ranks of the others are.
 """
 from __future__ import annotations
 
 import io
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacompile.errors import RankError, UnsupportedError, shortened
-from megacompile.runtime.backends.stream_signals import StreamSignals
-from megacompile.runtime.peer_copies import HALVES_BYTES, PeerCopies
-from megacompile.system.mailbox import MOST_BYTES, RANK_BYTES, Mailbox
+from megacompile.errors import RankError, shortened
+from megacompile.runtime.exchanges import Exchanges
+from megacompile.runtime.host_watch import HostWatch
+from megacompile.runtime.hosts import Rows, arranged, identity
+from megacompile.runtime.letters import Letters, pieces
+from megacompile.system.links import Listener, connected
 from megacompile.system.shared_memory import SharedMemory
 from megacompile.system.status_board import ROW_BYTES, StatusBoard
-from megacompile.torch_compat.distributed import all_gather, memory_of_peers, never_end, reduce_scatter
+from megacompile.torch_compat.distributed import all_gather, never_end
 from megacompile.version import __version__
+
+T = TypeVar("T")
 
 #: For how long callers that wait for each other do not sleep, in seconds. Where updates occupy all cores, a sleep takes
 #: milliseconds.
 _AWAKE_S = 2e-3
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
 _FIRST_S, _LONGEST_S = 2e-5, 1e-3
-#: Bytes of device memory for exchanges by copies.
-PEER_MEMORY_BYTES = HALVES_BYTES + (1 << 16)
+#: Bytes of host memory that are sent to other hosts at a time.
+_CHUNK_BYTES = 1 << 26
 #: How often a wait looks at the board, in seconds.
 _LOOK_S = 0.05
 #: How long a process may take to end once it has closed its connections, in seconds.
@@ -45,108 +50,82 @@ _UNLIMITED = timedelta(seconds=10**6)
 
 
 class Ranks:
-    """`rank`: this process, of `size`. State: the process groups, the `board` once all ranks have it, how many updates were
-    submitted, and how many of them this rank's lanes have finished."""
+    """`rank`: this process, of `size`. `hosts`: where all of them are. `exchanges`: what lanes exchange. State: the process
+    groups, the `board` once all ranks of the host have it, how many updates were submitted, and how many of them this rank's
+    lanes have finished.
 
-    def __init__(self, device: torch.device, timeout_s: float | None) -> None:
+    Raises `UnsupportedError` for hosts that cannot train together. `mesh`: as in `arranged`."""
+
+    def __init__(self, device: torch.device, timeout_s: float | None, mesh: Rows | None = None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device, self.timeout_s = device, timeout_s
         limit = _UNLIMITED if timeout_s is None else timedelta(seconds=2 * timeout_s)  # later than `_finish` gives up
-        self._lane = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=limit)
-        self._host = dist.new_group(backend="gloo", timeout=limit)
-        self._callers = dist.new_group(backend="gloo", timeout=limit)
-        self._groups: tuple[dist.ProcessGroup, ...] = (self._lane, self._host, self._callers)
         self.board: StatusBoard | None = None
-        self.mailbox: Mailbox | None = None
+        self._letters: Letters | None = None
+        self._watch: HostWatch | None = None
         self.submitted = self.finished = 0
-        self._copies: PeerCopies | None = None
+        self._callers = dist.new_group(backend="gloo", timeout=limit)
+        self._groups: tuple[dist.ProcessGroup, ...] = (self._callers,)
+        self.agree_on("stream", "version", f"megacompile {__version__}, torch {torch.__version__}")
+        found = self.agree("stream", (identity(), mesh))
+        self.hosts = arranged([each for each, _ in found], self.rank, [given for _, given in found])
+        rows, columns = self.hosts.rows, tuple(zip(*self.hosts.rows, strict=True))
+        lanes = "nccl" if device.type == "cuda" else "gloo"
+        lane, across, host = (self._group(groups, backend, limit) for groups, backend in (
+            (rows, lanes), (columns, lanes), (rows, "gloo")))
+        self._between_hosts = self._group(columns, "gloo", _UNLIMITED)  # of host memory
+        self._leaders = self._group([self.hosts.leaders], "gloo", limit)
+        self.exchanges = Exchanges(self.hosts, device, lane, across, host, self._finish)
+        self._own_groups = self._groups  # writers of checkpoints add theirs, and end them
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of device memory for exchanges by copies, which PyTorch's allocator does not count."""
-        return 0 if self._copies is None else PEER_MEMORY_BYTES
+    def _group(self, groups: Iterable[Sequence[int]], backend: str, limit: timedelta) -> dist.ProcessGroup | None:
+        """The one of several groups of ranks that this rank is in; None if it is in none, or alone in one. All callers make all
+        groups together."""
+        own = None
+        for ranks in groups:
+            if len(ranks) > 1:
+                made = dist.new_group(list(ranks), backend=backend, timeout=limit)
+                own = made if self.rank in ranks else own
+        if own is not None:
+            self._groups += (own,)
+        return own
 
-    def connect_devices(self, peer_copies: bool | None) -> None:
-        """Connects the devices, which takes some hundred MiB of device memory that budgets must not count as free: for copies,
-        where they can reach each other's memory (`peer_copies` None) or because the user has said so, and for NCCL, which
-        connects them in its first collective of a kind. Raises `UnsupportedError` if copies are asked for and not possible."""
-        if self.device.type == "cuda" and peer_copies is not False:
-            signals, why = None, ""
-            try:
-                memory, handle = memory_of_peers(PEER_MEMORY_BYTES, self.device, self._lane)
-                signals = StreamSignals(memory, handle, self.rank, self.size)
-            except (OSError, RuntimeError) as error:
-                why = str(error).splitlines()[0]
-            if all(self.agree("stream", signals is not None)) and signals is not None:
-                self._copies = PeerCopies(signals, self.rank, self.size)
-            elif peer_copies:
-                raise UnsupportedError("the GPUs of the ranks cannot reach each other's memory: leave peer_copies out, which "
-                                       f"leaves exchanges to NCCL ({why or 'on another rank'})")
-        whole = torch.zeros(4 * self.size, dtype=torch.uint8, device=self.device)
-        self.gather(whole, whole[4 * self.rank:4 * (self.rank + 1)])
-        self.reduce_scatter(whole.view(torch.float32))
-        self.add_up(whole.view(torch.float32))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def connect_host(self) -> None:
+        """Connects the processes: the board and the letters of this host, and what hosts tell each other. Raises
+        `RankError`."""
+        hosts = self.hosts
+        processes = self.agree("stream", os.getpid())
+        memory = self.shared_memory({"board": ROW_BYTES * self.size, **pieces(hosts)})
+        board = StatusBoard(memory.piece("board"), self.rank, processes, hosts.here, hosts.where)
+        letters = Letters(hosts, memory, self._leaders, self._wait_for, self._finish)
+        memory.close()
+        linked = self._linked()
+        self.board, self._letters = board, letters
+        if linked:
+            self._watch = HostWatch(board, hosts, linked)
 
-    # ---------------------------------------------------------------- in lanes
-    def gather(self, whole: Tensor, shard: Tensor) -> None:
-        """Fills `whole`, uint8 [size * n] on the device, with the shards of all ranks, uint8 [n] each. `shard` may be this
-        rank's part of `whole`."""
-        if self._copies is not None:
-            self._copies.gather(whole, shard)
-            return
-        if self.device.type == "cuda":
-            all_gather(whole, shard, self._lane, wait=True)
-            return
-        self._finish(all_gather(whole, shard.clone(), self._lane, wait=False))
-
-    def reduce_scatter(self, flat: Tensor) -> None:
-        """Adds up `flat`, fp32 [size * n], over the ranks. This rank's n elements hold the sums afterwards; the others hold
-        nothing of use. The sums are taken in the order of the ranks on a CPU, in that of `PeerCopies` or of NCCL on CUDA."""
-        if self._copies is not None:
-            self._copies.reduce_scatter(flat)
-            return
-        count = flat.numel() // self.size
-        own = flat[self.rank * count:(self.rank + 1) * count]
-        if self.device.type == "cuda":
-            reduce_scatter(own, flat, self._lane)
-            return
-        received = torch.empty_like(flat)
-        self._finish(dist.all_to_all_single(received, flat, group=self._lane, async_op=True))
-        parts = received.view(self.size, count)
-        own.copy_(parts[0])
-        for part in parts[1:]:
-            own.add_(part)
-
-    def join_norms(self, norms: Tensor) -> None:
-        """Norms of shards, fp32 [n] on the device -> norms of whole gradients, the same bits on every rank."""
-        self._join(norms, self._lane)
-
-    def join_host_norms(self, norms: Tensor) -> None:
-        """As `join_norms`, in host memory and in the lane cpu."""
-        self._join(norms, self._host)
-
-    def _join(self, norms: Tensor, group: dist.ProcessGroup) -> None:
-        squares = norms.double().square()  # the square of a large fp32 norm is not an fp32 number
-        self._sum(squares, group)
-        norms.copy_(squares.sqrt())
+    def _linked(self) -> dict[int, socket.socket]:
+        """This rank's connections to the first ranks of other hosts: of the first of all to the others, and of each of them to
+        that one. Raises `RankError`."""
+        first, *others = self.hosts.leaders
+        if not others:
+            return {}
+        listener = Listener() if self.rank == first else None
+        door, name = self.agree("stream", None if listener is None else (listener.door, socket.gethostname()))[first]
+        found = {}
+        if listener is not None:
+            found = listener.accepted(len(others))
+        elif self.rank in others:
+            addresses = [address for address in (os.environ.get("MASTER_ADDR"), name) if address]
+            found = {first: connected(addresses, door, self.rank)}
+        self.agree("stream")
+        return found
 
     def updated(self) -> None:
         """Called by the last op of an update: this rank's shards in host memory are those of the update."""
         self.finished += 1
         if self.board is not None:
             self.board.finished(self.finished)
-
-    def add_up(self, value: Tensor) -> None:
-        """Adds up a tensor on the device over the ranks, in place, with the same bits on every rank."""
-        self._sum(value, self._lane)
-
-    def _sum(self, value: Tensor, group: dist.ProcessGroup) -> None:
-        if value.device.type == "cuda":
-            dist.all_reduce(value, group=group)
-        else:
-            self._finish(dist.all_reduce(value, group=group, async_op=True))
 
     # ---------------------------------------------------------------- in the caller's thread
     def agree(self, doing: str, value: Any = None) -> list[Any]:
@@ -173,8 +152,8 @@ class Ranks:
                                 f"versions (rank {rank}: {shortened(str(other))}; rank 0: {shortened(str(values[0]))})")
 
     def wait_for_updates(self) -> None:
-        """Waits until every rank has finished all updates that were submitted here. Then the tiles in host memory are whole.
-        Raises `RankError`."""
+        """Waits until every rank of this host has finished all updates that were submitted here. Then the tiles in host memory
+        are whole. Raises `RankError`."""
         if (board := self.board) is not None:
             self._wait(lambda: board.all_finished(self.submitted))
 
@@ -225,31 +204,39 @@ class Ranks:
         return [_read(part[:size].numpy()) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def _exchange_among_callers(self, value: Any) -> list[Any]:
-        """As `exchange`, by the mailbox if no value is too long for it: no other thread must wake up, which takes milliseconds
-        while updates occupy all cores."""
-        if self.mailbox is None:
-            return self.exchange(value, self._callers)
-        self.mailbox.put(_written(value))
-        letters: list[tuple[int, bytes]] | None = None
+        """As `exchange`, by letters if no value is too long for them: on a host no other thread must wake up, which takes
+        milliseconds while updates occupy all cores."""
+        told = None if self._letters is None else self._letters.exchanged(_written(value))
+        return self.exchange(value, self._callers) if told is None else [_read(each) for each in told]
 
-        def all_there() -> bool:
-            nonlocal letters
-            letters = self.mailbox.all() if self.mailbox is not None else None
-            return letters is not None
+    def _wait_for(self, poll: Callable[[], T | None]) -> T:
+        """What `poll` returns once that is not None. Raises `RankError`."""
+        found: list[T] = []
 
-        self._wait(all_there, awake_s=_AWAKE_S)
-        assert letters is not None
-        if max(size for size, _ in letters) > MOST_BYTES:
-            return self.exchange(value, self._callers)
-        return [_read(told) for _, told in letters]
+        def there() -> bool:
+            if (each := poll()) is not None:
+                found.append(each)
+            return bool(found)
+
+        self._wait(there, awake_s=_AWAKE_S)
+        return found[0]
 
     def shared_memory(self, sizes: Mapping[str, int], doing: str = "stream") -> SharedMemory:
-        """Memory that all ranks map, made by rank 0. Each rank must give the same sizes. `doing`: as in `agree`."""
-        memory = SharedMemory(sizes) if self.rank == 0 else None
-        address = self.agree(doing, None if memory is None else memory.address)[0]
+        """Memory that all ranks of this host map, made by the first of them. Each rank must give the same sizes. `doing`: as in
+        `agree`."""
+        memory = SharedMemory(sizes) if self.hosts.leads else None
+        address = self.agree(doing, None if memory is None else memory.address)[self.hosts.here[0]]
         memory = memory or SharedMemory(sizes, address)
-        self.agree(doing)  # the others have opened it before rank 0 may close it
+        self.agree(doing)  # the others have opened it before the first may close it
         return memory
+
+    def send_to_all_hosts(self, memory: Tensor) -> None:
+        """Replaces a tensor, uint8 [n] in host memory, by that of the rank with the same shard on the first host. Raises
+        `RankError`."""
+        assert self._between_hosts is not None, "one host"
+        for start in range(0, len(memory), _CHUNK_BYTES):
+            self._finish(dist.broadcast(memory[start:start + _CHUNK_BYTES], self.hosts.alike[0], group=self._between_hosts,
+                                        async_op=True))
 
     # ---------------------------------------------------------------- waiting and failing
     def _finish(self, work: Any, patient: bool = False) -> None:
@@ -278,38 +265,39 @@ class Ranks:
         """Raises `RankError` if another rank has ended or was stopped, and with `failures` if it has failed."""
         board = self.board  # `close` may remove it while a checkpoint's writer looks
         if board is not None and (cause := board.trouble(failures)):
+            self._tell_other_hosts()
             raise RankError(f"{cause}: the other ranks cannot go on; start the job again from the last checkpoint")
 
     def failed(self, error: BaseException) -> None:
         """Tells the other ranks that this one has failed, unless it is because another rank has."""
         if self.board is not None and not isinstance(error, RankError):
             self.board.fail(error)
+            self._tell_other_hosts()
+
+    def _tell_other_hosts(self) -> None:
+        """Before this process may end: what the board says."""
+        if self._watch is not None:
+            self._watch.flush()
 
     def close(self) -> None:
         """Ends the process groups of lanes and callers. The lanes must be idle. Writers of checkpoints end their own."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self.board is not None:
             self.board.close()
             self.board = None
-        self._copies = None
-        for group in (self._lane, self._host, self._callers):
+        self.exchanges.close()
+        for group in self._own_groups:
             self.end_group(group)
 
 
-def connect(device: torch.device, timeout_s: float | None, peer_copies: bool | None = None) -> Ranks:
-    """Connects the processes of torch.distributed's default group, which must all be on this host. `peer_copies`: as in
-    `StreamConfig`. Raises `UnsupportedError` if they are not, and what `Ranks.connect_devices` raises."""
-    ranks = Ranks(device, timeout_s)
-    hosts = ranks.agree("stream", Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
-    if len(set(hosts)) > 1:
-        raise UnsupportedError("the ranks are on several hosts, which is not supported yet: start them on one host (torchrun "
-                               "--standalone)")
-    ranks.agree_on("stream", "version", f"megacompile {__version__}, torch {torch.__version__}")
-    processes = ranks.agree("stream", os.getpid())
-    memory = ranks.shared_memory({"board": ROW_BYTES * ranks.size, "mailbox": RANK_BYTES * ranks.size})
-    ranks.board = StatusBoard(memory.piece("board"), ranks.rank, processes)
-    ranks.mailbox = Mailbox(memory.piece("mailbox"), ranks.rank)
-    memory.close()
-    ranks.connect_devices(peer_copies)
+def connect(device: torch.device, timeout_s: float | None, peer_copies: bool | None = None, mesh: Rows | None = None) -> Ranks:
+    """Connects the processes of torch.distributed's default group. `peer_copies`: as in `StreamConfig`; `mesh`: as in
+    `arranged`. Raises what `Ranks` and `Exchanges.connect` raise, and `RankError`."""
+    ranks = Ranks(device, timeout_s, mesh)
+    ranks.connect_host()
+    ranks.exchanges.connect(peer_copies, lambda yes: all(ranks.agree("stream", yes)))
     return ranks
 
 

@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Any
 
 from megacompile.runtime.kernels import Batch
-from megacompile.runtime.optimizer.rule import Rule, Segment
+from megacompile.runtime.optimizer.rule import MatrixRule, Rule, Segment
 
 #: Held while a step is numbered or counted, or its count is rolled back, by callers and lanes.
 counting = threading.Lock()
@@ -29,11 +29,12 @@ class Update:
     """One optimizer step.
 
     `rule`: what updates elements. `segments`: for each tile, the runs of its host tile's elements to update, with their
-    hyper-parameters. `counted`: for each tile, the positions of the parameters whose gradients count in the norm. `done`: tiles
-    that are updated; running a failed step again updates the others. `halfway`: tiles whose weights are updated but not their
-    moments. `begun`: the parameters' step counts include this step. `on_arrival`: tiles are updated before the global norm is
-    known. `kept`: tiles that were not updated on arrival because their own gradients were not finite, with their norms; they
-    are `done` too. `batches`: the batches that the gradients are of. `judged`: set once the global norm is known.
+    hyper-parameters. `matrices`: for each tile, the positions of the parameters that `matrix_rule` updates instead. `counted`:
+    for each tile, the positions of the parameters whose gradients count in the norm. `done`: tiles that are updated; running a
+    failed step again updates the others. `halfway`: tiles whose weights are updated but not their moments. `begun`: the
+    parameters' step counts include this step. `on_arrival`: tiles are updated before the global norm is known. `kept`: tiles
+    that were not updated on arrival because their own gradients were not finite, with their norms; they are `done` too.
+    `batches`: the batches that the gradients are of. `judged`: set once the global norm is known.
 
     `refused`: gradients were not finite, and nothing was updated. `report` is called, with the norms, in the lane that finds
     gradients that are not finite; it may raise."""
@@ -53,6 +54,8 @@ class Update:
     report: Callable[[Update, Norms], None] = lambda update, norms: None
     states: Sequence[dict[str, Any]] = ()  # of the counted parameters: each has a "step"
     before: Update | None = None  # the previous step, if it may still be refused
+    matrix_rule: MatrixRule | None = None
+    matrices: Mapping[str, frozenset[int]] = field(default_factory=dict)
     judged: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -73,6 +76,11 @@ class Update:
     def pending(self, tile: str) -> Sequence[Segment]:
         """The segments of a tile that are still to be updated."""
         return () if self.refused or tile in self.done else self.segments.get(tile, ())
+
+    def divided(self, tile: str, segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
+        """Segments of a tile: those that are updated element by element, and those that `matrix_rule` updates."""
+        whole = self.matrices.get(tile, frozenset())
+        return [s for s in segments if s.position not in whole], [s for s in segments if s.position in whole]
 
     def begin(self) -> None:
         """Counts the step, unless it was counted before it failed."""

@@ -14,9 +14,10 @@ from megacompile.runtime.memory.segments import at_home, in_slot
 from megacompile.runtime.memory.shards import Share
 from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.runtime.optimizer import host_update
+from megacompile.runtime.optimizer.matrix_update import update_there
 from megacompile.runtime.optimizer.rule import Part
 from megacompile.runtime.update import Update
-from megacompile.runtime.visiting import visit
+from megacompile.runtime.visiting import visit, visit_matrices
 
 
 def _accumulate(frame: Frame, node: fx.Node) -> None:
@@ -96,6 +97,7 @@ def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Ten
         update.judge_tile(name, _norms(frame, update, name, None if slab is None else slab.memory))
     if segments := update.pending(name):
         assert home.moments, "the optimizer made no state"
+        assert not update.matrices.get(name), "whole matrices are updated on the device"
         frame.store.preserve(name)
         source = gradients_of(tile) if gradients is None else gradients
         for here, there in tile.runs:
@@ -116,8 +118,13 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
         # On arrival the device itself checks the norms: otherwise the host would wait for the device in every layer.
         judged = (gradients.norms, frame.arena.verdict(tile.layout.name, update)) if update.on_arrival else None
         own = tile.layout.flat(own_bytes(tile, weights.memory))
-        frame.backend.update(update.rule, own, state.remainder, gradients.flat, in_slot(segments, tile, state.moments),
-                             _gradient_scale(frame, node), judged)
+        scale, (elementwise, whole) = _gradient_scale(frame, node), update.divided(tile.layout.name, segments)
+        if elementwise:
+            frame.backend.update(update.rule, own, state.remainder, gradients.flat, in_slot(elementwise, tile, state.moments),
+                                 scale, judged)
+        if update.matrix_rule is not None and whole:
+            update_there(frame.backend, update.matrix_rule, own, state.remainder, gradients.flat,
+                         in_slot(whole, tile, state.moments), scale)
         _updated(update, tile)
 
 
@@ -125,7 +132,11 @@ def _adam_visiting(frame: Frame, node: fx.Node) -> None:
     update, tile = _updating(frame), frame.store[argument(node, "tile")]
     if segments := update.pending(tile.layout.name):
         frame.store.preserve(tile.layout.name)
-        visit(frame.backend, update.rule, frame.memory(argument(node, "into")), tile, segments, _gradient_scale(frame, node))
+        memory, scale = frame.memory(argument(node, "into")), _gradient_scale(frame, node)
+        elementwise, whole = update.divided(tile.layout.name, segments)
+        visit(frame.backend, update.rule, memory, tile, elementwise, scale)
+        if update.matrix_rule is not None:
+            visit_matrices(frame.backend, update.matrix_rule, memory, tile, whole, scale)
         _updated(update, tile)
 
 

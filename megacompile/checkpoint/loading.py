@@ -35,20 +35,22 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
 
     `directory` is a checkpoint, or a folder of checkpoints, from which the newest complete one is loaded. Create the model, the
     optimizer and the scheduler first. The model must have the same parameters and buffers, and the optimizer the same
-    parameters in each group.
+    parameters in each group. With several hosts, each reads the files, which must be there under the same path.
 
     Raises `CheckpointError`, with the file and the reason, before anything has changed: for a damaged or truncated file, a
     folder without a checkpoint, and a checkpoint of another model, optimizer or scheduler."""
     subject = Subject(model, optimizer, scheduler)
     streamed = subject.streamed
-    rank, ranks = (0, 1) if streamed.together.ranks is None else (streamed.together.ranks.rank, streamed.together.ranks.size)
+    job = streamed.together.ranks
+    rank = 0 if job is None else job.rank
+    share_of = (0, 1) if job is None else (job.hosts.local, job.hosts.ranks)  # each host reads the files
     with streamed.together.all_or_none("load_checkpoint", CheckpointError):
         folder = _find(Path(directory))
         saved = Manifest.read(folder)
         path = folder / manifest.NAME
         _check_subject(saved, subject, path)
         decoded = _decoded(saved, subject, path, rank)
-        files = share({name: written.bytes for name, written in saved.files.items()}, rank, ranks)
+        files = share({name: written.bytes for name, written in saved.files.items()}, *share_of)
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(lambda name: check_file(folder / name, saved.files[name]), files):
                 pass
@@ -58,14 +60,13 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
             check_saved(optimizer, state)
         except MegacompileError as error:
             raise CheckpointError(f"{path} is from another optimizer: {error}") from error
-    if streamed.together.ranks is not None:
-        streamed.together.ranks.agree_on(
-            "load_checkpoint", "checkpoint", {name: astuple(written) for name, written in saved.files.items()})
+    if job is not None:  # with checksums, so that all hosts load the same values
+        job.agree_on("load_checkpoint", "checkpoint", {name: astuple(written) for name, written in saved.files.items()})
     if scheduler is not None:
         with streamed.together.all_or_none("load_checkpoint", CheckpointError):
             schedulers.load(decoded.scheduler, scheduler)  # may fail; nothing below does
-    tiles = share({name: state_bytes(tile) for name, tile in streamed.store.tiles.items()}, rank, ranks)
-    with streamed.turn, loading(streamed, "load_checkpoint", tiles):
+    tiles = share({name: state_bytes(tile) for name, tile in streamed.store.tiles.items()}, *share_of)
+    with streamed.turn, loading(streamed, "load_checkpoint", tiles, parts=()):
         _load(tensors, subject, state)
     random_state.restore(random_state.of_rank(decoded.random, rank), streamed.backend.device)
     return decoded.extra

@@ -150,14 +150,15 @@ def _remedy(error: BaseException) -> str:
 
 
 class _Save:
-    """One save. Each rank writes some tiles; the first (or only) rank also writes the rest, and publishes the folder when all
-    ranks are done. State: its `threads`; when it is done, `result` or `error`, the same on all ranks."""
+    """One save. Each rank of the first host writes some tiles; the first (or only) rank also writes the rest, and publishes the
+    folder when all ranks are done. Other hosts have the same values, and write nothing. State: its `threads`; when it is done,
+    `result` or `error`, the same on all ranks."""
 
     def __init__(self, subject: Subject, directory: Path, keep: int, extra: Any, bandwidth: int | None,
                  copy_memory: int | None) -> None:
         streamed = subject.streamed
         self.keep, self.store, self.ranks = keep, streamed.store, streamed.together.ranks
-        self.rank, self.size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
+        self.rank, self.size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.hosts.ranks)
         self.folder: Incomplete | None = None
         self.error: BaseException | None = None
         self.result: Path | None = None
@@ -220,7 +221,8 @@ class _Save:
             assert self.folder is not None
             self.tiles, self.path = tiles, self.folder.path
         else:
-            mine = share({name: state_bytes(tile) for name, tile in tiles.items()}, self.rank, self.size)
+            sizes = {name: state_bytes(tile) for name, tile in tiles.items()}
+            mine = share(sizes, self.rank, self.size) if self.ranks.hosts.host == 0 else []
             self.tiles = {name: tiles[name] for name in mine}
             folder = None if self.folder is None else str(self.folder.path.absolute())
             found = self.ranks.agree("save", (folder, self.random))
@@ -228,6 +230,8 @@ class _Save:
             with together.failing():
                 memory = self.ranks.shared_memory({"read": len(tiles)}, "save")
                 self.of_ranks = ReadTiles(memory.piece("read"), list(tiles), self.ranks.check)
+                if self.ranks.hosts.host > 0:
+                    self.of_ranks.mark(*tiles)  # no rank of this host reads any
                 memory.close()
                 self.group = self.ranks.new_group()
         self.about["random"] = encode(of_ranks(randoms), "random")

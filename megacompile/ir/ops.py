@@ -106,6 +106,9 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "multiplies by the gradient that the caller's loss sent"),
     Op("reduce_scatter", Lane.COLLECTIVE, ("tile", "accumulators"), (), ("accumulators",), ("accumulators",), None,
        "adds up the accumulators of all ranks, in this rank's shard of them"),
+    # With several hosts, ranks with the same shard add it up, each on its host.
+    Op("all_reduce", Lane.COLLECTIVE, ("tile", "accumulators"), (), ("accumulators",), ("accumulators",), None,
+       "adds up this rank's shard of the accumulators over all hosts"),
     Op("reduce", Lane.COMPUTE, ("tile", "accumulators", "into"), ("into",), ("accumulators",), ("result",), "reduced",
        "FP32 accumulators -> gradients in link precision, and each parameter's norm"),
     Op("share_norms", Lane.COLLECTIVE, ("tile", "reduced"), (), ("reduced",), ("reduced",), None,

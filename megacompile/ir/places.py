@@ -26,7 +26,7 @@ SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging", "packed_sha
 @functools.cache
 def lanes_that(access: Access, kind: str, several_ranks: bool = False) -> frozenset[Lane]:
     """The lanes that have an op which may access a place of this kind (`place_kind`). Other sections may use any of them. The
-    lane `collective` counts only where programs have `several_ranks`."""
+    lane `collective` counts only where `several_ranks`, of one host or of several, run programs together."""
     found = set()
     for op in OPS.values():
         if op.lane == Lane.COLLECTIVE and not several_ranks:

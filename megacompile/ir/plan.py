@@ -105,7 +105,8 @@ class Plan:
     gradients come in link precision.
 
     `ranks` processes, each with its own device and batch, run the program together. They share the tiles: each rank copies and
-    updates its shard of every tile, and the ranks exchange shards.
+    updates its shard of every tile, and the ranks exchange shards. Each of `hosts` hosts has so many ranks and a copy of all
+    tiles. Gradients are added up over the hosts, so that all copies are updated alike.
 
     Pinned memory: with `pinned` the tiles themselves are pinned. Otherwise weights pass through `staging_slabs` and gradients
     through `gradient_slabs` pinned slabs (the paper's pinned slab pool). Gradients that are consumed on arrival always do."""
@@ -134,12 +135,23 @@ class Plan:
     deferred_moments: bool = False
     residuals: str = "all"
     ranks: int = 1
+    hosts: int = 1
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that run the program together."""
+        return self.ranks * self.hosts
+
+    @property
+    def gpus(self) -> str:
+        """The devices of all processes in words: "16 GPUs of 2 hosts"."""
+        return f"{self.processes} GPUs" + (f" of {self.hosts} hosts" if self.hosts > 1 else "")
 
     def __post_init__(self) -> None:
         """Raises `MegacompileError` for choices that exclude each other: a person may have written the plan."""
         least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
                  "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0,
-                 "ranks": 1}
+                 "ranks": 1, "hosts": 1}
         for name, value in least.items():
             check_whole(name, getattr(self, name), value)
         check_micro_batches(len(self.micro_batches))

@@ -24,11 +24,11 @@ _COMMENT_COLUMN = 88
 
 #: The opening of a program, and the declarations of a tile, a call and a slot: each parameter with the kind of value that it
 #: holds, then the parameters that may be absent.
-OPENING = {"stage": "text", "micro_batches": "numbers", "ranks": "number"}
-OPENING_OPTIONAL = ("ranks",)  # 1 if absent
+OPENING = {"stage": "text", "micro_batches": "numbers", "ranks": "number", "hosts": "number"}
+OPENING_OPTIONAL = ("ranks", "hosts")  # 1 if absent
 DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "tile": ({"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
-              "trainable": "flag", "state_bytes": "number"}, ("state_bytes",)),
+              "trainable": "flag", "state_bytes": "number", "visit_bytes": "number"}, ("state_bytes", "visit_bytes")),
     "call": ({"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
               "output_bytes": "number"}, ("weightless", "output_bytes")),
     "slot": ({"name": "text", "bytes": "number"}, ())}
@@ -38,12 +38,15 @@ _FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]
 MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     kind: ({f.name: _FIELD_KINDS[str(f.type)] for f in dataclasses.fields(made) if f.name not in written},
            tuple(f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING))
-    for kind, made, written in (("shape", Shape, ()), ("plan", Plan, ("batch", "length", "micro_batches", "ranks")))}
+    for kind, made, written in (("shape", Shape, ()), ("plan", Plan, ("batch", "length", *OPENING)))}
 
 
-def print_head(stage: str, micro_batches: Sequence[int], ranks: int, declared: Iterable[tuple[str, Any]]) -> str:
-    """The text above the sections. `declared`: objects to declare, each with its kind (of `MADE_FOR` or `DECLARATIONS`)."""
-    opening = {"stage": stage, "micro_batches": tuple(micro_batches)} | ({"ranks": ranks} if ranks > 1 else {})
+def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str, int],
+               declared: Iterable[tuple[str, Any]]) -> str:
+    """The text above the sections. `processes`: the numbers of ranks and of hosts. `declared`: objects to declare, each with
+    its kind (of `MADE_FOR` or `DECLARATIONS`)."""
+    opening = {"stage": stage, "micro_batches": tuple(micro_batches)} | {
+        name: count for name, count in processes.items() if count > 1}
     lines = [f"# megacompile program, stage {stage}", f"program = Program({_arguments(OPENING, opening)})"]
     for kind, one in declared:
         signature, optional = DECLARATIONS.get(kind) or (MADE_FOR[kind][0], ())

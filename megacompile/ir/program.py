@@ -64,7 +64,8 @@ VISITING_BYTES = 1 << 25
 class Tile:
     """The host memory of one layer, of the prologue, of the epilogue or of a tied weight, as a schedule sees it.
 
-    Bytes are per transfer over the link; `state_bytes` are those of the optimizer's state."""
+    Bytes are per transfer over the link; `state_bytes` are those of the optimizer's state. `visit_bytes`: the device memory
+    that the tile's largest matrix takes, with its state and products, if the tile is updated by whole matrices."""
 
     name: str
     parameters: int
@@ -72,6 +73,7 @@ class Tile:
     gradient_bytes: int
     trainable: bool
     state_bytes: int = 0
+    visit_bytes: int = 0
 
     def bytes_of(self, kind: str, ranks: int = 1) -> int:
         """Bytes that a value of this kind takes in a slot of one of `ranks` ranks."""
@@ -80,7 +82,7 @@ class Tile:
             case "state":
                 return self.state_bytes // ranks
             case "visiting":
-                return min(VISITING_BYTES, self.state_bytes // ranks + 2 * shard)
+                return max(self.visit_bytes, min(VISITING_BYTES, self.state_bytes // ranks + 2 * shard))
             case "weights" | "staging":
                 return self.weight_bytes
             case "shard" | "packed_shard":
@@ -120,7 +122,8 @@ class Slot:
 @dataclass(frozen=True)
 class Program:
     """A schedule at one stage of compilation. A pass never changes a program; it returns another one. `ranks`: the number of
-    processes, each with its device, that run this program together."""
+    processes of a host, each with its device, that run this program together and share its tiles; `hosts`: the number of hosts,
+    each with a copy of the tiles."""
 
     stage: str
     micro_batches: tuple[int, ...]
@@ -129,6 +132,12 @@ class Program:
     slots: Mapping[str, Slot] = field(default_factory=dict)
     sections: Mapping[str, fx.Graph] = field(default_factory=dict)
     ranks: int = 1
+    hosts: int = 1
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that run this program together."""
+        return self.ranks * self.hosts
 
     def section(self, name: str) -> fx.Graph:
         return self.sections[name]
@@ -161,7 +170,7 @@ class Program:
         """The text above the sections: what is declared. `made_for` is declared in it (`text.parse_with_plan`)."""
         declared = [*zip(printing.MADE_FOR, made_for or (), strict=False), *(("tile", tile) for tile in self.tiles.values()),
                     *(("call", call) for call in self.calls), *(("slot", slot) for slot in self.slots.values())]
-        return printing.print_head(self.stage, self.micro_batches, self.ranks, declared)
+        return printing.print_head(self.stage, self.micro_batches, {"ranks": self.ranks, "hosts": self.hosts}, declared)
 
     def text(self, section: str | None = None, *, fold: bool = False, made_for: tuple[Shape, Plan] | None = None) -> str:
         """Python that rebuilds this program (`text.parse`), the same whenever it is printed; with `section` only that section's

@@ -162,7 +162,7 @@ class _Parser:
             self.fail(call.word, "a plan without a shape; expected `program.shape(...)` above it")
         try:
             self.plan = Plan(self.shape.batch, self.shape.length, self.head["micro_batches"], ranks=self.head.get("ranks", 1),
-                             **given)
+                             hosts=self.head.get("hosts", 1), **given)
         except MegacompileError as error:
             self.fail(call.word, f"{error}; expected a valid plan")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile.errors import MegacompileError, listed, shortened
 from megacompile.ir.plan import RESIDUALS, check_residuals
@@ -85,7 +86,11 @@ class StreamConfig:
         repack: whether the rows of a padded batch are packed into rows of one length, where that changes only the time; a
             number: the minimum length of these rows in tokens (rounded up to a power of two; 2048 by default).
         distributed: whether this process trains the model together with the other processes of torch.distributed's default
-            group (torchrun), which must be on the same host. None: where there are several processes.
+            group (torchrun). None: where there are several processes.
+        mesh: a `DeviceMesh` of all ranks. One dimension: the ranks, all on one host, have shards of one copy of the model. Two:
+            each row is a host with a copy of its own, (replicate, shard) as in FSDP2. The order of ranks does not matter. None:
+            each machine is a host. (Processes with another value of the environment variable MEGACOMPILE_HOST count as being
+            on another host.)
         peer_copies: how the GPUs of several ranks exchange weights and gradients: True: by copies from one GPU's memory to
             another's, which leave the multiprocessors to the layers; False: by NCCL. None: by copies where the GPUs can reach
             each other's memory.
@@ -121,6 +126,7 @@ class StreamConfig:
     stall_timeout: float | None = 1800.0
     repack: bool | int = True
     distributed: bool | None = None
+    mesh: Any = None
     peer_copies: bool | None = None
     reference: bool = False
 
@@ -155,6 +161,12 @@ class StreamConfig:
         for name in ("compile", "dynamic", "deferred_moments", "distributed", "reference"):
             if getattr(self, name) not in (None, True, False):
                 raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
+            raise MegacompileError(f"mesh must be a DeviceMesh, not a {type(self.mesh).__name__}: make one with "
+                                   "torch.distributed.init_device_mesh, or leave mesh out")
+        if self.mesh is not None and self.distributed is False:
+            raise MegacompileError("distributed=False trains with this process alone, and a mesh is for several: leave out one "
+                                   "of the two")
         if self.loss is not None and not callable(self.loss):
             raise MegacompileError(f"loss must be a function of logits and of other batch arguments by name, not {self.loss!r}")
         check_device(self.device)

@@ -114,15 +114,15 @@ class Outlook:
         trained = sum(layout.parameters for layout in planner.tiling.layouts.values() if layout.trainable)
         frozen = f", {trained:,} of them trained" if trained < parameters else ""
         update = ", updates on arrival of gradients" if plan.update == "arrival" else ""
-        several = f" on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
+        several = f" on each of {plan.gpus}" if plan.processes > 1 else ""
         lines = [f"{plan.batch} x {plan.length} tokens a step{several}{update}, {parameters:,} parameters{frozen}",
                  f"rates of {hardware.name}: {hardware.source}", "",
                  _verdict("device", chosen.device_bytes, planner.device_bytes),
                  _verdict("host", self.host_needed, self.host_budget)]
         if chosen.times is not None:
             step, rate = chosen.times, plan.batch * plan.length / chosen.times.step_s
-            whole = f" ({rate:,.0f} on each of {plan.ranks} GPUs)" if plan.ranks > 1 else ""
-            lines += [f"speed: {step.step_s:.3f} s a step, {plan.ranks * rate:,.0f} tokens/s{whole}, "
+            whole = f" ({rate:,.0f} on each of {plan.gpus})" if plan.processes > 1 else ""
+            lines += [f"speed: {step.step_s:.3f} s a step, {plan.processes * rate:,.0f} tokens/s{whole}, "
                       f"{operations / step.step_s / 1e12:.3g} TFLOPS{' each' if whole else ''}; {step.binds} binds "
                       f"({step.critical_s[step.binds] / step.step_s:.0%} of the step)"]
         slots = {"weights": plan.weight_slots, "gradients": plan.gradient_slots}

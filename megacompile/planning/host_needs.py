@@ -3,6 +3,7 @@ the state that an optimizer keeps, before it is made."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, 
                      choice: StateChoice | None = None) -> None:
     """Raises `InsufficientMemoryError`, with what would fit, if the layers alone take more than the host has. All of them are
     read; only a trace can say which other parameters are. `choice`: the optimizer's state; None: the smallest there is."""
-    choice = choice or _choices([model], config, EXACT)[-1]
+    choice = choice or _choices([model], config)[-1]
     if host_bytes(stack.layers, config, choice) + HOST_MARGIN_BYTES > available:
         raise host_too_small(model, stack, config, choice, host_bytes([model], config, choice), available)
 
@@ -34,13 +35,13 @@ def check_tiles(tiling: Tiling, available: int) -> None:
     trained = [layout for layout in tiling.host.values() if layout.trainable]
     if not trained:
         return check_state(tiling, available, on_arrival=True, state="")
-    least = by_accuracy(EXACT.state.moments, {layout.dtype for layout in trained})[-1]
+    least = by_accuracy({layout.dtype for layout in trained})[-1]
     return check_state(with_choice(tiling, least), available, least.on_arrival, " with the smallest optimizer state")
 
 
-def _choices(modules: Iterable[nn.Module], config: StreamConfig, like: StateChoice) -> list[StateChoice]:
-    """How an optimizer with the moments of `like` may keep its state of these modules' parameters."""
-    return by_accuracy(like.state.moments, {config.dtype or p.dtype for module in modules for p in module.parameters()})
+def _choices(modules: Iterable[nn.Module], config: StreamConfig) -> list[StateChoice]:
+    """How an optimizer may keep its state of these modules' parameters."""
+    return by_accuracy({config.dtype or p.dtype for module in modules for p in module.parameters()})
 
 
 def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: StateChoice, trained: bool | None = None) -> int:
@@ -54,7 +55,7 @@ def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: State
 def least_bytes(model: nn.Module) -> int:
     """Bytes of host memory that training takes with the smallest state: which optimizer it will be is not known."""
     config = StreamConfig()
-    return host_bytes([model], config, _choices([model], config, EXACT)[-1])
+    return host_bytes([model], config, _choices([model], config)[-1])
 
 
 def _bytes(dtype: torch.dtype, choice: StateChoice, trained: bool) -> float:
@@ -77,7 +78,7 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
              available: int) -> list[str]:
     """Smaller choices that fit the host, the least change first."""
     room, found = available - HOST_MARGIN_BYTES, []
-    for other in _choices([model], config, choice)[1:]:
+    for other in (replace(each, moments=choice.moments) for each in _choices([model], config)[1:]):
         size = host_bytes([model], config, other)
         if size < needed and size + other.on_arrival * _slab_bytes(model, stack, config) <= room:
             dtype = config.dtype or next(model.parameters()).dtype
@@ -124,13 +125,14 @@ def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with
     kept = max((layout.state_of(i) for layout in trained for i, s in enumerate(layout.slices) if s.trainable),
                key=lambda each: len(each.moments), default=NO_STATE)
     remedy = "freeze some layers, train adapters, or use a machine with more memory"
-    for choice in by_accuracy(kept.moments, {layout.dtype for layout in trained}):
+    clipped = any(layout.matrices for layout in trained)  # whole matrices are not updated on arrival
+    for choice in by_accuracy({layout.dtype for layout in trained}, clipped):
         size = _with_margin(with_choice(tiling, choice), choice.on_arrival)
         slabs = tiling.ranks * slab_bytes(tiling, 1, ()) if choice.on_arrival else 0
         if size < needed and size + slabs <= room:
-            dtype = trained[0].dtype
-            remedy = (f"with {choice.options} it takes {format_bytes(size)} ({choice.bytes(dtype):.3g} bytes each), "
-                      f"{_speed(choice, kept, dtype)}; docs/fine-tuning.md says what that costs in accuracy")
+            choice = replace(choice, moments=len(kept.moments))
+            remedy = (f"with {choice.options} it takes {format_bytes(size)} ({size / parameters:.3g} bytes each), "
+                      f"{_speed(choice, kept, trained[0].dtype)}; docs/fine-tuning.md says what that costs in accuracy")
             break
     raise InsufficientMemoryError(
         f"training{state} takes {format_bytes(needed)} of host memory ({parameters / 1e9:.3g} G trained parameters) and "

@@ -43,7 +43,7 @@ _tiles = schema.sequence(_name)
 FIELDS: Mapping[str, schema.Rule] = {
     **dict.fromkeys(("batch", "length", "checkpoint_interval", "saved_layers", "weight_slots", "gradient_slots",
                      "staging_slabs", "gradient_slabs", "waves", "token_chunk", "host_checkpoints", "checkpoint_slots",
-                     "ranks"), _count),
+                     "ranks", "hosts"), _count),
     **dict.fromkeys(("resident", "resident_state", "update_order", "host_sums", "visiting_state"), _tiles),
     **dict.fromkeys(("pinned", "deferred_moments"), schema.flag),
     "micro_batches": schema.sequence(_count), "update": schema.one_of(UPDATES), "residuals": schema.one_of(RESIDUALS),

@@ -170,8 +170,9 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     for moment in ("epilogue", "backward", "recompute", "prologue") if outputs else ():
         activations[moment] += 2 * sum(outputs)  # the caller's outputs and their gradient
     slots, accumulators = slot_bytes(captured, tiling, plan), accumulator_bytes(tiling, plan, layer_calls)
-    moments = (Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace)
-    return max(moments, key=lambda moment: moment.total)
+    moments = [Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace]
+    products = max((tiling.layouts[tile].product_bytes for tile in plan.resident_state), default=0)
+    return max([*moments, Estimate(slots, 0, 0, products)], key=lambda moment: moment.total)
 
 
 def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dict[str, int]:
@@ -188,15 +189,15 @@ def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dic
     staying = _sum(tiling, set(tiling.layouts) - passing)
     live = {"forward": 0, "outputs": 0, "loss": loss, "epilogue": loss, "backward": inside, "recompute": inside,
             "prologue": first}
-    if plan.ranks > 1:
+    if plan.processes > 1:
         waiting = max(_sum(tiling, passing & tiles) for tiles in _complete(tiling))
         live |= {moment: live[moment] + waiting for moment in ("backward", "recompute", "prologue")}
     return {moment: staying + size for moment, size in live.items()}
 
 
 def _complete(tiling: Tiling) -> list[set[str]]:
-    """The tiles whose gradients are complete with the backward of each call but the prologue. Several ranks add up their
-    accumulators beside the backward of the next call."""
+    """The tiles whose gradients are complete with the backward of each call but the prologue. Several ranks and hosts add up
+    their accumulators beside the backward of the next call."""
     found: list[set[str]] = []
     for tiles in tiling.tiles_of.values():
         found.append(set(tiles).difference(*found))

@@ -127,7 +127,7 @@ class Planner(SearchSpace):
         where no variant fits."""
         if (self.config.visiting_state is not None or self.pinned_bytes is not None  # visiting state takes pinned memory
                 or plan.update != "step" or plan.visiting_state):
-            return [plan]
+            return [plan]  # with whole matrices, as many tiles as possible stay there, and all others visit
         tiles = [tile for tile in self.trained() if tile not in plan.resident_state and tile not in plan.host_sums]
         # The device memory that visiting takes does not depend on the number of tiles.
         visited = self.fewest_on_the_host(replace(plan, visiting_state=tuple(tiles[:1])))

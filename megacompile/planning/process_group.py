@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megacompile.errors import MegacompileError
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device
+from megacompile.runtime.hosts import rows_of
 from megacompile.runtime.ranks import Ranks, connect
 
 
@@ -40,7 +41,7 @@ def connected_ranks(config: StreamConfig, device: torch.device) -> Ranks | None:
     raises."""
     count = process_count()
     if config.distributed is False or count == 1:
-        if config.distributed:
+        if config.distributed and config.mesh is None:
             raise MegacompileError("distributed=True needs several processes, and there is one: start the script with torchrun "
                                    "--nproc-per-node N, or leave distributed out")
         return None
@@ -48,4 +49,5 @@ def connected_ranks(config: StreamConfig, device: torch.device) -> Ranks | None:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return connect(device, config.stall_timeout, config.peer_copies)
+    mesh = None if config.mesh is None else rows_of(config.mesh)
+    return connect(device, config.stall_timeout, config.peer_copies, mesh)

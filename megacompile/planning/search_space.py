@@ -140,7 +140,7 @@ class SearchSpace(MemoryBudget):
             config.gradient_slots or 2, self.resident(), self.resident_state(), pinned.tiles, pinned.staging_slabs,
             self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
             visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals or "all",
-            ranks=self.tiling.ranks)
+            ranks=self.tiling.ranks, hosts=self.tiling.hosts)
 
     def _slabs(self, pinned: PinnedMemory, update: str) -> int:
         """The number of slabs for gradients: with updates on arrival only as many as the host holds."""
@@ -293,8 +293,8 @@ class SearchSpace(MemoryBudget):
         return tuple(tile for tile in self.trained() if named == "all" or tile in named)
 
     def _visiting(self, update: str) -> tuple[str, ...]:
-        """The tiles that visit the device for their update, of those that the user has named, in the order of the next forward.
-        Only with updates at the end of a step."""
+        """The tiles that visit the device for their update, in the order of the next forward: those that the user has named,
+        and those that are updated by whole matrices. Only with updates at the end of a step."""
         named = self.config.visiting_state or ()
         on_host = [tile for tile in self.trained() if tile not in self.resident_state()] if update == "step" else []
-        return tuple(tile for tile in on_host if named == "all" or tile in named)
+        return tuple(tile for tile in on_host if named == "all" or tile in named or self.tiling.layouts[tile].matrices)

@@ -2,29 +2,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
 from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
-from megacompile.runtime.optimizer.state_format import EIGHT_BITS, FORMATS
+from megacompile.runtime.optimizer.state_format import EIGHT_BITS, FLOAT32, FORMATS, StateFormat
 from megacompile.weights.tiling import Tiling
 
 
 @dataclass(frozen=True)
 class StateChoice:
-    """`on_arrival`: tiles are updated as their gradients arrive, so that no gradient waits in host memory, and nothing is
-    clipped."""
+    """`format`: of moments. `exact`: bf16 weights have FP32 masters. `on_arrival`: tiles are updated as their gradients arrive,
+    so that no gradient waits in host memory, and nothing is clipped. `moments`: how many most parameters have."""
 
-    state: ElementState = ADAMW_STATE
+    format: StateFormat = FLOAT32
+    exact: bool = True
     on_arrival: bool = False
+    moments: int = 2
 
     @property
     def options(self) -> str:
         """The optimizer's options that select it."""
-        master, overlap = "master='bfloat16'" * (not self.state.exact), "overlap='backward'" * self.on_arrival
-        return ", ".join(filter(None, (f"state_dtype='{self.state.format.name}'", master, overlap)))
+        master, overlap = "master='bfloat16'" * (not self.exact), "overlap='backward'" * self.on_arrival
+        return ", ".join(filter(None, (f"state_dtype='{self.format.name}'", master, overlap)))
+
+    @property
+    def state(self) -> ElementState:
+        """That of most parameters."""
+        return ElementState(ADAMW_STATE.moments[:self.moments], self.format, self.exact)
 
     def bytes(self, dtype: torch.dtype) -> float:
         """Bytes of host memory for each trained parameter of a dtype: weight, gradient and state."""
@@ -35,24 +42,25 @@ class StateChoice:
 EXACT = StateChoice()
 
 
-def with_choice(tiling: Tiling, choice: StateChoice) -> Tiling:
-    """The tiling of the same weights with this state of all trained parameters."""
-    return tiling.with_states({s.name: choice.state for layout in tiling.host.values() if layout.trainable
-                               for s in layout.slices if s.trainable})
-
-
-def combinations(moments: Sequence[str], dtypes: Iterable[torch.dtype]) -> list[StateChoice]:
-    """All choices for an optimizer that keeps these moments, and for weights of these dtypes."""
+def combinations(dtypes: Iterable[torch.dtype], clipped: bool = False) -> list[StateChoice]:
+    """All choices for weights of these dtypes. `clipped`: without updates on arrival."""
     masters = (True, False) if set(dtypes) == {torch.bfloat16} else (True,)  # an FP32 weight is its own master
-    return [StateChoice(ElementState(tuple(moments), stored, exact), on_arrival)
-            for on_arrival, exact, stored in itertools.product((False, True), masters, FORMATS.values())]
+    arrivals = (False,) if clipped else (False, True)
+    return [StateChoice(*each[::-1]) for each in itertools.product(arrivals, masters, FORMATS.values())]
 
 
-def by_accuracy(moments: Sequence[str], dtypes: Iterable[torch.dtype]) -> list[StateChoice]:
+def by_accuracy(dtypes: Iterable[torch.dtype], clipped: bool = False) -> list[StateChoice]:
     """The choices that are proposed where memory is short. Those that cost less accuracy come first, and those that clip before
     those that do not."""
     def rank(choice: StateChoice) -> tuple[bool, bool]:
-        return not choice.state.exact, choice.on_arrival
+        return not choice.exact, choice.on_arrival
 
-    alone = [c for c in combinations(moments, dtypes) if c.state.format is EIGHT_BITS or (c.state.exact and not c.on_arrival)]
+    alone = [c for c in combinations(dtypes, clipped) if c.format is EIGHT_BITS or (c.exact and not c.on_arrival)]
     return sorted(alone, key=rank)  # stable: formats stay in their order
+
+
+def with_choice(tiling: Tiling, choice: StateChoice) -> Tiling:
+    """The tiling of the same weights with the same moments, kept as `choice` says."""
+    states = {s.name: replace(layout.state_of(i), format=choice.format, exact=choice.exact)
+              for layout in tiling.host.values() if layout.trainable for i, s in enumerate(layout.slices) if s.trainable}
+    return tiling.with_states(states)

@@ -17,7 +17,8 @@ _SLABS_ON_ARRIVAL = 4
 
 @dataclass(frozen=True)
 class StateRow:
-    """`host_bytes`: those of training, margins included. `step_s`: predicted seconds of a step with updates of this state."""
+    """`bytes_each`: of host memory for each parameter of a tile that is trained. `host_bytes`: those of training, margins
+    included. `step_s`: predicted seconds of a step with updates of this state."""
 
     choice: StateChoice
     bytes_each: float
@@ -27,17 +28,16 @@ class StateRow:
 
 def state_rows(planner: Planner, plan: Plan, whole_step: bool) -> list[StateRow]:
     """A row for each way to keep the state of the model's optimizer, with everything else as in `plan`, so that a plan of its
-    own may be faster. Empty where nothing is trained, or where parameters are of several kinds."""
+    own may be faster. Empty where nothing is trained."""
     trained = [layout for layout in planner.tiling.host.values() if layout.trainable]
-    kept = {layout.state_of(i).moments for layout in trained for i, s in enumerate(layout.slices) if s.trainable}
-    dtypes = {layout.dtype for layout in trained}
-    if len(kept) != 1 or len(dtypes) != 1:
+    if not trained:
         return []
-    (moments,), (dtype,) = kept, dtypes
-    return [_row(planner, plan, choice, choice.bytes(dtype), whole_step) for choice in combinations(moments, dtypes)]
+    clipped = any(layout.matrices for layout in trained)  # whole matrices are not updated on arrival
+    return [_row(planner, plan, choice, whole_step)
+            for choice in combinations({layout.dtype for layout in trained}, clipped)]
 
 
-def _row(planner: Planner, plan: Plan, choice: StateChoice, bytes_each: float, whole_step: bool) -> StateRow:
+def _row(planner: Planner, plan: Plan, choice: StateChoice, whole_step: bool) -> StateRow:
     assert planner.simulator is not None, "nothing is known of the machine"
     tiling = with_choice(planner.tiling, choice)
     with_state = replace(planner, tiling=tiling)
@@ -47,7 +47,9 @@ def _row(planner: Planner, plan: Plan, choice: StateChoice, bytes_each: float, w
     step_s = durations.simulate(program, plan).step_s
     beside = with_state.host_parts(plan)
     host_bytes = tiling.host_bytes(gradients=False) + sum(beside.values()) + plan.ranks * HOST_MARGIN_BYTES
-    return StateRow(choice, bytes_each, host_bytes, step_s)
+    trained = [layout for layout in tiling.host.values() if layout.trainable]
+    each = sum(layout.host_bytes(not choice.on_arrival) for layout in trained) / sum(layout.parameters for layout in trained)
+    return StateRow(choice, each, host_bytes, step_s)
 
 
 def _updating(plan: Plan, on_arrival: bool) -> Plan:
@@ -61,6 +63,8 @@ def _updating(plan: Plan, on_arrival: bool) -> Plan:
 
 def _fitting(plan: Plan, planner: Planner) -> Plan:
     """The plan with as many of its tiles updated on the device as fit there with their state."""
+    if any(layout.matrices for layout in planner.tiling.layouts.values()):
+        return plan  # those that do not stay visit, and take memory too
     there = plan.resident_state
     plans = [replace(plan, resident_state=there[:count], resident=tuple(t for t in plan.resident if t not in there[count:]))
              for count in range(len(there), -1, -1)]
@@ -69,7 +73,7 @@ def _fitting(plan: Plan, planner: Planner) -> Plan:
 
 def state_table(rows: Sequence[StateRow], tokens: int, host_budget: int) -> str:
     """The rows as text. `tokens`: those of a step, on all ranks."""
-    cells = [(row.choice.state.format.name, "float32" if row.choice.state.exact else "bfloat16",
+    cells = [(row.choice.format.name, "float32" if row.choice.exact else "bfloat16",
               "on arrival" if row.choice.on_arrival else "clipped", f"{row.bytes_each:.3g}", f"{row.host_bytes / 2**30:.1f}",
               "fits" if row.host_bytes <= host_budget else "does not fit", f"{tokens / row.step_s:,.0f}") for row in rows]
     header = ["state_dtype", "master", "update", "bytes/parameter", "host GiB", "", "tokens/s"]

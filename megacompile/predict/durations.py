@@ -32,6 +32,8 @@ _Numbers = tuple[tuple[float, float, float, float, int], tuple[tuple[float, floa
 _SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_functions.__all__}
 
 
+#: Steps of the iteration that makes a matrix orthogonal: what `torch.optim.Muon` does by default.
+MATRIX_STEPS = 5
 #: The duration of each op in words; `Durations._node` computes it. All other ops take no time.
 COSTS: dict[str, str] = {
     **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones over theirs), or their "
@@ -40,6 +42,7 @@ COSTS: dict[str, str] = {
     "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
     **dict.fromkeys(("gather", "gather_resident"), "weight bytes of the other ranks' shards / peer bandwidth"),
     "reduce_scatter": "accumulators (FP32) of the other ranks' shards / peer bandwidth",
+    "all_reduce": "2 x (hosts - 1) / hosts x accumulators (FP32) of a shard / network bandwidth",
     "fetch_gradients": "gradient bytes / h2d rate",
     "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
     "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
@@ -48,10 +51,11 @@ COSTS: dict[str, str] = {
     "accumulate": "gradient bytes / host copy rate; twice that where it adds",
     **dict.fromkeys(("adam", "adam_of_sum"), "parameters / rate of the update with this state"),
     **{f"adam_{part}": f"the same over the rate of its {part} alone" for part in ("weights", "moments")},
-    "adam_visiting": "(weight + gradient + state bytes) / h2d rate + (weight + state bytes) / d2h rate",
+    "adam_visiting": "(weight + gradient + state bytes) / h2d rate + (weight + state bytes) / d2h rate; products of matrices "
+                     "over the GEMM rate",
     "add_to_sum": "(gradient + FP32 sum bytes; the sum's twice where it adds) / (2 x host copy rate)",
     "norms_of_sum": "FP32 sum bytes / (2 x host copy rate)",
-    "adam_resident": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth",
+    "adam_resident": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth; products of matrices over the GEMM rate",
     "zeros": "bytes of the accumulators (FP32) / memory bandwidth",
     "reduce": "(accumulators + 2 x gradient bytes) / memory bandwidth", "scale": "2 x bytes of the value / memory bandwidth"}
 
@@ -133,6 +137,13 @@ class Durations:
         return sum(s.count / update_rate(self.hardware, layout.state_of(position), layout.dtype)
                    for position, s in enumerate(layout.slices) if s.trainable)
 
+    def _products_s(self, layout: TileLayout) -> float:
+        """Seconds of the products of an update of whole matrices, in bf16. Each of `MATRIX_STEPS` multiplies a matrix twice
+        with a square one of its smaller side, and that one with itself."""
+        sides = (sorted((rows, columns)) for rows, columns, _ in layout.matrices)
+        flops = sum(MATRIX_STEPS * (4 * least * least * most + 2 * least ** 3) for least, most in sides)
+        return flops / self.hardware.gemm_flops["bfloat16"]
+
     def _known(self, template: Template, variant: Variant) -> tuple[Work, Callable[[int, int], _Numbers]]:
         if variant not in self._work:
             work = variant_work(template, variant, self.fused)
@@ -160,6 +171,9 @@ class Durations:
                 return tile.weight_bytes * others / hardware.peer_rate
             case "reduce_scatter":
                 return 4 * self.layouts[tile.name].elements * others / hardware.peer_rate
+            case "all_reduce":  # each element is sent to where it is added up, and the sum is sent back
+                shard = 4 * self.layouts[tile.name].elements / ranks
+                return 2 * shard * (program.hosts - 1) / program.hosts / hardware.network_rate
             case "pack" | "pack_shard":  # all ranks share the host's rates, and each does its share of the work
                 return tile.weight_bytes / hardware.host_copy
             case "fetch_state" | "store_state":
@@ -177,11 +191,13 @@ class Durations:
                 return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["weights"]
             case "adam_moments":
                 return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["moments"]
-            case "adam_visiting":  # the update itself overlaps the next copy
+            case "adam_visiting":  # an elementwise update overlaps the next copy
                 back = tile.weight_bytes + tile.state_bytes
-                return ((back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]) / ranks
+                copies = ((back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]) / ranks
+                return copies + self._products_s(self.layouts[tile.name])
             case "adam_resident":  # gradients are read, weights and state read and written
-                return self._through_memory((tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes)) / ranks)
+                moved = (tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes)) / ranks
+                return self._through_memory(moved) + self._products_s(self.layouts[tile.name])
             case "zeros":
                 return self._through_memory(4 * self.layouts[tile.name].elements)
             case "reduce":  # reads FP32, writes gradients, and reads them for their norms

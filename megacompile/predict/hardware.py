@@ -30,6 +30,8 @@ from megacompile.version import __version__
 PROFILES = Path(__file__).parents[1] / "profiles"
 #: Bytes of host memory that AdamW reads and writes for each parameter in bf16. It takes what the memory gives.
 ADAM_BYTES = 26
+#: Bytes/s between hosts that each device is taken to have where a profile does not say: a link of 100 Gbit/s. It is nominal.
+NETWORK_BANDWIDTH = 12.5e9
 #: The lanes whose bytes cross the host's memory.
 _CROSSING = frozenset({Lane.CPU, Lane.PACK, Lane.H2D, Lane.D2H})
 
@@ -46,7 +48,7 @@ _PROFILE = schema.record({
 }, optional={
     "beside": schema.table(_lanes, schema.table(schema.one_of(tuple(Lane)), _rate)), "grouped_efficiency": _rate,
     "fused_attention": schema.one_of(("flash", "cudnn")), "flash_efficiency": schema.table(schema.text(), _rate),
-    "attention_overhead": _both_ways, "peer_bandwidth": _rate,
+    "attention_overhead": _both_ways, "peer_bandwidth": _rate, "network_bandwidth": _rate,
     "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
     "adam_formats": schema.record(dict.fromkeys(("bfloat16", "8bit"), _rate)),
 })
@@ -84,6 +86,8 @@ class Hardware:
         beside: for sets of lanes that are busy together ("d2h h2d"), the share of each lane's rate that remains, 0 to 1.
         peer_bandwidth: bytes/s that each device receives from the other devices of the host while all of them do; None: devices
             have no link of their own, and what they exchange crosses the host's memory twice.
+        network_bandwidth: bytes/s that each device sends to other hosts, and receives from them, while all devices of the host
+            do; None: unknown, and `NETWORK_BANDWIDTH` is used. Calibration does not measure it, so every value is nominal.
         device_memory: bytes of the device.
         host_memory: bytes of the host.
         fused_attention: the attention kernel of templates on this machine, "flash" or "cudnn".
@@ -110,13 +114,14 @@ class Hardware:
     adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.3))
     adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.3})
     peer_bandwidth: float | None = None
+    network_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
                  *self.flash_efficiency.values(), *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
                  *self.adam_formats.values(),
                  *(left for lanes in self.beside.values() for left in lanes.values()),
-                 *([] if self.peer_bandwidth is None else [self.peer_bandwidth])]
+                 *(rate for rate in (self.peer_bandwidth, self.network_bandwidth) if rate is not None)]
         if not all(rate > 0 for rate in rates):
             raise MegacompileError(f"the profile of {self.name} has a rate that is not positive: measure it again with "
                                    "megacompile calibrate")
@@ -125,6 +130,11 @@ class Hardware:
     def peer_rate(self) -> float:
         """Bytes/s that each device receives from the others while all of them do."""
         return self.peer_bandwidth or 1 / (1 / self.link["h2d"] + 1 / self.link["d2h"])
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes/s between each device and other hosts."""
+        return self.network_bandwidth or NETWORK_BANDWIDTH
 
     def attention_share(self, kernel: str, way: str) -> float:
         """FLOP/s of an attention kernel over that of GEMMs. `way`: "forward" or "backward"."""

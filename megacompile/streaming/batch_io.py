@@ -93,8 +93,8 @@ def send_gradients(backend: Backend, plan: Plan, batch: Batch, gradients: Sequen
     The loss is that of all ranks' rows. A loss that the caller computes from outputs is that of its own rows, and the gradients
     are those of the mean of the ranks' losses, as with `DistributedDataParallel`."""
     moved = [gradient.to(backend.device).contiguous() for gradient in gradients]
-    if plan.output != "loss" and plan.ranks > 1:
-        moved = [gradient / plan.ranks for gradient in moved]
+    if plan.output != "loss" and plan.processes > 1:
+        moved = [gradient / plan.processes for gradient in moved]
     backend.enter(moved)
     if plan.output == "loss":
         (batch.scale,) = moved

@@ -1,7 +1,8 @@
 """The handle of a streamed model, `model.megacompile`."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,16 @@ class Handle:
         if streamed.gradients.waiting:
             raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
         return streamed.train_step(given, optimizer.request(), optimizer.overlap is not None)
+
+    @contextmanager
+    def on_device(self) -> Iterator[nn.Module]:
+        """A context with the plain model (of its own class, not streamed) and its weights on the device, for inference under
+        `torch.no_grad()`: `generate` with every option, evaluation harnesses, hooks. Its parameters have no gradients.
+        Meanwhile the streamed model does not run.
+
+        Raises `InsufficientMemoryError`, with what is needed, if the device does not hold the weights."""
+        with self.streamed.device_copy.use(original_class(self.streamed.model)) as native:
+            yield native
 
     # ---------------------------------------------------------------- looking
     @in_turn

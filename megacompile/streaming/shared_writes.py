@@ -1,17 +1,20 @@
-"""Writes of values that all ranks have, into tiles that all ranks share: checkpoints and `load_state_dict`."""
+"""Writes of values that all ranks have, into tiles that the ranks of a host share: checkpoints and `load_state_dict`."""
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
 
+from megacompile.runtime.memory.host_copies import WEIGHTS, copy_from_first_host
 from megacompile.streaming.streamed import Streamed
 
 
 @contextlib.contextmanager
-def loading(streamed: Streamed, doing: str, own: Collection[str] | None = None) -> Iterator[None]:
-    """Around a call on every rank that loads the same values into tiles. This rank writes only its `own` tiles; None: rank 0
-    writes all. It begins when no rank uses the tiles any more, and ends when all ranks have written. Raises what
-    `Together.all_or_none` raises."""
+def loading(streamed: Streamed, doing: str, own: Collection[str] | None = None, parts: Collection[str] = WEIGHTS,
+            tiles: Collection[str] | None = None) -> Iterator[None]:
+    """Around a call on every rank that loads the same values into tiles. This rank writes only its `own` tiles; None: the first
+    rank of each host writes all. It begins when no rank uses the tiles any more, and ends when all ranks have written. Then
+    other hosts take over what the first one has of these `parts` of `tiles` (None: of all). Raises what `Together.all_or_none`
+    raises, and `RankError`."""
     ranks = streamed.together.ranks
     streamed.evict()
     streamed.store.preserve()
@@ -19,7 +22,11 @@ def loading(streamed: Streamed, doing: str, own: Collection[str] | None = None) 
         yield
         return
     if own is None:
-        own = streamed.store.tiles if ranks.rank == 0 else ()
+        own = streamed.store.tiles if ranks.hosts.leads else ()
     streamed.together.agree(doing)
     with streamed.together.all_or_none(doing), streamed.store.load(own):
         yield
+    if ranks.hosts.count > 1 and parts:
+        with streamed.together.failing():
+            copy_from_first_host(streamed.store, ranks, parts, tiles)
+            ranks.agree(doing)

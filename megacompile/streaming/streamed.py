@@ -31,6 +31,7 @@ from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
 from megacompile.sizes import parse_bytes
 from megacompile.streaming import batch_io
+from megacompile.streaming.device_copy import DeviceCopy
 from megacompile.streaming.open_forward import OpenForward, OpenForwards
 from megacompile.streaming.optimizer.in_backward import OptimizerInBackward
 from megacompile.streaming.optimizer.nonfinite import report_late
@@ -55,7 +56,7 @@ class Streamed:
 
     Each part owns its state: `shapes` the compiled programs, `step` the training step, `residency` what stays on the device,
     `runner` the lanes, `gradients` and `states` the tensors that users see, `writes` and `constants` what users change, and
-    `optimizer_in_backward` updates on arrival, `forwards` those that are open."""
+    `optimizer_in_backward` updates on arrival, `forwards` those that are open, `device_copy` the plain model for inference."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig, ranks: Ranks | None = None, agreed_budgets: Sequence[str] = ()) -> None:
@@ -80,6 +81,7 @@ class Streamed:
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
         self.forwards = OpenForwards()
+        self.device_copy = DeviceCopy(self)
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays pinned.
         self._give_back = weakref.finalize(self, give_back, executor, self.arena, self.checkpoints, store, backend, ranks)
         if self.planner.pinned().tiles:
@@ -126,6 +128,7 @@ class Streamed:
 
     def _reserve(self, shape: CompiledShape, *sections: str) -> None:
         """Makes the slots of these sections, and frees those of other shapes that exceed the budget beside them."""
+        self.device_copy.give_way(shape.estimate.total)
         wanted, surplus = shape.slots(*sections), self.residency.surplus(shape)
         if surplus or self.runner.lacks(wanted):
             self.evict()

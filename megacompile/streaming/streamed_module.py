@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.streaming.adapters import base_calls_streamed
+from megacompile.streaming.generation import cache_bytes
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
 from megacompile.torch_compat.core import parse_to
@@ -166,7 +168,20 @@ class StreamedPretrained(StreamedModule):
         """Does nothing: trainers call this when parameters are frozen, to give PyTorch's checkpointing a gradient."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Streams all layers for every token, without a cache: correct, and slow."""
+        """Generates with the plain model on the device (`on_device`), where that fits. Otherwise streams all layers for every
+        token, without a cache: correct, and slow."""
+        device_copy, more = self.megacompile.streamed.device_copy, cache_bytes(self, args, kwargs)
+        if device_copy.fits(more):
+            try:
+                with torch.no_grad(), device_copy.use(original_class(self), more) as native:
+                    return native.generate(*args, **kwargs)  # type: ignore[operator]
+            except torch.OutOfMemoryError as error:
+                device_copy.release()
+                warnings.warn("the device has too little memory for this generation with all weights there, which goes on "
+                              f"streamed, and is slower ({str(error).splitlines()[0]})", stacklevel=2)
+        return self._generate_streamed(*args, **kwargs)
+
+    def _generate_streamed(self, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config")
         if config is None:
             kwargs["use_cache"] = False

@@ -98,8 +98,9 @@ class Together:
         if own is not None:
             raise own
         if text := next(((rank, text) for rank, text in enumerate(failed) if text), None):
-            raise error(f"rank {text[0]} has failed in {doing} ({text[1]}): correct it there, and make the call again on every "
-                        "rank")
+            where = "" if self.ranks is None else self.ranks.hosts.where(text[0])
+            raise error(f"rank {text[0]}{where} has failed in {doing} ({text[1]}): correct it there, and make the call again "
+                        "on every rank")
 
     def joined(self, given: BatchArguments, doing: str, output: str = "loss") -> tuple[BatchArguments, AllRows | None, str]:
         """The batch in the shape that all ranks agree on; the rows that it is a part of, or None if it has all rows; and what

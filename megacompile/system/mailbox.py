@@ -14,22 +14,33 @@ from torch import Tensor
 LETTER_BYTES = 4096
 RANK_BYTES = 2 * LETTER_BYTES
 _HEAD = struct.Struct("<qqI")  # round, bytes of the value, checksum of what was written
-#: The longest value, in bytes.
+#: The longest value in a letter of `LETTER_BYTES`.
 MOST_BYTES = LETTER_BYTES - _HEAD.size
 
 
 class Mailbox:
-    """`memory`: uint8 [ranks * RANK_BYTES], zeros, shared. State: how many rounds this rank has begun."""
+    """`memory`: uint8 [ranks * 2 * letter_bytes], zeros, shared. `rank`: this process; None: one that only reads. State: how
+    many rounds this process has begun."""
 
-    def __init__(self, memory: Tensor, rank: int) -> None:
-        self.rank, self._round = rank, 0
+    def __init__(self, memory: Tensor, rank: int | None, letter_bytes: int = LETTER_BYTES) -> None:
+        self.rank, self.letter_bytes, self._round = rank, letter_bytes, 0
         self._bytes = memory.numpy().data.cast("B")  # keeps the memory
-        self._ranks = memory.numel() // RANK_BYTES
+        self._ranks = memory.numel() // (2 * letter_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """The longest value, in bytes."""
+        return self.letter_bytes - _HEAD.size
+
+    def begin(self) -> None:
+        """Begins a round without a value of this process."""
+        self._round += 1
 
     def put(self, value: bytes) -> None:
         """Begins a round with this rank's value. Only the size of a value that is too long is told."""
-        self._round += 1
-        told = value if len(value) <= MOST_BYTES else b""
+        assert self.rank is not None, "a reader puts nothing"
+        self.begin()
+        told = value if len(value) <= self.most_bytes else b""
         start = self._start(self.rank)
         self._bytes[start + _HEAD.size:start + _HEAD.size + len(told)] = told
         self._bytes[start:start + _HEAD.size] = _HEAD.pack(self._round, len(value), self._checksum(len(value), told))
@@ -40,7 +51,7 @@ class Mailbox:
         number, size, checksum = _HEAD.unpack(self._bytes[start:start + _HEAD.size])
         if number != self._round:
             return None
-        told = bytes(self._bytes[start + _HEAD.size:start + _HEAD.size + (size if size <= MOST_BYTES else 0)])
+        told = bytes(self._bytes[start + _HEAD.size:start + _HEAD.size + (size if size <= self.most_bytes else 0)])
         # Some processors show another one's writes in another order.
         return (size, told) if checksum == self._checksum(size, told) else None
 
@@ -54,7 +65,7 @@ class Mailbox:
         return found
 
     def _start(self, rank: int) -> int:
-        return rank * RANK_BYTES + self._round % 2 * LETTER_BYTES
+        return (2 * rank + self._round % 2) * self.letter_bytes
 
     def _checksum(self, size: int, told: bytes) -> int:
         return zlib.crc32(told, zlib.crc32(struct.pack("<qq", self._round, size)))

@@ -167,6 +167,9 @@ class Planning:
     gpus: Annotated[int, typer.Option(
         min=1, max=LARGEST["gpus"], rich_help_panel=_SCHEDULE_PANEL,
         help="Number of GPUs of one host that train one copy of the model, each on sequences of its own.")] = 1
+    hosts: Annotated[int, typer.Option(
+        min=1, max=LARGEST["hosts"], rich_help_panel=_SCHEDULE_PANEL,
+        help="Number of hosts that each have so many GPUs and a copy of the model. Gradients are added up over the hosts.")] = 1
     dtype: ModelDType = DType.AUTO
     frozen_layers: Annotated[int, typer.Option(
         min=0, rich_help_panel=_SCHEDULE_PANEL,
@@ -192,7 +195,7 @@ class Planning:
         default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))
         return schedule(loaded, batch=self.batch or default.batch, length=self.length or default.length,
                         update=self.update.value, whole_step=self.train_step, hardware=hardware, gpus=self.gpus,
-                        optim=self.optim, optim_args=self.optim_args, **knobs.given())
+                        hosts=self.hosts, optim=self.optim, optim_args=self.optim_args, **knobs.given())
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -64,7 +64,7 @@ class Hazard:
 class Clocks:
     """Runs the nodes of one section in program order.
 
-        clocks = Clocks(program.ranks > 1)
+        clocks = Clocks(program.processes > 1)
         for node in nodes(graph):
             for hazard in clocks.hazards(node): ...       # conflicts that nothing orders
             clocks.step(node)

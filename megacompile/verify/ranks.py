@@ -1,12 +1,13 @@
 """Rule `together`: what several ranks run together is complete, and in the same order on every rank.
 
-All ranks run one program, and its collectives run in one lane, in program order. So every rank runs the same sequence. The rule
-says that each exchange happens once and in time: a weight slot holds all shards before it is read, a gradient is the sum over
-all ranks before it is rounded, and a norm is that of the whole gradient before anything reads it.
+All ranks, of one host or of several, run one program, and its collectives run in one lane, in program order. So every rank runs
+the same sequence. The rule says that each exchange happens once and in time: a weight slot holds all shards before it is
+read, a gradient is the sum over all ranks and hosts before it is rounded, and a norm is that of the whole gradient before
+anything reads it.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 
@@ -17,29 +18,45 @@ from megacompile.verify.sums import UPDATE_OPS
 
 #: Sections that all ranks run together. In other sections a rank works alone.
 _TOGETHER = ("forward", "backward", "backward_accumulate", "train_step", "update")
-_OF_SEVERAL = ("pack_shard", "prefetch_shard", "gather", "reduce_scatter", "share_norms", "share_host_norms",
-               "gather_resident", "total_loss", "share_loss", "announce")
+#: What the ranks of a host do, what hosts do, and what both do.
+_OF_RANKS = ("pack_shard", "prefetch_shard", "gather", "reduce_scatter", "share_norms", "share_host_norms", "gather_resident",
+             "announce")
+_OF_HOSTS = ("all_reduce",)
+_OF_SEVERAL = (*_OF_RANKS, *_OF_HOSTS, "total_loss", "share_loss")
+#: Over what an op adds up accumulators, for messages.
+_OVER = {"reduce_scatter": "ranks", "all_reduce": "hosts"}
 
 
 def together(program: Program) -> Iterator[Fault]:
-    """With several ranks, each rank copies its shard of a tile and all shards are gathered. Gradients are added up over the
-    ranks once, after the last contribution and before they are reduced. Norms and losses are exchanged before they are read,
-    and weights that are updated on the devices are gathered after that. A program of one rank exchanges nothing."""
+    """With several ranks on a host, each rank copies its shard of a tile and all shards are gathered. Gradients are added up
+    over the ranks once, after the last contribution and before they are reduced; with several hosts, then over the hosts once.
+    Norms and losses are exchanged before they are read, and weights that are updated on the devices are gathered after that. A
+    program of one process exchanges nothing."""
     for name, graph in program.sections.items():
-        if program.ranks == 1 or name not in _TOGETHER:
+        if program.processes == 1 or name not in _TOGETHER:
             for node in find(graph, *_OF_SEVERAL):
-                why = "has one rank" if program.ranks == 1 else f"runs {name} on each rank alone"
+                why = "has one rank" if program.processes == 1 else f"runs {name} on each rank alone"
                 yield Fault(f"{describe(node)} exchanges values between ranks, but the program {why}", "drop it", node)
             continue
-        for node in find(graph, "pack", "prefetch"):
-            yield Fault(f"{describe(node)} copies a whole tile, whose other shards other ranks may be updating",
-                        f"{op_of(node).name}_shard and gather", node)
-        yield from _gathered(graph)
-        yield from _summed(graph)
-        yield from _norms(graph)
-        yield from _resident(graph)
+        for node in find(graph, *(_OF_HOSTS if program.hosts == 1 else ()), *(_OF_RANKS if program.ranks == 1 else ())):
+            between, one = ("hosts", "has one host") if op_of(node).name in _OF_HOSTS else (
+                "the ranks of a host", "has one rank on each host")
+            yield Fault(f"{describe(node)} exchanges values between {between}, but the program {one}", "drop it", node)
+        yield from _summed(graph, [*(["reduce_scatter"] if program.ranks > 1 else []),
+                                   *(["all_reduce"] if program.hosts > 1 else [])])
         yield from _losses(graph)
-        yield from _announced(graph)
+        if program.ranks > 1:
+            yield from _of_ranks(graph)
+
+
+def _of_ranks(graph: fx.Graph) -> Iterator[Fault]:
+    for node in find(graph, "pack", "prefetch"):
+        yield Fault(f"{describe(node)} copies a whole tile, whose other shards other ranks may be updating",
+                    f"{op_of(node).name}_shard and gather", node)
+    yield from _gathered(graph)
+    yield from _norms(graph)
+    yield from _resident(graph)
+    yield from _announced(graph)
 
 
 def _gathered(graph: fx.Graph) -> Iterator[Fault]:
@@ -54,25 +71,33 @@ def _gathered(graph: fx.Graph) -> Iterator[Fault]:
             yield Fault(f"{describe(shard)} is never gathered", "gather it", shard)
 
 
-def _summed(graph: fx.Graph) -> Iterator[Fault]:
-    """Accumulators: contributions, then one `reduce_scatter`, then `reduce`."""
-    scattered: dict[fx.Node, fx.Node] = {}
+def _summed(graph: fx.Graph, exchanges: Sequence[str]) -> Iterator[Fault]:
+    """Accumulators: contributions, then each of the `exchanges` once, in this order, then `reduce`."""
+    done: dict[fx.Node, list[fx.Node]] = {}  # accumulators -> their exchanges so far
     for node in nodes(graph):
         op = op_of(node).name
         for value in operands(node, "accumulators"):
-            if op == "reduce_scatter":
-                if value in scattered:
-                    yield Fault(f"{describe(node)} adds up {value.name} over the ranks a second time", "do it once", node,
-                                scattered[value])
+            earlier = done.get(value, [])
+            lacking = [exchange for exchange in exchanges if exchange not in [op_of(each).name for each in earlier]]
+            if op in exchanges:
+                if op not in lacking:
+                    again = next(each for each in earlier if op_of(each).name == op)
+                    yield Fault(f"{describe(node)} adds up {value.name} over the {_OVER[op]} a second time", "do it once", node,
+                                again)
+                elif lacking[0] != op:
+                    yield Fault(f"{describe(node)} adds up {value.name} over the {_OVER[op]} before it was added up over the "
+                                f"{_OVER[lacking[0]]}", f"{lacking[0]} before it", node, value)
                 if argument(value, "tile") != argument(node, "tile"):
                     yield Fault(f"{describe(node)} takes accumulators of {argument(value, 'tile')}", "give it its own", node,
                                 value)
-                scattered[value] = node
-            elif op == "reduce" and value not in scattered:
-                yield Fault(f"{describe(node)} reduces gradients of this rank alone", "reduce_scatter before it", node, value)
-            elif op != "reduce" and value in scattered:
-                yield Fault(f"{describe(node)} adds to {value.name} after it was added up over the ranks",
-                            "reduce_scatter after the last contribution", node, scattered[value])
+                done.setdefault(value, []).append(node)
+            elif op == "reduce" and lacking:
+                yield Fault(f"{describe(node)} reduces gradients of this {_OVER[lacking[0]][:-1]} alone",
+                            f"{lacking[0]} before it", node, value)
+            elif op != "reduce" and earlier:
+                first = op_of(earlier[0]).name
+                yield Fault(f"{describe(node)} adds to {value.name} after it was added up over the {_OVER[first]}",
+                            f"{first} after the last contribution", node, earlier[0])
 
 
 def _norms(graph: fx.Graph) -> Iterator[Fault]:

@@ -26,7 +26,8 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("adam_weights", "adam_moments", "adam_visiting"), ("update",)),
     "offload_weights": (*_UPDATES, "rescue"), "fetch_gradients": ("backward_accumulate", "refresh"),
     "fetch_state": ("load",), "store_state": ("store",),
-    **dict.fromkeys(("reduce_scatter", "share_norms"), _BACKWARDS), "share_host_norms": ("backward_accumulate", "train_step"),
+    **dict.fromkeys(("reduce_scatter", "all_reduce", "share_norms"), _BACKWARDS),
+    "share_host_norms": ("backward_accumulate", "train_step"),
     **dict.fromkeys(("pack_shard", "prefetch_shard", "gather"), ("forward", "update", *_BACKWARDS)),
     **dict.fromkeys(("gather_resident", "announce"), _UPDATES),
     **dict.fromkeys(("total_loss", "share_loss"), ("forward", "train_step"))}

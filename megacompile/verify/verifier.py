@@ -119,7 +119,7 @@ def ordered(program: Program) -> Iterator[Fault]:
     """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, within each section
     and against the worst that may have run before it (`ordering.py` says why this proves every pair of sections)."""
     for graph in program.sections.values():
-        clocks = Clocks(program.ranks > 1)
+        clocks = Clocks(program.processes > 1)
         for node in nodes(graph):
             for hazard in clocks.hazards(node):
                 yield _collision(hazard)
@@ -151,10 +151,10 @@ def handed_on(program: Program) -> Iterator[Fault]:
     needed where every other lane that may conflict with that access comes after it anyway, or must wait for a later access
     to the place that is handed on."""
     for name, graph in program.sections.items():
-        clocks = Clocks(program.ranks > 1)
+        clocks = Clocks(program.processes > 1)
         for node in nodes(graph):
             clocks.step(node)
-        several_ranks = program.ranks > 1
+        several_ranks = program.processes > 1
         owed = clocks.last()
         left: list[tuple[str, Lane, Access, fx.Node]] = []
         for leave in find(graph, "leave"):

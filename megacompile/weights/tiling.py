@@ -58,7 +58,8 @@ class Tiling:
     """The tiles of a model: `layouts` as they are streamed, `host` as they are in host memory.
 
     `tiles_of`: the tiles of each call, its own first. `position`: each parameter's place in host memory. `places`: where it is
-    streamed, several places for experts in pieces. `read_at`: where a call finds a value, by the call's name for it."""
+    streamed, several places for experts in pieces. `read_at`: where a call finds a value, by the call's name for it. `hosts`:
+    how many hosts have a copy of these tiles."""
 
     layouts: Mapping[str, TileLayout]
     host: Mapping[str, TileLayout]
@@ -66,12 +67,14 @@ class Tiling:
     position: Mapping[str, Place]
     places: Mapping[str, tuple[Place, ...]]
     read_at: Mapping[str, Place]
+    hosts: int = 1
 
     @classmethod
     def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None,
-           rows: Mapping[str, Rows] = MappingProxyType({}), ranks: int = 1) -> Tiling:
+           rows: Mapping[str, Rows] = MappingProxyType({}), ranks: int = 1,
+           hosts: int = 1) -> Tiling:
         """The tiling of a model. `dtype`: that of all parameters; None: each has its own. `rows`: names that calls read which
-        are shares of a parameter. `ranks`: the number of processes that share the tiles."""
+        are shares of a parameter. `ranks`: the number of processes of a host, which share the tiles."""
         readers = _readers(calls)
         group = _groups(calls, readers)
         shares = {name: share for name, share in rows.items() if name in readers}
@@ -95,11 +98,11 @@ class Tiling:
             places[parameter] = (*places.get(parameter, ()), place)
         ordered = {tile: layouts[tile] for tiles in tiles_of.values() for tile in tiles}
         homes = {layout.home or tile: host[layout.home or tile] for tile, layout in ordered.items()}
-        return cls(ordered, homes, tiles_of, position, places, read_at)
+        return cls(ordered, homes, tiles_of, position, places, read_at, hosts)
 
     @property
     def ranks(self) -> int:
-        """The number of processes that share the tiles."""
+        """The number of processes of a host, which share the tiles."""
         return next(iter(self.layouts.values())).ranks
 
     @property
@@ -173,7 +176,7 @@ class Tiling:
     def tiles(self) -> dict[str, Tile]:
         """The tiles as schedules see them."""
         return {name: Tile(name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, layout.trainable,
-                           layout.state_bytes)
+                           layout.state_bytes, layout.visit_bytes)
                 for name, layout in self.layouts.items()}
 
     def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int) -> tuple[CallSpec, ...]:

@@ -81,7 +81,7 @@ def _anchors(graph: fx.Graph, accumulators: list[fx.Node], plan: Plan) -> dict[f
         position[node] = number
         for value in (*operands(node, "accumulators"), *operands(node, "value")):
             last[value] = node
-    if plan.ranks == 1:
+    if plan.processes == 1:
         return last
     ends = sorted({last[value] for value in accumulators}, key=position.__getitem__)
     following = {end: after for end, after in pairwise(ends) if _wave(end, plan) == _wave(after, plan)}

@@ -27,6 +27,15 @@ The loss is that of all ranks' rows:
     share_loss(l)                                          # collective, before the sums of gradients, which take long
     result("loss", (l,))                                   # in a whole step behind the next backward, which need not wait
 
+With several hosts, each of which has all tiles, the ranks with the same shard add up its sum. They do so in the same lane,
+beside the same backward:
+
+    reduce_scatter("layers.3", a3)                         # over the ranks of a host
+    all_reduce("layers.3", a3)                             # over the hosts: of this rank's shard
+    d3 = reduce("layers.3", a3)
+
+A host with one rank has nothing to gather or to scatter. There only `all_reduce` and `share_loss` are added.
+
 Evaluations and `load` stay as they are: there each rank copies whole tiles, so that a rank can evaluate alone.
 """
 from __future__ import annotations
@@ -48,16 +57,16 @@ TOGETHER = ("forward", "backward", "backward_accumulate", "train_step", "update"
 
 
 def run(program: Program, plan: Plan) -> Program:
-    if plan.ranks == 1:
+    if plan.processes == 1:
         return program.evolve(stage=provides)
-    sections = {key: _shard(graph) if key in TOGETHER else graph for key, graph in program.sections.items()}
-    for graph in sections.values():
+    sections = {key: _shard(graph, plan) if key in TOGETHER else graph for key, graph in program.sections.items()}
+    for graph in sections.values() if plan.ranks > 1 else ():
         if updated := tuple(dict.fromkeys(argument(node, "tile") for node in find(graph, *UPDATE_OPS))):
             Builder(graph, name).add("announce", tiles=updated)
-    return program.evolve(stage=provides, ranks=plan.ranks, sections=sections)
+    return program.evolve(stage=provides, ranks=plan.ranks, hosts=plan.hosts, sections=sections)
 
 
-def _shard(graph: fx.Graph) -> fx.Graph:
+def _shard(graph: fx.Graph, plan: Plan) -> fx.Graph:
     complete: dict[fx.Node, list[fx.Node]] = {}  # last contribution -> the accumulators that are complete after it
     results = {value: node for node in find(graph, "result") for value in operands(node, "values")}
     backwards = [*find(graph, *_BACKWARDS)]
@@ -67,24 +76,27 @@ def _shard(graph: fx.Graph) -> fx.Graph:
         (value,) = operands(node, "accumulators")
         contribution = last.get(value, value)
         complete.setdefault(results.get(contribution, contribution), []).append(value)
+    exchanges = [*(["reduce_scatter"] if plan.ranks > 1 else []), *(["all_reduce"] if plan.hosts > 1 else [])]
     image: dict[fx.Node, fx.Node] = {}
     waiting: list[fx.Node] = []  # a wave's loss that is not returned yet
 
     def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
-        made = image[node] = _replaced(node, arguments, build)
+        made = image[node] = _replaced(node, arguments, build, plan.ranks)
         if op_of(made).name == "total_loss":
             waiting.append(made)
         if waiting and (op_of(node).name in _BACKWARDS or not backwards or node > backwards[-1]):
             build.add("result", key="loss", values=(waiting.pop(),))
         for value in complete.get(node, ()):
-            build.add("reduce_scatter", tile=argument(value, "tile"), accumulators=image[value])
+            for exchange in exchanges:
+                build.add(exchange, tile=argument(value, "tile"), accumulators=image[value])
         return made
 
     return rebuild(graph, visit, name)
 
 
-def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
-    """Adds what stands for a node with several ranks. Returns the node that its users read."""
+def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder, ranks: int) -> fx.Node:
+    """Adds what stands for a node with several processes, `ranks` of them on each host. Returns the node that its users
+    read."""
     op, tile = op_of(node).name, arguments.get("tile")
 
     def again(op: str = op) -> fx.Node:
@@ -92,6 +104,12 @@ def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.No
         made.meta["pass"] = node.meta.get("pass", "")
         return made
 
+    if op == "result" and all(op_of(value).name == "loss" for value in operands(node, "values")):
+        total = build.add("total_loss", "l", values=arguments["values"])
+        build.add("share_loss", value=total)
+        return total
+    if ranks == 1:
+        return again()
     match op:
         case "pack":
             return build.add("pack_shard", node.name, **arguments)
@@ -114,8 +132,4 @@ def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.No
             made = again()
             build.add("gather_resident", tile=tile, resident=arguments["resident"])
             return made
-        case "result" if all(op_of(value).name == "loss" for value in operands(node, "values")):
-            total = build.add("total_loss", "l", values=arguments["values"])
-            build.add("share_loss", value=total)
-            return total
     return again()

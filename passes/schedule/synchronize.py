@@ -52,7 +52,7 @@ class _History:
 
 def run(program: Program, plan: Plan) -> Program:
     return program.evolve(stage=provides, sections={
-        name: _Synchronizer(graph, program.ranks > 1).graph() for name, graph in program.sections.items()})
+        name: _Synchronizer(graph, program.processes > 1).graph() for name, graph in program.sections.items()})
 
 
 class _Synchronizer:

@@ -123,6 +123,9 @@ class CudaBackend:
         device_update.update(self.cupy, self.streams[lane], rule, weights, remainder, gradient, segments, gradient_scale,
                              judged)
 
+    def issuing(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.ExternalStream(self.streams[lane].ptr, device=self.device))
+
     def record(self, lane: Lane) -> Any:
         if lane not in _QUEUES:
             return None

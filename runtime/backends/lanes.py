@@ -47,6 +47,9 @@ class Backend(Protocol):
         """`host_update.update` on tensors of the device, with the same bits, issued to compute or h2d. `judged`: the gradients'
         norms, fp32 [n], and a flag, int32 [1]. If a norm is not finite, nothing is changed and the flag becomes 1."""
 
+    def issuing(self, lane: Lane) -> AbstractContextManager[object]:
+        """A context in which PyTorch's operations are issued to compute or h2d."""
+
     def record(self, lane: Lane) -> Any:
         """The device's event after everything issued to the lane; None if work is done when it is issued."""
 

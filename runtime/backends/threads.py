@@ -1,6 +1,7 @@
 """The CPU as a device: "device" memory is host memory, copies are memcpy, and work is done when it is issued."""
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Sequence
@@ -56,6 +57,9 @@ class ThreadBackend:
             judged[1].fill_(1)
             return
         host_update.update(rule, weights, remainder, gradient, segments, gradient_scale)
+
+    def issuing(self, lane: Lane) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def record(self, lane: Lane) -> Any:
         return None

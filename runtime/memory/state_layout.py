@@ -24,11 +24,12 @@ _ALIGNED = 128
 @dataclass(frozen=True)
 class ElementState:
     """What an optimizer keeps for each element of a parameter: moments by name, in a format; and whether a bf16 weight has an
-    exact FP32 master, whose low bits are its remainder."""
+    exact FP32 master, whose low bits are its remainder. `whole`: an update reads the whole matrix at once, on the device."""
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     format: StateFormat = FLOAT32
     exact: bool = True
+    whole: bool = False
 
     def bytes(self, dtype: torch.dtype) -> float:
         """Bytes of an element of this dtype, about."""

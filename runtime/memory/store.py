@@ -20,7 +20,8 @@ from megacompile.system.host_memory import available_host_bytes
 @dataclass
 class Store:
     """All tiles of a streamed model, in the order of the model's calls, `parts` of tiles that are streamed separately, and with
-    several ranks this rank's `shards` of both. Call `preserve` before changing state that a checkpoint holds: a `snapshot` may
+    several ranks on a host this rank's `shards` of both. `shared`: whether other ranks train the same tiles, or copies of them
+    on other hosts. Call `preserve` before changing state that a checkpoint holds: a `snapshot` may
     not be fully written yet. `_own`: while all ranks load the same values, the tiles that this process writes."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
@@ -28,6 +29,7 @@ class Store:
     snapshot: Snapshot | None = None
     shards: dict[str, TileShard] = field(default_factory=dict)
     first_touch: FirstTouch = field(default_factory=FirstTouch)
+    shared: bool = False
     _own: frozenset[str] | None = None
 
     def __getitem__(self, name: str) -> Share:
@@ -38,9 +40,12 @@ class Store:
         """The tile, or part of a tile, that is streamed under a name."""
         return self.parts[name] if name in self.parts else self.tiles[name]
 
-    def divide(self, names: Iterable[str], rank: int) -> None:
-        """From now on this process copies and updates only the shards of one rank."""
-        self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
+    def divide(self, names: Iterable[str], rank: int, ranks: int) -> None:
+        """From now on other ranks train the same tiles, and this process copies and updates only the shards of one of the
+        `ranks` of its host."""
+        self.shared = True
+        if ranks > 1:
+            self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
 
     def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout]) -> None:
         """From now on tiles and what is streamed of them have these layouts, which differ from those of before in the
@@ -53,11 +58,6 @@ class Store:
             shard.layout = replace(shard.layout, states=streamed[name].states)
 
     # ---------------------------------------------------------------- loading values that all ranks have
-    @property
-    def shared(self) -> bool:
-        """Whether other ranks have the same tiles."""
-        return bool(self.shards)
-
     @property
     def loading(self) -> bool:
         return self._own is not None

@@ -24,8 +24,8 @@ class TileMemory:
 
 
 class SharedTileMemory(TileMemory):
-    """Memory that all ranks map. Rank 0's values are those of the model, as with `DistributedDataParallel`. Raises `RankError`
-    if the ranks' models differ."""
+    """Memory that all ranks of a host map. Rank 0's values are those of the model, as with `DistributedDataParallel`, so other
+    hosts write nothing: their copies come from the first host. Raises `RankError` if the ranks' models differ."""
 
     def __init__(self, layouts: Collection[TileLayout], ranks: Ranks) -> None:
         self._ranks = ranks
@@ -37,4 +37,5 @@ class SharedTileMemory(TileMemory):
         return HostTile.allocate(layout, self._memory)
 
     def share(self, work: Collection[T]) -> list[T]:
-        return list(work)[self._ranks.rank::self._ranks.size]
+        hosts = self._ranks.hosts
+        return list(work)[hosts.local::hosts.ranks] if hosts.host == 0 else []

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.memory.state_layout import ADAMW_STATE, NO_STATE, ElementState, StateLayout
+from megacompile.runtime.optimizer.rule import scratch_bytes
 from megacompile.system.host_memory import host_memory
 from megacompile.system.shared_memory import SharedMemory
 
@@ -165,6 +166,29 @@ class TileLayout:
         """Bytes of a shard of AdamW's state."""
         return self.state_bytes // self.ranks
 
+    # ---------------------------------------------------------------- matrices that are updated whole
+    @property
+    def matrices(self) -> list[tuple[int, int, ElementState]]:
+        """The matrices that an update reads whole: rows, columns and state."""
+        found = [(s.shape, self.state_of(position)) for position, s in enumerate(self.slices) if s.trainable]
+        return [(shape[-2], shape[-1], state) for shape, state in found if state.whole for _ in range(math.prod(shape[:-2]))]
+
+    @property
+    def visit_bytes(self) -> int:
+        """Bytes of device memory for the visit of the largest of `matrices`, with its products; 0 without any."""
+        def needed(rows: int, columns: int, state: ElementState) -> int:
+            count, size = rows * columns, self.dtype.itemsize
+            parts = [count * size, count * size, 2 * count * self.has_remainder, count * state.format.value_bytes,
+                     4 * state.format.scales(count)]
+            return sum(map(chunk_aligned, parts)) + scratch_bytes(rows, columns)
+
+        return max((needed(*each) for each in self.matrices), default=0)
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of device memory for the products of the largest of `matrices`; 0 without any."""
+        return max((scratch_bytes(rows, columns) for rows, columns, _ in self.matrices), default=0)
+
     def host_parts(self, gradients: bool = True) -> dict[str, int]:
         """Bytes that training this tile takes, by part. `gradients`: whether they wait in host memory for a step."""
         return {"weights": self.weight_bytes, "gradients": self.gradient_bytes if self.trainable and gradients else 0,
@@ -201,6 +225,11 @@ class TileLayout:
     def norms(self, memory: Tensor) -> Tensor:
         """The norms after the gradients: FP32 [parameters]."""
         return memory[self.weight_bytes:self.gradient_bytes].view(torch.float32)
+
+
+def chunk_aligned(count: int) -> int:
+    """So many bytes, and the padding after them in a chunk that visits the device."""
+    return -(-count // 128) * 128
 
 
 def aligned(count: int, ranks: int = 1) -> int:
@@ -308,6 +337,11 @@ class HostTile:
         """Bytes of a slot or slab, and the host's bytes of the same gradients and norms."""
         assert self.gradients is not None, f"{self.layout.name} has no gradients"
         yield memory, self.gradients
+
+    def memories(self, parts: Iterable[str]) -> Iterator[Tensor]:
+        """The memory of these parts, as far as there is any: one tensor for each, or one for each moment."""
+        for part in parts:
+            yield from self.moments if part == "moments" else [each for each in [getattr(self, part)] if each is not None]
 
     def parts(self) -> dict[str, int]:
         """Bytes of each part."""

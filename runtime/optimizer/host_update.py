@@ -27,6 +27,11 @@ class Moments:
     values: tuple[Tensor, ...]
     scales: tuple[Tensor, ...] = field(default=())
 
+    def part(self, start: int, stop: int) -> Moments:
+        """Those of elements [start, stop) of the segment. Where there are scales, `start` is the first element of a block."""
+        scales = slice(start // BLOCK, self.format.scales(stop))
+        return Moments(self.format, tuple(values[start:stop] for values in self.values), tuple(s[scales] for s in self.scales))
+
 
 def update(rule: Rule, weights: Tensor, remainder: Tensor | None, gradient: Tensor, segments: Sequence[tuple[Segment, Moments]],
            gradient_scale: float = 1.0, threads: int | None = None, instruction_set: str | None = None,

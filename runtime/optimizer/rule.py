@@ -62,6 +62,52 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class MatrixRule:
+    """An update that reads whole matrices, on the device: two elementwise rules, with products of matrices between them.
+
+        direction = momentum(gradient, moment)      fp32; stores the moment
+        direction = rule.direction(direction)       products of matrices
+        weights(master, direction)                  stores the weights
+
+    Attributes:
+        name: as in "--optim muon".
+        momentum: an elementwise rule whose `master` is the direction, which it only writes.
+        weights: an elementwise rule without moments, whose `gradient` is the direction.
+        matrices: the sizes (rows, columns) of the matrices of a parameter, in their order in its memory, where each is
+            contiguous; from the options of its segment.
+        options_for: the options for one of these matrices: (options, rows, columns).
+        direction: (direction, fp32 [rows, columns], options, scratch) -> bf16 [rows, columns]. `scratch`: uint8, room for two
+            matrices and two square ones of the smaller size, in bf16 (`products_bytes`).
+    """
+
+    name: str
+    momentum: Rule
+    weights: Rule
+    matrices: Callable[[Any], list[tuple[int, int]]]
+    options_for: Callable[[Any, int, int], Any]
+    direction: Callable[[Tensor, Any, Tensor], Tensor]
+
+
+#: Parts of scratch memory begin at multiples of so many bytes.
+SCRATCH_ALIGNMENT = 256
+
+
+def direction_bytes(rows: int, columns: int) -> int:
+    """Bytes of scratch memory for the direction of a matrix."""
+    return -(-4 * rows * columns // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+
+
+def products_bytes(rows: int, columns: int) -> int:
+    """Bytes of scratch memory for the products of a matrix."""
+    return direction_bytes(rows, columns) + 4 * min(rows, columns) ** 2
+
+
+def scratch_bytes(rows: int, columns: int) -> int:
+    """Bytes of scratch memory for the update of a matrix."""
+    return direction_bytes(rows, columns) + products_bytes(rows, columns)
+
+
+@dataclass(frozen=True)
 class Segment:
     """Elements [start, stop) of a tile, of one parameter, that are updated with the same options.
 

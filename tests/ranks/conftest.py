@@ -20,11 +20,11 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Starts a script's source in several processes. Whatever is left of them is killed at the end."""
     jobs: list[Job] = []
 
-    def run(source: str, ranks: int, *arguments: str, **environment: str) -> Job:
+    def run(source: str, ranks: int, *arguments: str, hosts: int = 1, **environment: str) -> Job:
         folder = tmp_path / str(len(jobs))
         folder.mkdir()
         (folder / "script.py").write_text(source)
-        jobs.append(start(folder / "script.py", ranks, folder, arguments, **environment))
+        jobs.append(start(folder / "script.py", ranks, folder, arguments, hosts, **environment))
         return jobs[-1]
 
     yield run
@@ -37,4 +37,4 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 @pytest.fixture
 def launch(start_job: Callable[..., Job]) -> Callable[..., list[Any]]:
     """Runs a script's source in several processes. Returns what each rank wrote to `$RESULTS/$RANK.json`."""
-    return lambda source, ranks, *arguments, **environment: start_job(source, ranks, *arguments, **environment).results()
+    return lambda source, ranks, *arguments, **options: start_job(source, ranks, *arguments, **options).results()

@@ -45,18 +45,24 @@ class Job:
         return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(len(codes))]
 
 
-def start(script: Path, ranks: int, folder: Path, arguments: Sequence[str] = (), **environment: str) -> Job:
-    """Runs a script in one process for each rank, on the CPU."""
-    folder.mkdir(parents=True, exist_ok=True)
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
+        port: int = free.getsockname()[1]
+    return port
+
+
+def start(script: Path, ranks: int, folder: Path, arguments: Sequence[str] = (), hosts: int = 1, **environment: str) -> Job:
+    """Runs a script in one process for each rank, on the CPU. `hosts`: on how many hosts the ranks say that they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    processes, port = [], free_port()
+    host_of = [rank * hosts // ranks for rank in range(ranks)]
     for rank in range(ranks):
+        host = {"MEGACOMPILE_HOST": f"node{host_of[rank]}"} if hosts > 1 else {}
         of_rank: Mapping[str, str] = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "RANK": str(rank),
-            "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "RESULTS": str(folder), **environment}
+            "LOCAL_RANK": str(rank - host_of.index(host_of[rank])), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "RESULTS": str(folder), **host, **environment}
         with (folder / f"{rank}.txt").open("wb") as errors:
             processes.append(subprocess.Popen([sys.executable, str(script), *arguments], env=of_rank, stdout=errors,
                                               stderr=subprocess.STDOUT))

@@ -1,100 +1,17 @@
 """A rank that ends, fails, stalls or differs ends the others within seconds, with its name and the cause."""
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from fault_jobs import RAISED, SCRIPT, began, ended, on_demand
 from processes import Job
 
 from megacompile.errors import RankError
 from megacompile.system.shared_memory import SharedMemory
-
-#: Trains until rank 1 does what the argument says. Each rank writes how it ended.
-SCRIPT = """
-import json, os, signal, sys, time
-from pathlib import Path
-import torch
-import megacompile
-from megacompile.ir.program import OPS, op_of
-from jobs import LR, even, qwen2
-from transformers import Qwen2Config, AutoModelForCausalLM
-
-OPTIONS = {"pack_shard": {"pinned_memory": "32KiB"}, "gather_resident": {"resident_state": "all"},
-           "share_host_norms": {"micro_batch_size": 1, "waves": 3, "host_sums": "all"}}
-rank, fault, folder = int(os.environ["RANK"]), sys.argv[1], Path(os.environ["RESULTS"])
-
-def end(error):
-    (folder / f"{rank}.json").write_text(json.dumps({"error": type(error).__name__, "message": str(error), "at": time.time()}))
-    raise error
-
-try:
-    if fault == "version" and rank == 1:
-        import megacompile.runtime.ranks as ranks
-        ranks.__version__ = "0.0.1"
-    if fault == "cannot be captured" and rank == 1:
-        model = torch.nn.Linear(3, 3)
-    elif fault == "other model" and rank == 1:
-        config = qwen2().config
-        config.intermediate_size = 32
-        model = AutoModelForCausalLM.from_config(config)
-    else:
-        model = qwen2()
-    options = {"stall_timeout": 3.0} if fault == "late" else {}
-    options |= OPTIONS.get(fault, {})
-    options |= {"saved_layers": 1} if fault == "other options" and rank == 1 else {}
-    model = megacompile.stream(model, device="cpu", compile=False, **options)
-    optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
-    loop = fault.startswith("loop")
-    for step in range(10**6):
-        batch = even(rank, step)
-        if rank == 1 and step == 3:
-            (folder / "begun").write_text(str(time.time()))
-            if fault == "raises":
-                raise ValueError("no more rows")
-            if fault == "wrong batch":
-                batch = {"input_ids": batch["input_ids"].float(), "labels": batch["labels"]}
-            if fault in OPS:
-                def probe(node):
-                    if op_of(node).name == fault:
-                        raise RuntimeError("power cut")
-                model.megacompile.streamed.executor.probe = probe
-            if fault == "loop, other call":
-                model.megacompile.train_step(batch, optimizer)
-            if fault == "late":
-                time.sleep(10)
-            if fault == "exits":
-                sys.exit(0)
-        if loop:
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            model.megacompile.train_step(batch, optimizer)
-except BaseException as error:
-    end(error)
-"""
-
-
-def ended(job: Job, rank: int) -> dict[str, Any]:
-    return json.loads((job.folder / f"{rank}.json").read_text())
-
-
-def began(job: Job, seconds: float = 120.0) -> float:
-    """When rank 1 began what goes wrong."""
-    limit = time.monotonic() + seconds
-    while not (job.folder / "begun").exists() or not (text := (job.folder / "begun").read_text()):
-        assert time.monotonic() < limit and job.processes[1].poll() is None, job.errors(0) + job.errors(1)
-        time.sleep(0.1)
-    return float(text)
-
-
-def on_demand(*case: object) -> Any:
-    return pytest.param(*case, marks=pytest.mark.on_demand)
 
 
 @pytest.mark.parametrize(("fault", "says"), [
@@ -107,7 +24,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_name(start_job: Callable[...
     begun = began(job)
     codes = job.wait(60)
     other = ended(job, 0)
-    assert codes[0] not in (0, -signal.SIGKILL), job.errors(0)
+    assert codes[0] == RAISED, job.errors(0)
     assert other["error"] == "RankError" and says in other["message"].splitlines()[0], other
     assert fault == "loop, other call" or "start the job again from the last checkpoint" in other["message"]
     assert other["at"] - begun < 30
@@ -123,7 +40,7 @@ def test_an_op_of_several_ranks_that_fails_ends_all_ranks(start_job: Callable[..
     job = start_job(SCRIPT, 2, op)
     began(job)
     codes = job.wait(60)
-    assert all(code not in (0, -signal.SIGKILL) for code in codes)
+    assert codes == [RAISED, RAISED], job.errors(0) + job.errors(1)
     assert ended(job, 0)["message"].startswith(f"rank 1 has failed with LaneError: {op} failed in lane "), ended(job, 0)
 
 
@@ -135,7 +52,7 @@ def test_ranks_that_differ_are_refused_before_the_first_step(start_job: Callable
     job = start_job(SCRIPT, 2, fault)
     codes = job.wait(90)
     found = ended(job, 0)
-    assert codes[0] not in (0, -signal.SIGKILL), job.errors(0)
+    assert codes[0] == RAISED, job.errors(0)
     assert found["error"] == "RankError" and says in found["message"].splitlines()[0], found
     assert "has failed" in says or "start all ranks with the same model, options and versions" in found["message"]
 
@@ -150,7 +67,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_others(start_job: Callable[..
     sent = time.time()
     code = job.processes[0].wait(40)
     found = ended(job, 0)
-    assert code not in (0, -signal.SIGKILL)
+    assert code == RAISED, job.errors(0)
     assert found["error"] == "RankError" and f"rank 1 (process {job.processes[1].pid}) {says}" in found["message"], found
     assert found["at"] - sent < 30
 

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_tokenizer
-from processes import PATHS
+from processes import PATHS, free_port
 from tiny_models import build
 
 from megacompile.finetuning.reports import LOG, read_log
@@ -32,17 +34,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(source: Path, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megacompile", "train", source, "--data", source / "rows.jsonl", "--length", 64, "--batch",
-               BATCH, "--device", "cpu", "--lr", "1e-2", "--log-interval", 1, "--no-dynamic", *arguments]
+def start(source: Path, *arguments: object, launcher: Sequence[object] = (), **environment: str) -> subprocess.Popen[str]:
+    """Runs `megacompile train`, or has a launcher run it."""
+    command = [sys.executable, *launcher, "-m", "megacompile", "train", source, "--data", source / "rows.jsonl", "--length", 64,
+               "--batch", BATCH, "--device", "cpu", "--lr", "1e-2", "--log-interval", 1, "--no-dynamic", *arguments]
     return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, PATHS))})
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, PATHS)), **environment})
 
 
 def finished(process: subprocess.Popen[str], code: int = 0) -> str:
     output, errors = process.communicate(timeout=180)
     assert process.returncode == code, output + errors
     return output + errors
+
+
+def assert_same_curve(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [entry["step"] for entry in found] == [entry["step"] for entry in expected] and len(found) == STEPS + 2
+    for key in ("loss", "eval_loss", "grad_norm"):
+        wanted = [entry[key] for entry in expected if key in entry]
+        assert [entry[key] for entry in found if key in entry] == pytest.approx(wanted, rel=2e-4), key
 
 
 def test_two_processes_have_the_curve_of_one_and_resume_as_one(source: Path, tmp_path: Path) -> None:
@@ -54,15 +64,26 @@ def test_two_processes_have_the_curve_of_one_and_resume_as_one(source: Path, tmp
     printed = finished(together)
     assert printed.count("saved in") == 1 and printed.count("step 3/6  evaluation loss") == 1, printed
     one, two = (read_log(tmp_path / name / LOG) for name in ("one", "two"))
-    assert [entry["step"] for entry in two] == [entry["step"] for entry in one] and len(two) == STEPS + 2
-    for key in ("loss", "eval_loss", "grad_norm"):
-        expected = [entry[key] for entry in one if key in entry]
-        assert [entry[key] for entry in two if key in entry] == pytest.approx(expected, rel=2e-4), key
+    assert_same_curve(two, one)
     # From the middle, on another number of processes.
     checkpoint = sorted((tmp_path / "two" / "checkpoints").iterdir())[1]
     finished(start(source, *options, "--resume", checkpoint, "--output", tmp_path / "three"))
     wanted = [entry["loss"] for entry in one if "loss" in entry][4:]
     assert [entry["loss"] for entry in read_log(tmp_path / "three" / LOG) if "loss" in entry] == pytest.approx(wanted, rel=2e-4)
+
+
+@pytest.mark.on_demand
+def test_two_hosts_that_torchrun_starts_have_the_curve_of_one_process_and_write_once(source: Path, tmp_path: Path) -> None:
+    options = ("--epochs", 1, "--eval-share", 0.1, "--eval-interval", 3, "--save-interval", 2)
+    launcher = ("-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", f"localhost:{free_port()}")
+    hosts = [start(source, *options, "--output", tmp_path / "two", launcher=launcher, MEGACOMPILE_HOST=name)
+             for name in ("left", "right")]
+    printed = "".join(finished(host) for host in hosts)
+    assert printed.count("saved in") == 1 and printed.count("step 3/6  evaluation loss") == 1, printed
+    finished(start(source, *options, "--output", tmp_path / "one"))
+    one, two = (read_log(tmp_path / name / LOG) for name in ("one", "two"))
+    assert_same_curve(two, one)
 
 
 def test_a_signal_stops_all_processes_after_a_step_and_saves(source: Path, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ def curve(history: list[dict[str, Any]], *keys: str) -> list[float]:
     return [entry[key] for entry in history for key in keys if key in entry]
 
 
-def assert_parity(folder: Path, *cases: str) -> list[dict[str, Any]]:
+def assert_parity(folder: Path, *cases: str, hosts: int = 1) -> list[dict[str, Any]]:
     """Losses, norms, weights and evaluations are those of one process, and every process has the same."""
-    ranks = start(HERE / "trainer_run.py", 2, folder, cases).results()
+    ranks = start(HERE / "trainer_run.py", 2, folder, cases, hosts).results()
     expected = trainer_run.all_runs(cases)
     for case, wanted in expected.items():
         assert len(wanted["weights"]) > 10
@@ -47,6 +47,11 @@ def test_two_processes_train_as_one_with_twice_the_rows(tmp_path: Path) -> None:
 def test_losses_of_outputs_and_evaluations_are_those_of_all_rows(tmp_path: Path) -> None:
     found = assert_parity(tmp_path, "outputs", "uncounted", "evaluation")[0]["evaluation"]["history"]
     assert curve(found, "eval_rows") == [8, 8, 8], "an evaluation has each row once"
+
+
+@pytest.mark.on_demand
+def test_processes_on_two_hosts_train_as_one_with_twice_the_rows(tmp_path: Path) -> None:
+    assert_parity(tmp_path, "whole", "separate", "resumed", hosts=2)
 
 
 @pytest.fixture

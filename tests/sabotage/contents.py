@@ -3,8 +3,8 @@
 A *content* is a number that stands for what is in memory. Copies hand contents on; a kernel's content is a hash of the kernel's
 and of what it read; sums are sums, so that they come out the same in any order.
 
-Several ranks all run the same steps at the same time, so one rank's memory stands for each rank's. What a rank has of a tile,
-or knows of its norms, is `Own` until the ranks have exchanged it.
+Several ranks and hosts all run the same steps at the same time, so one rank's memory stands for each rank's. What a rank has of
+a tile, or knows of its norms, is `Own` until the ranks have exchanged it.
 """
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         return look(place)
 
     def of_shard(what: str, content: Content) -> Content:
-        return Own(what, content) if step.several else content
+        return Own(what, content) if step.shared else content
 
     if op in KERNELS:
         made = mix("forward", says["call"], says["mb"], *(look(p) for p in at.get("weights", ())), "of",
@@ -71,7 +71,7 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
                                  for number, place in enumerate(at.get("accumulators", ()))}}
     match op:
         case "pack" | "prefetch":
-            if step.several and "staging" not in at and one("announced/") != one("weights/"):
+            if step.shared and "staging" not in at and one("announced/") != one("weights/"):
                 raise HarmError(f"{step.name} copies shards that other ranks have not announced")
             return {result: one("staging") if "staging" in at else one("weights/")}
         case "pack_shard" | "prefetch_shard":
@@ -86,6 +86,9 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         case "reduce_scatter" | "share_loss":
             (place,) = at["accumulators" if op == "reduce_scatter" else "value"]
             return {place: mix("over ranks", look(place))}
+        case "all_reduce":
+            (place,) = at["accumulators"]
+            return {place: mix("over hosts", look(place))}
         case "total_loss":
             return {result: mix("total", total(*map(look, at["values"])))}
         case "announce":

@@ -17,7 +17,8 @@ DROPPED = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_visiti
            "fetch_gradients", "fetch_state", "store_state", "scale")
 UPDATES = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_of_sum", "adam_visiting", "offload_weights")
 #: What several ranks do together, or tell each other.
-EXCHANGES = ("gather", "reduce_scatter", "share_norms", "share_host_norms", "gather_resident", "share_loss", "announce")
+EXCHANGES = ("gather", "reduce_scatter", "all_reduce", "share_norms", "share_host_norms", "gather_resident", "share_loss",
+             "announce")
 #: What stands for a copy that was dropped: the parameter that it copied.
 _SOURCES = {"stash": "value", "fetch": "stashed"}
 

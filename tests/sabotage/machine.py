@@ -50,7 +50,7 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "prefetch_shard": ("h2d", ("staging", "weights/"), ("result",)),
     "gather": ("collective", ("shard",), ("result",)),
     "gather_resident": ("collective", ("resident",), ("resident",)),
-    "reduce_scatter": ("collective", ("accumulators",), ("accumulators",)),
+    **dict.fromkeys(("reduce_scatter", "all_reduce"), ("collective", ("accumulators",), ("accumulators",))),
     "share_norms": ("collective", ("reduced",), ("reduced",)),
     "share_host_norms": ("cpu", ("gradients/",), ("gradients/",)),
     "total_loss": ("compute", ("values",), ("result",)),
@@ -58,8 +58,8 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "announce": ("cpu", ("weights/",), ("announced/",)),
 }
 #: What only several ranks do, all of them or none.
-OF_SEVERAL = ("pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "share_norms", "share_host_norms",
-              "total_loss", "share_loss", "announce")
+OF_SEVERAL = ("pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "all_reduce", "share_norms",
+              "share_host_norms", "total_loss", "share_loss", "announce")
 #: Sections that each of several ranks runs when it likes. Before them the caller waits until all have announced their updates.
 ALONE = ("evaluate", "load", "store", "refresh", "rescue")
 
@@ -87,6 +87,18 @@ MAY_TOUCH_OF_SEVERAL = {kind: accesses | {("collective", access) for access in _
                         for kind, accesses in MAY_TOUCH.items()}
 #: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them;
 #: but moments alone, which only another update follows in another lane, of gradients that come behind those read for them.
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who runs a program: `ranks` on each of `hosts`. The ranks of a host share its memory."""
+
+    ranks: int = 1
+    hosts: int = 1
+
+    @property
+    def several(self) -> bool:
+        return self.ranks * self.hosts > 1
 
 
 class HarmError(Exception):
@@ -144,7 +156,7 @@ class Step:
     at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     says: Mapping[str, Any] = field(default_factory=dict)
     event: Any = None  # that it waits for, or fires
-    several: bool = False  # whether it is one of several ranks' that do the same
+    shared: bool = False  # whether it is one of several ranks' of a host that do the same
 
     @property
     def only_waits(self) -> bool:
@@ -169,9 +181,9 @@ class Machine:
 
     `leases`: of each open forward, subject -> place; `sets`: the buffers for checkpoints that open forwards use; `carried`:
     place -> lane -> (whether it has written, event of its last access, event of its last write); `announced`: the event of the
-    last announcement. `several`: whether several ranks run the sections."""
+    last announcement. `job`: who runs the sections."""
 
-    several: bool = False
+    job: Job = field(default_factory=Job)
     leases: dict[int, dict[tuple[Any, ...], str]] = field(default_factory=dict)
     sets: dict[int, int] = field(default_factory=dict)
     carried: dict[str, dict[str, tuple[Any, Any]]] = field(default_factory=dict)
@@ -248,7 +260,7 @@ class Machine:
         if each.op in ("add_to_sum", "adam") and "slab" in at:
             at["gradients/"] = ()
         reads, writes = (tuple(place for name in names for place in at.get(name, ())) for names in touched)
-        return Step(each.name, each.op, lane, reads, writes, at, each.says, several=self.several)
+        return Step(each.name, each.op, lane, reads, writes, at, each.says, shared=self.job.ranks > 1)
 
     def give_back(self, lease: int) -> None:
         """A backward has run, or its loss has died: the forward's buffers may be used by the next."""

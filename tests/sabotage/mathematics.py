@@ -27,7 +27,7 @@ class Training:
         for tile in self.program.tiles:
             self.host |= {f"{part}/{tile}": hash(f"{part}/{tile}") for part in ("weights", "state")}
         self.given = "outputs" if gives_outputs(self.program) else "loss"
-        self.several = self.program.ranks > 1
+        self.several = self.program.ranks * self.program.hosts > 1
         self.host |= {f"announced/{tile}": self.host[f"weights/{tile}"] for tile in self.program.tiles}
         self.trained = [name for name, tile in self.program.tiles.items() if tile.trainable]
 
@@ -107,8 +107,9 @@ class Training:
                 gradient = mix("backward", made[call.name, mb], gradient)
                 add(call, gradient)
             add(first, mix("backward", self.visit(first, mb, weightless="recompute_backward" in first.weightless), gradient))
-        return {tile: mix("reduced", mix("over ranks", gradients) if self.several else gradients)
-                for tile, gradients in sums.items()}
+        for over, count in (("over ranks", self.program.ranks), ("over hosts", self.program.hosts)):
+            sums = {tile: mix(over, gradients) if count > 1 else gradients for tile, gradients in sums.items()}
+        return {tile: mix("reduced", gradients) for tile, gradients in sums.items()}
 
     def gather(self, gradients: dict[str, int], adds: bool) -> None:
         for tile, gradient in gradients.items():

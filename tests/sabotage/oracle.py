@@ -33,6 +33,7 @@ from machine import (
     WRITE,
     HarmError,
     Instruction,
+    Job,
     Machine,
     Step,
     instructions,
@@ -69,9 +70,9 @@ def loops(sections: Mapping[str, Section]) -> list[Loop]:
                      for a, b in ((0, 1), (1, 0)))]
 
 
-def link(sections: Mapping[str, Section], loop: Loop, several: bool = False) -> list[Step]:
-    """All steps of a loop, in program order. `several`: ranks run it."""
-    machine, steps = Machine(several), list[Step]()
+def link(sections: Mapping[str, Section], loop: Loop, job: Job | None = None) -> list[Step]:
+    """All steps of a loop, in program order. `job`: who runs it; None: one process."""
+    machine, steps = Machine(job or Job()), list[Step]()
     for name, lease in loop:
         if name.endswith("_lost"):
             part = {"refresh": "gradients", "rescue": "weights"}[name.removesuffix("_lost")]
@@ -229,13 +230,13 @@ def overflow(program: Program, section: Section) -> str | None:
     return None
 
 
-def stranger(section: Section, several: bool, name: str) -> str | None:
+def stranger(section: Section, job: Job, name: str) -> str | None:
     """What is wrong with who runs a section: other ranks do not run it, or run it and update what it copies."""
-    together = several and name not in ALONE
+    together = name not in ALONE
     for each in section:
-        if each.op in OF_SEVERAL and not together:
+        if each.op in OF_SEVERAL and not (together and job.several):
             return f"{each.name} waits for ranks that do not run {name}"
-        if each.op in ("pack", "prefetch") and together:
+        if each.op in ("pack", "prefetch") and together and job.ranks > 1:
             return f"{each.name} copies shards that other ranks may be updating"
     return None
 
@@ -248,8 +249,8 @@ class Oracle:
     def __init__(self, program: Program) -> None:
         self.sections = {name: instructions(graph) for name, graph in program.sections.items()}
         self.loops = loops(self.sections)
-        self.several = program.ranks > 1
-        self.expected = [meaning(link(self.sections, loop, self.several)) for loop in self.loops]
+        self.job = Job(program.ranks, program.hosts)
+        self.expected = [meaning(link(self.sections, loop, self.job)) for loop in self.loops]
 
     def harm(self, edited: Program, name: str) -> str | None:
         """What goes wrong in a program whose section of that name was edited; None: nothing does."""
@@ -258,13 +259,13 @@ class Oracle:
         try:
             if (wrong := overflow(edited, section)) is not None:
                 return wrong
-            if (wrong := stranger(section, self.several, name)) is not None:
+            if (wrong := stranger(section, self.job, name)) is not None:
                 return wrong
-            alone = beside_any_section(section, self.several)
+            alone = beside_any_section(section, self.job.several)
             if alone is not None:
                 return f"{name}: {alone}"
             for loop, expected in zip(self.loops, self.expected, strict=True):
-                steps = link(sections, loop, self.several)
+                steps = link(sections, loop, self.job)
                 if not meaning(steps).same(expected):
                     return "the loop computes something else"
                 if (wrong := collision(steps)) is not None:

@@ -58,12 +58,19 @@ OF_SEVERAL: dict[str, dict[str, Any]] = {
         (4, "waves on the host through slabs, updates on arrival"), (2, "outputs, two micro-batches"),
         (2, "outputs, tied, updates on arrival"), (2, "layers that run twice"),
         (2, "layers that run twice, waves on the host, a shared tile"), (2, "tied, residuals kept, a frozen layer"))}
+#: Of several hosts, with one rank or several on each.
+OF_SEVERAL |= {
+    f"{hosts} hosts, {ranks} {'rank' if ranks == 1 else 'ranks'} each, {name}": {**NAMED[name], "ranks": ranks, "hosts": hosts}
+    for hosts, ranks, name in (
+        (2, 2, "streamed"), (2, 1, "blocks of two, three micro-batches"), (2, 2, "updated on the device"),
+        (2, 1, "visiting the device"), (3, 2, "three waves added up on the host"), (2, 1, "updates on arrival"),
+        (2, 2, "outputs, tied, updates on arrival"), (2, 1, "layers that run twice, waves on the host, a shared tile"))}
 
 
 @st.composite
 def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, several: bool = False) -> dict[str, Any]:
     """Arguments of `make_schedule`: a small model, of so many layers, and a plan for it. `often`: its layers may run twice, and
-    share a tile. `several`: two or four ranks run it."""
+    share a tile. `several`: two or four ranks run it, on one host or on several."""
     layers = layers or draw(st.integers(1, 4))
     runs = 2 if often and layers < 3 and draw(st.booleans()) else 1
     whole_step, tied = draw(st.booleans()), draw(st.booleans())
@@ -91,7 +98,8 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, se
         "pinned": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
         "waves": waves, "update": update, "deferred_moments": update == "step" and draw(st.booleans()), "update_order": order,
         "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2)),
-        **({"ranks": draw(st.sampled_from((2, 4)))} if several else {})}
+        **(dict(zip(("ranks", "hosts"), draw(st.sampled_from(((2, 1), (4, 1), (2, 2), (1, 2), (2, 3)))), strict=True))
+           if several else {})}
 
 
 def plan_of(schedule: dict[str, Any]) -> Plan:

@@ -1,4 +1,7 @@
-"""A program that ends, and whose forked child ends, while its lanes are at work. `python exiting.py` (see test_exit.py)."""
+"""A program that ends, and whose forked child ends, while its lanes are at work. `python exiting.py` (see test_exit.py).
+
+With the argument `failed`, it ends because another rank has failed.
+"""
 from __future__ import annotations
 
 import os
@@ -6,9 +9,10 @@ import sys
 import time
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import megacompile
+from megacompile.errors import RankError
 
 
 class Layer(nn.Module):
@@ -42,6 +46,23 @@ if child == 0:
     sys.exit(0)  # with everything that an interpreter does at its end
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the forked child failed"
 executor = model.megacompile.streamed.executor
+if sys.argv[1:] == ["failed"]:
+    matrix = torch.ones(1000, 1000)
+
+    def compute(node: fx.Node) -> None:
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            torch.mm(matrix, matrix)
+
+    def another_rank_has_failed() -> None:
+        raise RankError("rank 1 has ended")
+
+    executor.probe, executor.check_others = compute, another_rank_has_failed
+    try:
+        model(input_ids=ids, labels=ids)
+    except RankError as error:
+        print(error, flush=True)
+    sys.exit(0)
 executor.delay = lambda lane: time.sleep(0.02)
 optimizer.step()  # in flight at the end
 loss = model(input_ids=ids, labels=ids)  # whose backward never comes

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,16 @@ from megacompile import latest_checkpoint
 STEPS = 40
 
 
-def kill_runs_at_random_moments(directory: Path, model: Path, data: Path, moments: int) -> dict[str, int]:
+def kill_runs_at_random_moments(directory: Path, model: Path, data: Path, moments: int,
+                                more: Sequence[str] = ()) -> dict[str, int]:
     """How many kills came where; those that came too late are not among the `moments`. The model is saved beside checkpoints
-    and log.
+    and log. `more`: further options of the command.
 
     Raises AssertionError if a checkpoint or a line of the log is lost, the settings are torn, or a run that comes to its end
     differs from one that was never killed."""
     import megacompile.finetuning.run  # noqa: F401  (once, and not in each process)
 
-    child = start_run(model, data, directory / "whole")
+    child = start_run(model, data, directory / "whole", more)
     begin = time.monotonic()
     wait_until_it_trains(directory / "whole", None)
     trains = time.monotonic()
@@ -36,7 +38,7 @@ def kill_runs_at_random_moments(directory: Path, model: Path, data: Path, moment
     output = directory / "0"
     while sum(counts.values()) - counts["too late"] - counts["runs compared"] < moments:
         before = log_of(output)
-        child = start_run(model, data, output)
+        child = start_run(model, data, output, more)
         if draw.random() < 0.2:
             time.sleep(draw.random() * starting)
         else:
@@ -50,7 +52,7 @@ def kill_runs_at_random_moments(directory: Path, model: Path, data: Path, moment
         counts[place], done = counts[place] + 1, now
         if not killed or (done == STEPS and draw.random() < 0.5):
             if killed:
-                wait_for(start_run(model, data, output))
+                wait_for(start_run(model, data, output, more))
             compare(output, directory / "whole")
             counts["runs compared"] += 1
             number, done = number + 1, 0
@@ -58,7 +60,7 @@ def kill_runs_at_random_moments(directory: Path, model: Path, data: Path, moment
     return counts
 
 
-def start_run(model: Path, data: Path, output: Path) -> int:
+def start_run(model: Path, data: Path, output: Path, more: Sequence[str]) -> int:
     """The id of a process that trains."""
     child = os.fork()
     if child == 0:
@@ -70,7 +72,7 @@ def start_run(model: Path, data: Path, output: Path) -> int:
             app([*map(str, (
                 "train", model, "--data", data, "--length", 64, "--batch", 4, "--device", "cpu", "--lr", "1e-2", "--steps",
                 STEPS, "--save-interval", 3, "--keep", 2, "--eval-share", 0.2, "--eval-interval", 5, "--resume", "latest",
-                "--output", output, "--save", output))], standalone_mode=False)
+                "--output", output, "--save", output, *more))], standalone_mode=False)
             os._exit(0)
         except BaseException:
             traceback.print_exc()

@@ -13,6 +13,7 @@ from tiny_models import assert_same_gradients, assert_same_weights, batch
 
 import megacompile
 from megacompile.errors import ArgumentError, UnsupportedError
+from megacompile.streaming.device_copy import DeviceCopy
 
 peft = pytest.importorskip("peft")
 
@@ -63,12 +64,17 @@ def test_a_saved_adapter_is_that_of_peft(pair: tuple[Any, Any], tmp_path: Path) 
         torch.testing.assert_close(tensor, saved[1][name], rtol=1e-4, atol=1e-5)
 
 
-def test_generation_is_streamed_and_greedy_tokens_are_peft_s(pair: tuple[Any, Any]) -> None:
-    prompt = batch(5)["input_ids"]
-    before = len(pair[0].megacompile.streamed.shapes)
-    ours, theirs = (each.generate(input_ids=prompt, max_new_tokens=3, do_sample=False) for each in pair)
-    assert torch.equal(ours, theirs)
-    assert len(pair[0].megacompile.streamed.shapes) > before, "a length of generation has a program of its own"
+def test_greedy_tokens_are_peft_s_with_all_weights_on_the_device_and_streamed(
+        pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pair
+    how = {"input_ids": batch(5)["input_ids"], "max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(ours.generate(**how), theirs.generate(**how))
+    with ours.disable_adapter(), theirs.disable_adapter():
+        assert torch.equal(ours.generate(**how), theirs.generate(**how)), "the copy has the model's flags"
+    before = len(ours.megacompile.streamed.shapes)
+    monkeypatch.setattr(DeviceCopy, "fits", lambda *_: False)
+    assert torch.equal(ours.generate(**how), theirs.generate(**how))
+    assert len(ours.megacompile.streamed.shapes) > before, "a length of generation has a program of its own"
 
 
 def test_a_model_whose_adapters_are_switched_off_is_its_base_and_trains_on_afterwards(pair: tuple[Any, Any]) -> None:

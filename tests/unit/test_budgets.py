@@ -15,7 +15,7 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import device_budget
 from megacompile.planning.host_needs import host_bytes
-from megacompile.planning.state_choices import EXACT, StateChoice, with_choice
+from megacompile.planning.state_choices import EXACT, with_choice
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.scheduling import Schedule
@@ -99,7 +99,7 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_is_traced(monkey
 def test_a_model_whose_layers_alone_fit_the_host_is_refused_before_anything_is_moved(for_a_gpu: Schedule) -> None:
     """What its other parameters take is known once it is traced."""
     model = tiny_models.build()
-    least = StateChoice(optimizer_named("adamw_8bit").state(), on_arrival=True)  # an FP32 weight is its own master
+    least = optimizer_named("adamw_8bit").choice(None, on_arrival=True)  # an FP32 weight is its own master
     layers = host_bytes(model.model.layers, StreamConfig(), least)
     tiles = with_choice(for_a_gpu.tiling, least).host_bytes(gradients=False)
     assert layers < tiles
@@ -112,9 +112,9 @@ def test_a_model_whose_layers_alone_fit_the_host_is_refused_before_anything_is_m
 @pytest.mark.parametrize("on_arrival", [False, True])
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "lion_bf16", "sgd"])
 def test_what_is_said_to_be_needed_is_what_the_tiles_take(optim: str, on_arrival: bool, for_a_gpu: Schedule) -> None:
-    choice, model = StateChoice(optimizer_named(optim).state(), on_arrival), tiny_models.build()
-    needed = host_bytes([model], StreamConfig(), choice)
-    tiles = with_choice(for_a_gpu.tiling, choice).host_bytes(gradients=not on_arrival)
+    named, model = optimizer_named(optim), tiny_models.build()
+    needed = host_bytes([model], StreamConfig(), named.choice(None, on_arrival))
+    tiles = for_a_gpu.tiling.with_states(named.states(None, model, for_a_gpu.tiling)).host_bytes(gradients=not on_arrival)
     assert needed <= tiles <= 1.3 * needed  # each parameter is padded
 
     def schedule(host_memory: int) -> Schedule:

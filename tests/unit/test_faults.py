@@ -171,8 +171,8 @@ def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: 
     # (test_sums.py, test_outputs.py, test_deferral.py)
     elsewhere = {"evaluate", "outputs", "output_gradient", "offload_norms", "add_to_sum", "norms_of_sum", "adam_of_sum",
                  "adam_weights", "adam_moments"}
-    # (tests/ranks/test_faults.py)
-    of_ranks = {"pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "share_norms",
+    # (tests/ranks/test_faults.py, tests/ranks/test_host_faults.py)
+    of_ranks = {"pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "all_reduce", "share_norms",
                 "share_host_norms", "total_loss", "share_loss", "announce"}
     assert set(OPS) - never - found <= elsewhere | of_ranks, "ops without a test"
 

@@ -241,12 +241,16 @@ def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tm
 
 
 @pytest.mark.on_demand
+@pytest.mark.parametrize("more", [
+    (), ("--optim", "adamw_bf16"), ("--optim", "adamw_8bit"), ("--bf16", "--optim-args", "master=bfloat16"),
+    ("--bf16", "--optim", "lion_8bit"), ("--bf16", "--optim", "muon_bf16"),
+    ("--bf16", "--optim", "adamw_8bit", "--overlap", "--max-grad-norm", "0")], ids=" ".join)
 def test_runs_killed_at_random_moments_end_like_an_undisturbed_run(
-        model: Path, data: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+        more: tuple[str, ...], model: Path, data: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Log, settings, checkpoints and model: pytest -k random_moments_end --all-families --kill-moments 100"""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
         moments = int(pytestconfig.getoption("--kill-moments"))
-        print(fresh.submit(kill_runs_at_random_moments, tmp_path, model, data, moments).result())
+        print(fresh.submit(kill_runs_at_random_moments, tmp_path, model, data, moments, more).result())
 
 
 @pytest.mark.usefixtures("ctrl_c_after_two_steps")

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 import trained
 
 import megacompile
-from megacompile import SGD, AdamW, Lion, cli
+from megacompile import SGD, AdamW, Lion, Muon, cli
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.reports import read_log
 from megacompile.runtime.memory.state_layout import ElementState
@@ -31,7 +31,8 @@ MEANT: dict[str, tuple[type, str]] = {
     "adamw_8bit": (AdamW, "8bit"), "adamw_bnb_8bit": (AdamW, "8bit"), "adamw_torch_8bit": (AdamW, "8bit"),
     "paged_adamw_8bit": (AdamW, "8bit"), "lion": (Lion, "float32"), "lion_32bit": (Lion, "float32"),
     "paged_lion_32bit": (Lion, "float32"), "lion_bf16": (Lion, "bfloat16"), "lion_8bit": (Lion, "8bit"),
-    "paged_lion_8bit": (Lion, "8bit"), "sgd": (SGD, "float32"),
+    "paged_lion_8bit": (Lion, "8bit"), "muon": (Muon, "float32"), "muon_bf16": (Muon, "bfloat16"), "muon_8bit": (Muon, "8bit"),
+    "sgd": (SGD, "float32"),
 }
 
 
@@ -39,7 +40,7 @@ MEANT: dict[str, tuple[type, str]] = {
 def test_a_name_stands_for_a_class_and_a_format(name: str) -> None:
     named = optimizer_named(name)
     known = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
-    of_this_one = {AdamW: known, Lion: {k: v for k, v in known.items() if k != "eps"},
+    of_this_one = {AdamW: known, Muon: known, Lion: {k: v for k, v in known.items() if k != "eps"},
                    SGD: {"lr": 0.1, "weight_decay": 0.2}}[named.kind]
     assert (named.kind, named.arguments(known)) == (MEANT[name][0], {**of_this_one, "state_dtype": MEANT[name][1]})
 
@@ -52,9 +53,12 @@ def test_all_names_are_known() -> None:
     ("adamw", None, ElementState(("exp_avg", "exp_avg_sq"), FLOAT32, exact=True)),
     ("adamw_8bit", "master=bfloat16", ElementState(("exp_avg", "exp_avg_sq"), EIGHT_BITS, exact=False)),
     ("lion_bf16", "", ElementState(("exp_avg",), BFLOAT16, exact=True)),
+    ("muon", "ns_steps=3", ElementState(("momentum_buffer",), FLOAT32, exact=True, whole=True)),
     ("sgd", "state_dtype=8bit, momentum=0.9", ElementState(("momentum_buffer",), EIGHT_BITS, exact=True))])
 def test_a_name_and_its_options_say_what_is_kept(name: str, written: str | None, state: ElementState) -> None:
-    assert optimizer_named(name).state(written) == state
+    found = megacompile.schedule(build(bf16=True), batch=2, length=8, hardware="h200", optim=name, optim_args=written).tiling
+    tile, position = found.position["model.layers.0.mlp.up_proj.weight"]
+    assert found.host[tile].state_of(position) == state
 
 
 @pytest.mark.parametrize(("name", "nearest"), [
@@ -106,7 +110,7 @@ def test_an_option_that_an_optimizer_does_not_have_or_cannot_have_is_refused(nam
     ("adamw_torch", "state_dtype=bfloat16, master=bfloat16",
      lambda groups: AdamW(groups, lr=2e-2, state_dtype="bfloat16", master="bfloat16")),
     ("lion_32bit", None, lambda groups: Lion(groups, lr=2e-2, betas=(0.9, 0.999))),
-    ("sgd", "momentum=0.9", lambda groups: SGD(groups, lr=2e-2, momentum=0.9))], ids=lambda each: str(each)[:30])
+    ("sgd", "momentum=0.9", lambda groups: SGD(groups, lr=2e-2, momentum=0.9))], ids=["8-bit", "bfloat16", "lion", "sgd"])
 def test_a_trainer_s_optimizer_is_the_one_made_by_hand(optim: str, optim_args: str | None, make: Any, tmp_path: Path) -> None:
     found, groups = [], []
     for by_name in (True, False):

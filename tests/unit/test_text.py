@@ -51,6 +51,7 @@ def forward(p):
     g = p.recompute_backward("decoder", "layers.0", mb=0, inputs=(h, h), gradient=l)   # compute
     g_1 = p.backward("decoder", "layers.0", mb=0, inputs=(h, h), saved=r, gradient=l)  # compute
     p.reduce_scatter("layers.0", accumulators=a)                                       # collective
+    p.all_reduce("layers.0", accumulators=a)                                           # collective
     d = p.reduce("layers.0", accumulators=a, into="G0")                                # compute
     p.share_norms("layers.0", reduced=d)                                               # collective
     o = p.offload("layers.0", reduced=d, into="D0")                                    # d2h
@@ -104,6 +105,8 @@ CASES: dict[str, dict[str, Any]] = {
     "two ranks": {"micro_batches": (2, 1), "ranks": 2},
     "two ranks, slabs": {"micro_batches": (1, 1), "pinned": False, "ranks": 2},
     "two ranks, updated on the device": {"resident": ("layers.0", "layers.1"), "resident_state": ("layers.1",), "ranks": 2},
+    "two ranks on each of three hosts": {"micro_batches": (2, 1), "ranks": 2, "hosts": 3},
+    "one rank on each of two hosts": {"micro_batches": (1, 1), "hosts": 2},
     "visiting the device": {"resident": ("layers.1",), "visiting_state": ("prologue", "layers.1"), "deferred_moments": True},
 }
 

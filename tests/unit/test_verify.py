@@ -20,6 +20,8 @@ RESIDENT: dict[str, Any] = {**STREAMED, "resident": ("layers.0", "layers.1")}
 ARRIVAL: dict[str, Any] = {**STREAMED, "whole_step": True, "update": "arrival"}
 SUMS: dict[str, Any] = {**STREAMED, "whole_step": True, "waves": 2, "host_sums": ("layers.1", "epilogue")}
 RANKS: dict[str, Any] = {**STREAMED, "ranks": 2}
+HOSTS: dict[str, Any] = {**STREAMED, "ranks": 2, "hosts": 2}
+SINGLES: dict[str, Any] = {**STREAMED, "hosts": 2}
 RANKS_RESIDENT: dict[str, Any] = {**RANKS, "resident": ("layers.0",), "resident_state": ("layers.0",)}
 RANKS_SUMS: dict[str, Any] = {**SUMS, "ranks": 2}
 BLOCK: dict[str, Any] = {**STREAMED, "checkpoint_interval": 2}
@@ -324,6 +326,29 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("together", "contribution that comes too late"): (
         RANKS, "shard", "backward", r"(    g2_1 = .*\n)(    p.reduce_scatter.*\n)", r"\2\1",
         "adds to a2 after it was added up over the ranks"),
+    ("together", "gradients of one host alone"): (
+        HOSTS, "shard", "backward", r'    p.all_reduce\("layers.1".*\n', "",
+        "reduce layers.1 reduces gradients of this host alone"),
+    ("together", "gradients of one host with one rank alone"): (
+        SINGLES, "shard", "backward", r'    p.all_reduce\("layers.1".*\n', "",
+        "reduce layers.1 reduces gradients of this host alone"),
+    ("together", "gradients of hosts without those of other ranks"): (
+        HOSTS, "shard", "backward", r'    p.reduce_scatter\("layers.1".*\n', "",
+        "all_reduce layers.1 adds up a2 over the hosts before it was added up over the ranks"),
+    ("together", "gradients added up over the hosts twice"): (
+        SINGLES, "shard", "backward", r'(    p.all_reduce\("layers.1".*\n)', r"\1\1",
+        "adds up a2 over the hosts a second time"),
+    ("together", "contribution that comes after the hosts' sum"): (
+        SINGLES, "shard", "backward", r"(    g2_1 = .*\n)(    p.all_reduce.*\n)", r"\2\1",
+        "adds to a2 after it was added up over the hosts"),
+    ("together", "sum over hosts of one host"): (
+        RANKS, "shard", "backward", r'(    p.reduce_scatter\()("layers.1".*\n)', r"\1\2    p.all_reduce(\2",
+        "exchanges values between hosts, but the program has one host"),
+    ("together", "exchange of a rank that is alone on its host"): (
+        SINGLES, "shard", "update", r"(    c = p.clip.*\n)", r'\1    p.announce(tiles=("layers.0",))\n',
+        "exchanges values between the ranks of a host, but the program has one rank on each host"),
+    ("together", "loss of one of several hosts"): (
+        SINGLES, "shard", "forward", r"    p.share_loss.*\n", "", "returns the loss of this rank's rows"),
     ("together", "norms of a shard"): (
         RANKS, "shard", "backward", r'    p.share_norms\("layers.1".*\n', "",
         "offload layers.1 reads norms of this rank's shard"),

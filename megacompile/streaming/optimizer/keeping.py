@@ -2,52 +2,70 @@
 steps."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from megacompile.errors import MegacompileError
 from megacompile.planning.host_needs import check_state
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.optimizer import native
 from megacompile.runtime.optimizer.host_update import definitions
-from megacompile.runtime.optimizer.rule import Rule
+from megacompile.runtime.optimizer.state_format import FLOAT32
 from megacompile.sizes import parse_bytes
-from megacompile.streaming.optimizer.hyper_parameters import state_of_group
 from megacompile.streaming.replanning import discard_plans
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.user_tensors.owners import require_owner
 from megacompile.weights.tiling import Tiling
 
+#: The state that an optimizer needs of parameters: (group, names, model, tiling) -> by name.
+StatesOf = Callable[[Mapping[str, Any], Iterable[str], nn.Module, Tiling], Mapping[str, ElementState]]
 
-def keep_groups(rule: Rule, groups: Sequence[Mapping[str, Any]], on_arrival: bool) -> None:
-    """Lets each model keep what a rule needs of the parameters in these groups. Raises as `keep_states`."""
+
+def keep_groups(states_of: StatesOf, groups: Sequence[Mapping[str, Any]], on_arrival: bool) -> None:
+    """Lets each model keep what an optimizer needs of the parameters in these groups. Raises as `keep_states`."""
     of_models: dict[Streamed, dict[str, ElementState]] = {}
     for group in groups:
-        for parameter in group["params"]:
-            streamed, name = require_owner(parameter)
-            if name in streamed.states:
-                of_models.setdefault(streamed, {})[name] = state_of_group(group, rule)
+        for streamed, names in _of_models(group).items():
+            of_models.setdefault(streamed, {}).update(states_of(group, names, streamed.model, streamed.tiling))
     for streamed, states in of_models.items():
         keep_states(streamed, states, on_arrival)
 
 
+def _of_models(group: Mapping[str, Any]) -> dict[Streamed, list[str]]:
+    """The names of a group's parameters that the forward reads, by model."""
+    found: dict[Streamed, list[str]] = {}
+    for parameter in group["params"]:
+        streamed, name = require_owner(parameter)
+        if name in streamed.states:
+            found.setdefault(streamed, []).append(name)
+    return found
+
+
 def check_kept(optimizer: Any, group: Mapping[str, Any]) -> None:
     """Raises `MegacompileError` if the options that say how the state of an optimizer's group is kept have changed."""
-    wanted = state_of_group(group, optimizer.rule)
-    for parameter in group["params"]:
-        memory = optimizer.memory_of(parameter)
-        if memory is not None and not memory.keeps(wanted):
-            raise MegacompileError(f"state_dtype and master cannot change, and those of {memory.name} have: make a new "
-                                   "optimizer, whose moments restart")
+    fixed = " and ".join(("state_dtype", "master", *optimizer.more))
+    for streamed, names in _of_models(group).items():
+        for name, wanted in optimizer.states_of(group, names, streamed.model, streamed.tiling).items():
+            memory = streamed.states[name]
+            if memory.optimizer is optimizer and not memory.keeps(wanted):
+                raise MegacompileError(f"{fixed} cannot change, and those of {name} have: make a new optimizer, whose moments "
+                                       "restart")
 
 
-def build_kernels(rule: Rule, tiling: Tiling) -> None:
-    """Builds what the host needs to update these tiles, before a step does: all lanes would wait for the C++ compiler."""
-    for layout in tiling.host.values():
+def build_kernels(optimizer: Any, streamed: Streamed) -> None:
+    """Builds what the host needs to update tiles, before a step does: all lanes would wait for the C++ compiler."""
+    on_host = streamed.backend.device.type == "cpu"  # matrices are updated on the device
+    for layout in streamed.tiling.host.values():
         for state in {layout.state_of(i) for i, s in enumerate(layout.slices) if s.trainable}:
-            native.update_library(definitions(rule, layout.dtype, layout.has_remainder, state.format))
+            exact = layout.has_remainder
+            if not state.whole:
+                native.update_library(definitions(optimizer.rule, layout.dtype, exact, state.format))
+            elif on_host:
+                native.update_library(definitions(optimizer.matrix_rule.momentum, torch.float32, False, state.format))
+                native.update_library(definitions(optimizer.matrix_rule.weights, layout.dtype, exact, FLOAT32))
 
 
 def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arrival: bool) -> None:

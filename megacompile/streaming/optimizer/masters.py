@@ -23,7 +23,7 @@ def read(streamed: Streamed, parameter: Tensor, remainder: Tensor | None) -> Ten
 def write(streamed: Streamed, parameter: Tensor, memory: StateMemory | None, remainder: Tensor | None, master: Tensor) -> None:
     """Sets a parameter's master, including the remainder; with several ranks, on all of them to rank 0's."""
     streamed.adopt_writes()
-    with loading(streamed, "set_master"):
+    with loading(streamed, "set_master", tiles=None if memory is None else (memory.tile,)):
         if memory is None or remainder is None or not memory.writable:
             parameter.copy_(master if memory is None or memory.writable else parameter)
             streamed.adopt_writes()

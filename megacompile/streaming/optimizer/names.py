@@ -1,17 +1,24 @@
 """Optimizers by the names that people know them by, for `--optim` and `TrainingArguments(optim=...)`."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from megacompile.errors import ArgumentError
+from megacompile.planning.state_choices import StateChoice
 from megacompile.runtime.memory.state_layout import ElementState
+from megacompile.runtime.optimizer.state_format import FORMATS
 from megacompile.streaming.optimizer.adamw import AdamW
-from megacompile.streaming.optimizer.hyper_parameters import KEPT, state_of_group
+from megacompile.streaming.optimizer.hyper_parameters import KEPT
 from megacompile.streaming.optimizer.lion import Lion
+from megacompile.streaming.optimizer.muon import Muon
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.optimizer.sgd import SGD
+from megacompile.weights.tiling import Tiling
 
 
 @dataclass(frozen=True)
@@ -22,9 +29,17 @@ class NamedOptimizer:
     state_dtype: str = "float32"
     rates_of_adamw: bool = True
 
-    def state(self, written: str | None = None) -> ElementState:
-        """What is kept of each element, with options in text as for `arguments`. Raises `ArgumentError`."""
-        return state_of_group({"master": "float32", **self.arguments({}, written)}, self.kind.rule)
+    def states(self, written: str | None, model: nn.Module, tiling: Tiling) -> dict[str, ElementState]:
+        """What is kept of each trained parameter by name, with options in text as for `arguments`. Raises `ArgumentError`."""
+        names = [s.name for layout in tiling.host.values() for s in layout.slices if s.trainable]
+        group = {"master": "float32", **self.kind.more, **self.arguments({}, written)}
+        return self.kind.states_of(group, names, model, tiling)
+
+    def choice(self, written: str | None, on_arrival: bool) -> StateChoice:
+        """How it keeps its state. Raises `ArgumentError`."""
+        options = {"master": "float32", **self.arguments({}, written)}
+        moments = 1 if self.kind.matrix_rule is not None else len(self.kind.rule.moments)
+        return StateChoice(FORMATS[options["state_dtype"]], options["master"] == "float32", on_arrival, moments)
 
     def arguments(self, known: Mapping[str, Any], written: str | None = None) -> dict[str, Any]:
         """Arguments of the constructor: those of the `known` hyper-parameters that this optimizer has, how it keeps moments,
@@ -50,10 +65,10 @@ class NamedOptimizer:
 def _value(written: str) -> Any:
     if written in ("True", "False"):
         return written == "True"
-    try:
-        return float(written)
-    except ValueError:
-        return written  # its check refuses what is neither a number nor a name
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(written)
+    return written  # its check refuses what is neither a number nor a name
 
 
 #: By name. A paged optimizer keeps its state in host memory when the device is full; here all state is there.
@@ -64,6 +79,9 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
     **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), NamedOptimizer(Lion, rates_of_adamw=False)),
     "lion_bf16": NamedOptimizer(Lion, "bfloat16", rates_of_adamw=False),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), NamedOptimizer(Lion, "8bit", rates_of_adamw=False)),
+    "muon": NamedOptimizer(Muon),
+    "muon_bf16": NamedOptimizer(Muon, "bfloat16"),
+    "muon_8bit": NamedOptimizer(Muon, "8bit"),
     "sgd": NamedOptimizer(SGD, rates_of_adamw=False),
 }
 #: Names without an entry, and what comes nearest.

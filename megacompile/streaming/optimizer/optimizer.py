@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.runtime.optimizer.rule import Rule, Segment
+from megacompile.runtime.memory.host_copies import STATE
+from megacompile.runtime.memory.state_layout import ElementState
+from megacompile.runtime.optimizer.rule import MatrixRule, Rule, Segment
 from megacompile.runtime.update import Update, counting
 from megacompile.streaming.optimizer import masters
 from megacompile.streaming.optimizer.hyper_parameters import (
@@ -21,6 +23,7 @@ from megacompile.streaming.optimizer.hyper_parameters import (
     check_complete,
     check_options,
     checked_norm,
+    state_of_group,
 )
 from megacompile.streaming.optimizer.keeping import build_kernels, check_kept, keep_groups
 from megacompile.streaming.optimizer.nonfinite import NonFinite
@@ -31,12 +34,27 @@ from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.turns import in_turn
 from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
+from megacompile.weights.tiling import Tiling
+
+
+class _Options:
+    """A copy of the options of a group, as the rules read them."""
+
+    def __init__(self, optimizer: StreamedOptimizer, group: Mapping[str, Any]) -> None:
+        self._elementwise = optimizer.options_of(group)
+        copied = {name: value for name, value in group.items() if name != "params"}
+        self._of_shape = functools.cache(functools.partial(optimizer.matrix_options_of, copied))
+
+    def of(self, shape: tuple[int, ...], whole: bool) -> Any:
+        """For a parameter of this shape. `whole`: the options of the matrix rule."""
+        return self._of_shape(shape) if whole else self._elementwise
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
     """The optimizers of streamed models: FP32 master weights and moments in host memory, fused and asynchronous.
 
-    A subclass says which `rule` it has, how its options are checked, and what the rule reads of them (`options_of`).
+    A subclass says which `rule` it has, how its options are checked, and what the rule reads of them (`options_of`). It may
+    also have a `matrix_rule` for some parameters (`states_of`), and other options that say which (`more`, with defaults).
 
     `step()` returns at once; the update runs on the host during the next forward. With `max_grad_norm`, gradients are clipped
     by their exact global norm, like `torch.nn.utils.clip_grad_norm_`. `grad_norm` is the norm of the last step before clipping.
@@ -76,6 +94,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
     `InsufficientMemoryError`, with what would fit, if the host cannot hold the state. Then nothing has changed."""
 
     rule: ClassVar[Rule]
+    matrix_rule: ClassVar[MatrixRule | None] = None
+    more: ClassVar[Mapping[str, Any]] = {}
     checks: ClassVar[Mapping[str, Check]]
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, state_dtype: str, master: str,
@@ -91,11 +111,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._update: Update | None = None
         self._made, self.ownership = False, Ownership(self)
         super().__init__(params, defaults)
-        keep_groups(self.rule, self.param_groups, overlap is not None)
+        keep_groups(self.states_of, self.param_groups, overlap is not None)
         self._take_over(self._parameters())
         self._made = True
         for streamed in owners_of(self._parameters()):
-            build_kernels(self.rule, streamed.tiling)
+            build_kernels(self, streamed)
             if overlap is None:
                 streamed.hold_gradients()
             streamed.optimizer_in_backward.attach(self if overlap is not None else None)
@@ -104,6 +124,17 @@ class StreamedOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def options_of(self, group: Mapping[str, Any]) -> Any:
         """What the rule reads of a group's options, copied by value."""
+
+    def matrix_options_of(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> Any:
+        """What the matrix rule reads of a group's options for a parameter of this shape, copied by value."""
+        raise NotImplementedError
+
+    @classmethod
+    def states_of(cls, group: Mapping[str, Any], names: Iterable[str], model: nn.Module,
+                  tiling: Tiling) -> dict[str, ElementState]:
+        """What is kept of a group's parameters, by name. `whole` states are those of the matrix rule."""
+        del model, tiling
+        return dict.fromkeys(names, state_of_group(group, cls.rule))
 
     def _check(self, group: Mapping[str, Any]) -> None:
         check_options(group, self.checks, type(self).__name__)
@@ -126,10 +157,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:  # the constructor takes over once all groups are checked
             if self._made:
-                keep_groups(self.rule, self.param_groups, self.overlap is not None)
+                keep_groups(self.states_of, self.param_groups, self.overlap is not None)
                 self._take_over(self.param_groups[-1]["params"])
                 for streamed in owners_of(self._parameters()):
-                    build_kernels(self.rule, streamed.tiling)
+                    build_kernels(self, streamed)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -252,13 +283,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Called before a backward that updates. Raises `MegacompileError` for options that are out of range."""
         self._ready(lambda parameter: True)
 
-    def _ready(self, wanted: Callable[[Tensor], bool]) -> list[tuple[Any, StateMemory, ParameterState]]:
+    def _ready(self, wanted: Callable[[Tensor], bool]) -> list[tuple[_Options, StateMemory, ParameterState]]:
         """The wanted parameters, with their current options and their states. Raises `MegacompileError` for options and states
         that an update cannot use."""
         groups = []
         for group in self.param_groups:
             check_complete(group, self.checks, type(self).__name__)
-            groups.append((self.options_of(group), group["params"]))
+            groups.append((_Options(self, group), group["params"]))
             check_kept(self, group)
         found = [(options, parameter, memory) for options, parameters in groups for parameter in parameters
                  if wanted(parameter) and (memory := self.memory(parameter)) is not None]
@@ -272,23 +303,28 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed = self.streamed
         segments: dict[str, list[Segment]] = {}
         counted: dict[str, list[int]] = {}
+        matrices: dict[str, set[int]] = {}
         ready = self._ready(wanted)
         with counting:
             before = self._update if self._update is not None and self._update.open else None
             for options, memory, state in ready:
                 for tile, position in streamed.tiling.places[memory.name]:
-                    part = streamed.tiling.layouts[tile].at_home(position)
+                    layout = streamed.tiling.layouts[tile]
+                    part, whole = layout.at_home(position), memory.kept.whole
                     segments.setdefault(tile, []).append(Segment(
-                        part.start, part.stop, options, state["step"] + 1, part.start - memory.start,
-                        zlib.crc32(memory.name.encode()), position))
+                        part.start, part.stop, options.of(layout.slices[position].shape, whole), state["step"] + 1,
+                        part.start - memory.start, zlib.crc32(memory.name.encode()), position))
                     counted.setdefault(tile, []).append(position)
+                    if whole:
+                        matrices.setdefault(tile, set()).add(position)
         for each in segments.values():
             each.sort(key=lambda s: s.start)
         for positions in counted.values():
             positions.sort()
         return Update(self.rule, segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None,
                       states=[state for _, _, state in ready], before=before,
-                      report=functools.partial(self.non_finite.report, streamed.step.skipped, streamed.step.kept))
+                      report=functools.partial(self.non_finite.report, streamed.step.skipped, streamed.step.kept),
+                      matrix_rule=self.matrix_rule, matrices={tile: frozenset(found) for tile, found in matrices.items()})
 
     @property
     def grad_norm(self) -> float | None:
@@ -355,7 +391,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed = self.streamed
         with streamed.together.all_or_none("the optimizer's load_state_dict"):
             groups, states = check_saved(self, state_dict)
-        with loading(streamed, "the optimizer's load_state_dict"):
+        with loading(streamed, "the optimizer's load_state_dict", parts=STATE):
             streamed.adopt_writes()  # clears remainders before the saved ones are loaded
             self.put_state(groups, states)
 

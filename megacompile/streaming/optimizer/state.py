@@ -92,7 +92,7 @@ class StateMemory:
         """Whether that is what was asked for, or what the tile allows in its place."""
         kept = self.kept
         alike = kept.format == wanted.format or (wanted.format.scaled and kept.format == BFLOAT16)
-        return kept.moments == wanted.moments and alike and kept.exact == wanted.exact
+        return (kept.moments, kept.exact, kept.whole) == (wanted.moments, wanted.exact, wanted.whole) and alike
 
     @property
     def parts(self) -> list[str]:

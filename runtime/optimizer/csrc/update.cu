@@ -28,6 +28,7 @@ using Moment = uint8_t;
 #endif
 
 constexpr bool kIsRandom = MOMENTS != 0 || MASTER == 2;
+constexpr int kLast = kCount > 1 ? 1 : 0;  // a rule may also keep no moments
 
 template <class T>
 struct alignas(4 * sizeof(T)) Four {
@@ -76,7 +77,7 @@ INLINE void update(Weight& weight, int16_t& remainder, Gradient gradient, Moment
 
 __device__ void run(Weight* weights, int16_t* remainders, const Weight* gradients, Places places, Scales, int64_t start,
                     int64_t stop, int64_t first, uint32_t key, float scale, const Scalars& s) {
-  Moment* moments[2];
+  Moment* moments[2] = {};
   for (int k = 0; k < kCount; ++k) moments[k] = static_cast<Moment*>(places.at[k]) - start;
   const int64_t step = 4 * int64_t{blockDim.x} * gridDim.x;
   int64_t i = start + 4 * (int64_t{blockIdx.x} * blockDim.x + threadIdx.x);  // parameters begin on 128 bytes
@@ -88,7 +89,7 @@ __device__ void run(Weight* weights, int16_t* remainders, const Weight* gradient
     Four<Moment> m[2];
     for (int k = 0; k < kCount; ++k) m[k] = *reinterpret_cast<Four<Moment>*>(moments[k] + i);
     for (int e = 0; e < 4; ++e) {
-      Moment* at[2] = {&m[0].at[e], &m[kCount - 1].at[e]};
+      Moment* at[2] = {&m[0].at[e], &m[kLast].at[e]};
       update(w.at[e], r.at[e], g.at[e], at, scale, s, bits_for(key, first + i - start + e));
     }
     *reinterpret_cast<Four<Weight>*>(weights + i) = w;
@@ -97,7 +98,7 @@ __device__ void run(Weight* weights, int16_t* remainders, const Weight* gradient
   }
   for (; i < stop; ++i) {  // one thread updates the last few
     int16_t none = 0;
-    Moment* at[2] = {moments[0] + i, moments[kCount - 1] + i};
+    Moment* at[2] = {moments[0] + i, moments[kLast] + i};
     update(weights[i], MASTER == 0 ? remainders[i] : none, gradients[i], at, scale, s, bits_for(key, first + i - start));
   }
 }

@@ -1,0 +1,144 @@
+"""Which ranks of a job share a host's memory, and which ranks of other hosts have the same shard.
+
+                 local 0   local 1
+    host node0   rank 0    rank 1       the ranks of a host share one copy of the model, each with a shard of it
+    host node1   rank 2    rank 3       ranks 0 and 2 have the same shard, each on its host
+
+A device mesh says it, or else the machines that the processes are on.
+"""
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacompile.errors import UnsupportedError, shortened
+
+#: Environment variable: processes of one machine with other values count as being on different hosts.
+HOST_VARIABLE = "MEGACOMPILE_HOST"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+#: (what identifies the machine, the value of `HOST_VARIABLE`, a name for messages).
+Identity = tuple[str, str, str]
+#: The ranks of each row of a device mesh.
+Rows = tuple[tuple[int, ...], ...]
+
+
+def identity() -> Identity:
+    """That of the host that this process is on."""
+    declared = os.environ.get(HOST_VARIABLE, "")
+    return _BOOT_ID.read_text(encoding="ascii").strip(), declared, declared or socket.gethostname()
+
+
+def rows_of(mesh: Any) -> Rows:
+    """The ranks of a device mesh, by rows. A mesh of one dimension is one row. Raises `UnsupportedError` for more than two
+    dimensions."""
+    ranks = mesh.mesh.tolist()
+    if mesh.mesh.dim() > 2:
+        raise UnsupportedError(f"the mesh has {mesh.mesh.dim()} dimensions, and a model is replicated and sharded over two at "
+                               "most: give a mesh of the shape (hosts, ranks of each host)")
+    return tuple(tuple(row) for row in (ranks if mesh.mesh.dim() == 2 else [ranks]))
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """`rows`: the ranks of each host, in order; rank 0 is the first of the first. `names`: those of the hosts. `rank`: this
+    process. `beside`: how many of the hosts are on one machine, at most."""
+
+    rows: Rows
+    names: tuple[str, ...]
+    rank: int
+    beside: int = 1
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of each host."""
+        return len(self.rows[0])
+
+    @property
+    def host(self) -> int:
+        """The number of this process's host."""
+        return self.host_of(self.rank)
+
+    @property
+    def local(self) -> int:
+        """The number of this process among the ranks of its host, which is that of its shard."""
+        return self.here.index(self.rank)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this process's host."""
+        return self.rows[self.host]
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """The ranks with this process's shard, one of each host."""
+        return tuple(row[self.local] for row in self.rows)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each host, which speaks for it."""
+        return tuple(row[0] for row in self.rows)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first of its host."""
+        return self.local == 0
+
+    def host_of(self, rank: int) -> int:
+        return next(number for number, row in enumerate(self.rows) if rank in row)
+
+    def where(self, rank: int) -> str:
+        """The host of a rank for a message; "" if there is one host."""
+        return f" on host {self.names[self.host_of(rank)]}" if self.count > 1 else ""
+
+
+def arranged(identities: Sequence[Identity], rank: int, meshes: Sequence[Rows | None]) -> Hosts:
+    """The hosts of a job. `identities` and `meshes`: those of all ranks, in order; a mesh of None leaves it to the identities.
+    Raises `UnsupportedError` for hosts that cannot train together."""
+    given = meshes[0]
+    if any(mesh != given for mesh in meshes):
+        raise UnsupportedError("the ranks give different meshes: pass the same mesh on every rank, or leave mesh out on all")
+    found: dict[tuple[str, str], list[int]] = {}
+    for number, (machine, declared, _) in enumerate(identities):
+        found.setdefault((machine, declared), []).append(number)
+    if given is None:
+        rows = tuple(map(tuple, found.values()))
+        _check_even(rows, identities)
+    else:
+        rows = tuple(sorted(tuple(sorted(row)) for row in given))
+        _check_mesh(rows, identities)
+    names = [identities[row[0]][2] for row in rows]
+    machines = Counter(identities[row[0]][0] for row in rows)
+    several = {name for name, count in Counter(names).items() if count > 1}
+    return Hosts(rows, tuple(f"{name} ({number})" if name in several else name for number, name in enumerate(names)), rank,
+                 max(machines.values()))
+
+
+def _check_even(rows: Rows, identities: Sequence[Identity]) -> None:
+    if len({len(row) for row in rows}) > 1:
+        listed = ", ".join(f"{identities[row[0]][2]} has {len(row)}" for row in rows)
+        raise UnsupportedError(f"the hosts have different numbers of ranks ({shortened(listed)}), and shards of different "
+                               "sizes cannot be added up: start as many processes on every host (torchrun --nproc-per-node)")
+
+
+def _check_mesh(rows: Rows, identities: Sequence[Identity]) -> None:
+    ranks = sorted(rank for row in rows for rank in row)
+    if ranks != list(range(len(identities))):
+        raise UnsupportedError(f"the mesh has ranks {shortened(str(ranks))} of a job with {len(identities)} ranks: give a mesh "
+                               "of all ranks, or start the processes of this model as a job of their own")
+    for row in rows:
+        where = {identities[rank][:2]: identities[rank][2] for rank in row}
+        if len(where) > 1:
+            what = "the mesh shards the model over" if len(rows) == 1 else "a row of the mesh has ranks of"
+            raise UnsupportedError(
+                f"{what} the hosts {' and '.join(where.values())}, and only ranks that share a host's memory can have shards "
+                "of one copy: give a mesh of two dimensions, (hosts, ranks of each host), or leave mesh out")

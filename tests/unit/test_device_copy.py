@@ -1,0 +1,177 @@
+"""The plain model on the device: it generates what the model generates without streaming, is current, and gives its memory
+back."""
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import batch
+from torch import Tensor
+
+import megacompile
+from megacompile.errors import InsufficientMemoryError, MegacompileError
+from megacompile.streaming.device_copy import DeviceCopy
+from megacompile.streaming.generation import cache_bytes
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+#: Options of `generate`: greedy, sampling with a seed, beams, processors of logits, a static cache.
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False}, "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
+    "beams": {"num_beams": 3, "do_sample": False}, "penalty": {"do_sample": False, "repetition_penalty": 1.3},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+    "static cache": {"do_sample": False, "cache_implementation": "static"}}
+
+
+def left_padded(rows: int = 3, length: int = 7) -> dict[str, Tensor]:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row in range(rows):
+        mask[row, :2 * row] = 0
+    return {"input_ids": batch(4, rows, length)["input_ids"].clamp_min(8) * mask, "attention_mask": mask}
+
+
+def generated(model: Any, **how: Any) -> Tensor:
+    torch.manual_seed(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers on padding and sampling
+        return model.generate(**left_padded(), **OPTIONS, **how)
+
+
+@pytest.fixture(scope="module")
+def streamed() -> Iterator[Any]:
+    model = megacompile.stream(tiny_models.build().eval(), device="cpu")
+    yield model
+    model.megacompile.close()
+
+
+@pytest.fixture
+def elsewhere(streamed: Any, monkeypatch: pytest.MonkeyPatch) -> DeviceCopy:
+    """The copy, as on a device with memory of its own."""
+    monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
+    monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
+    found = streamed.megacompile.streamed.device_copy
+    found.release()
+    return found
+
+
+# ---------------------------------------------------------------- what it generates
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_generation_is_that_of_the_plain_model(how: dict[str, Any], streamed: Any) -> None:
+    plain = copy.deepcopy(streamed)
+    assert torch.equal(generated(streamed, **how), generated(plain, **how))
+
+
+def test_where_it_does_not_fit_generation_streams_with_the_same_tokens(
+        streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generated(copy.deepcopy(streamed), do_sample=False)
+    monkeypatch.setattr(DeviceCopy, "bytes", property(lambda self: 1 << 60))
+    assert torch.equal(generated(streamed, do_sample=False), expected) and elsewhere.native is None
+    with pytest.raises(InsufficientMemoryError, match=r"the weights take .* of device memory"), \
+            streamed.megacompile.on_device():
+        raise AssertionError("it does not fit")
+
+
+def test_where_memory_ends_generation_goes_on_streamed(streamed: Any, elsewhere: DeviceCopy) -> None:
+    expected = generated(copy.deepcopy(streamed), do_sample=False)
+    with streamed.megacompile.on_device() as native:
+        vars(native)["generate"] = _out_of_memory  # it is kept for the next use
+    with pytest.warns(UserWarning, match=r"goes on\s+streamed"):
+        found = streamed.generate(**left_padded(), **OPTIONS, do_sample=False)
+    assert torch.equal(found, expected) and elsewhere.native is None
+
+
+def _out_of_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+# ---------------------------------------------------------------- current weights, and memory
+def test_it_is_the_plain_class_with_the_weights_of_the_last_step(streamed: Any, elsewhere: DeviceCopy) -> None:
+    optimizer = megacompile.AdamW(streamed.parameters(), lr=1e-2)
+    streamed.model.embed_tokens.weight.requires_grad_(True)
+    for seed in range(3):
+        streamed.megacompile.train_step(batch(seed), optimizer)
+        with streamed.megacompile.on_device() as native:
+            assert type(native) is type(tiny_models.build()) and not hasattr(native, "megacompile")
+            for (name, theirs), (_, ours) in zip(native.named_parameters(), streamed.named_parameters(), strict=True):
+                assert torch.equal(theirs, ours) and theirs.data_ptr() != ours.data_ptr(), name
+                assert not theirs.requires_grad
+
+
+def test_only_what_changed_is_copied_again(streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed.megacompile.on_device() as native:
+        kept = native
+        before = {name: p.data_ptr() for name, p in native.named_parameters()}
+    with streamed.megacompile.on_device() as native:
+        assert native is kept, "nothing has run since"
+    with torch.no_grad():
+        streamed.lm_head.weight.mul_(2)
+    with streamed.megacompile.on_device() as native:
+        assert native is kept and before == {name: p.data_ptr() for name, p in native.named_parameters()}
+        assert torch.equal(native.lm_head.weight, streamed.lm_head.weight)
+    with torch.no_grad():
+        streamed.lm_head.weight.div_(2)
+
+
+def test_flags_of_modules_are_those_of_the_model(streamed: Any) -> None:
+    streamed.train()
+    with streamed.megacompile.on_device() as native:
+        assert native.training and native.model.layers[0].training and native.config is streamed.config
+    streamed.eval()
+    with streamed.megacompile.on_device() as native:
+        assert not any(module.training for module in native.modules())
+
+
+def test_the_streamed_model_takes_its_memory_back_if_the_budget_does_not_hold_both(
+        streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed.megacompile.on_device() as kept, pytest.raises(MegacompileError, match=r"leave the\s+block"), torch.no_grad():
+        streamed(**batch())
+    with torch.no_grad():
+        streamed(**batch())
+    assert elsewhere.native is kept
+    monkeypatch.setattr(DeviceCopy, "bytes", property(lambda self: self._streamed.planner.device_bytes))
+    with torch.no_grad():
+        streamed(**batch())
+    assert elsewhere.native is None
+
+
+def test_slots_give_way_and_the_next_step_has_the_same_bits(
+        streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():
+        expected = streamed(**batch()).loss
+    arena = streamed.megacompile.streamed.arena
+    assert arena.device_bytes() > 0
+    planner = streamed.megacompile.streamed.planner
+    monkeypatch.setattr(DeviceCopy, "bytes", property(lambda self: planner.device_bytes - planner.margin_bytes))
+    with streamed.megacompile.on_device():
+        assert arena.device_bytes() == 0
+    with torch.no_grad():
+        assert torch.equal(streamed(**batch()).loss, expected)
+
+
+def test_an_interrupted_generation_leaves_training_intact(streamed: Any, elsewhere: DeviceCopy) -> None:
+    optimizer = megacompile.AdamW(streamed.parameters(), lr=1e-3)
+    streamed.megacompile.train_step(batch(), optimizer)
+    with streamed.megacompile.on_device() as native:
+        native.lm_head.register_forward_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            native.generate(**left_padded(), **OPTIONS)
+    elsewhere.release()
+    assert streamed.megacompile.train_step(batch(), optimizer).isfinite()
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+# ---------------------------------------------------------------- how much it takes
+def test_the_cache_of_keys_and_values_is_that_of_the_plain_model(streamed: Any) -> None:
+    given = left_padded()
+    for how in ({}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}):
+        made = copy.deepcopy(streamed).generate(**given, **OPTIONS, **how, return_dict_in_generate=True)
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in made.past_key_values.layers)
+        predicted = cache_bytes(streamed, (), {**given, **OPTIONS, **how})
+        assert held <= predicted <= 1.2 * held  # the last token's are not kept

@@ -1,0 +1,92 @@
+"""Which ranks share a host: by the machines that they are on, by what the user declares, or by a mesh."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.planning.config import StreamConfig
+from megacompile.runtime import hosts
+from megacompile.runtime.hosts import Hosts, Identity, Rows, arranged, rows_of
+
+
+def on(*machines: str, declared: dict[int, str] | None = None) -> list[Identity]:
+    """Ranks on these machines, some of which declare a host."""
+    return [(machine, (declared or {}).get(rank, ""), (declared or {}).get(rank, machine))
+            for rank, machine in enumerate(machines)]
+
+
+def of(identities: list[Identity], rank: int = 0, mesh: Rows | None = None) -> Hosts:
+    return arranged(identities, rank, [mesh] * len(identities))
+
+
+def test_the_ranks_of_a_machine_are_a_host() -> None:
+    found = of(on("a", "a", "b", "b", "c", "c"), rank=3)
+    assert found.rows == ((0, 1), (2, 3), (4, 5)) and found.names == ("a", "b", "c")
+    assert (found.count, found.ranks, found.host, found.local, found.leads) == (3, 2, 1, 1, False)
+    assert found.here == (2, 3) and found.alike == (1, 3, 5) and found.leaders == (0, 2, 4)
+    assert found.where(4) == " on host c" and found.beside == 1
+
+
+def test_ranks_may_alternate_between_machines() -> None:
+    found = of(on("a", "b", "a", "b"), rank=2)
+    assert found.rows == ((0, 2), (1, 3)) and found.alike == (2, 3)
+
+
+def test_one_host_is_not_named() -> None:
+    found = of(on("a", "a"), rank=1)
+    assert found.rows == ((0, 1),) and found.where(0) == "" and found.leaders == (0,)
+
+
+def test_a_machine_can_be_declared_as_several_hosts() -> None:
+    found = of(on("a", "a", "a", "a", declared={0: "left", 1: "left", 2: "right", 3: "right"}), rank=2)
+    assert found.rows == ((0, 1), (2, 3)) and found.names == ("left", "right") and found.beside == 2
+
+
+def test_what_is_declared_alike_on_two_machines_is_two_hosts() -> None:
+    found = of(on("a", "b", declared={0: "node", 1: "node"}))
+    assert found.rows == ((0,), (1,)) and found.names == ("node (0)", "node (1)")
+
+
+def test_a_mesh_says_which_ranks_share_a_host_in_any_order() -> None:
+    found = of(on("a", "a", "a", "a"), rank=1, mesh=((3, 1), (2, 0)))
+    assert found.rows == ((0, 2), (1, 3)) and found.names == ("a (0)", "a (1)") and found.beside == 2
+    assert found.alike == (0, 1)
+
+
+@pytest.mark.parametrize(("machines", "mesh", "says"), [
+    ("aab", None, r"different numbers of ranks \(a has 2, b has 1\), .*: start as many processes on every host"),
+    ("aabb", ((0, 1, 2, 3),), "the mesh shards the model over the hosts a and b, .*: give a mesh of two dimensions"),
+    ("aabb", ((0, 2), (1, 3)), "a row of the mesh has ranks of the hosts a and b"),
+    ("aaaa", ((0, 1),), r"the mesh has ranks \[0, 1\] of a job with 4 ranks: give a mesh of all ranks"),
+    ("aa", ((0, 0),), r"the mesh has ranks \[0, 0\] of a job with 2 ranks")])
+def test_hosts_that_cannot_train_together_are_refused(machines: str, mesh: Rows | None, says: str) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        of(on(*machines), mesh=mesh)
+
+
+def test_ranks_with_different_meshes_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="the ranks give different meshes: pass the same mesh on every rank"):
+        arranged(on("a", "a"), 0, [((0, 1),), None])
+
+
+def test_a_mesh_of_one_dimension_is_one_host_and_of_three_none() -> None:
+    assert rows_of(SimpleNamespace(mesh=torch.arange(4))) == ((0, 1, 2, 3),)
+    assert rows_of(SimpleNamespace(mesh=torch.arange(4).view(2, 2))) == ((0, 1), (2, 3))
+    with pytest.raises(UnsupportedError, match=r"the mesh has 3 dimensions, .*: give a mesh of the shape"):
+        rows_of(SimpleNamespace(mesh=torch.arange(8).view(2, 2, 2)))
+
+
+def test_a_process_says_which_host_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hosts.HOST_VARIABLE, raising=False)
+    machine, declared, name = hosts.identity()
+    assert machine and name and declared == ""
+    monkeypatch.setenv("MEGACOMPILE_HOST", "left")
+    assert hosts.identity() == (machine, "left", "left")
+
+
+def test_a_mesh_that_is_none_is_refused() -> None:
+    with pytest.raises(MegacompileError, match="mesh must be a DeviceMesh, not a int"):
+        StreamConfig.of(mesh=3)
