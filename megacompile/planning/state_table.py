@@ -43,7 +43,8 @@ def _row(planner: Planner, plan: Plan, choice: StateChoice, whole_step: bool) ->
     with_state = replace(planner, tiling=tiling)
     plan = _fitting(_updating(plan, choice.on_arrival), with_state)
     durations = replace(planner.simulator.durations, layouts=tiling.layouts)
-    step_s = durations.simulate(planner.simulator.program(plan, whole_step), plan).step_s
+    program = planner.simulator.program(plan, whole_step).evolve(tiles=tiling.tiles())  # visits take as long as their bytes
+    step_s = durations.simulate(program, plan).step_s
     beside = with_state.host_parts(plan)
     host_bytes = tiling.host_bytes(gradients=False) + sum(beside.values()) + plan.ranks * HOST_MARGIN_BYTES
     trained = [layout for layout in tiling.host.values() if layout.trainable]

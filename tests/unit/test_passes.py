@@ -345,3 +345,20 @@ def test_any_plan_of_any_model_compiles_to_a_program_that_verifies(drawn: tuple[
 def test_too_few_weight_slots_for_a_block_are_refused_with_the_number_needed(make_schedule: Schedules) -> None:
     with pytest.raises(MegacompileError, match=r"2 weight slots do not hold .* plan at least 3"):
         make_schedule(checkpoint_interval=3, weight_slots=2)
+
+
+@pytest.mark.parametrize(("slabs", "expected"), [
+    (4, ("epilogue", "layers.0", "layers.2", "layers.1", "layers.3", "prologue")),  # as planned
+    (3, ("epilogue", "layers.2", "layers.0", "layers.1", "layers.3", "prologue")),
+    (2, ("epilogue", "layers.2", "layers.1", "layers.0", "layers.3", "prologue")),
+    (1, ("epilogue", "layers.3", "layers.2", "layers.1", "layers.0", "prologue"))])
+def test_an_order_of_updates_on_arrival_is_followed_as_far_as_slabs_last(slabs: int, expected: tuple[str, ...],
+                                                                         make_schedule: Schedules) -> None:
+    """Layers arrive from the last to the first. One that has to wait for a slab lets the next one of those that hold one go."""
+    order = ("epilogue", "layers.0", "layers.2", "layers.1", "layers.3", "prologue")
+    program = make_schedule(update="arrival", update_order=order, gradient_slabs=slabs).program
+    graph = program.section("backward")
+    assert tuple(argument(node, "tile") for node in find(graph, "adam")) == expected
+    offloads = {argument(node, "tile"): node for node in find(graph, "offload")}
+    assert all(operands(node, "slab") == (offloads[argument(node, "tile")],) for node in find(graph, "adam"))
+    assert sum(name.startswith("D") and not name.startswith("DB") for name in program.slots) == slabs
