@@ -223,3 +223,12 @@ def test_a_host_that_cannot_be_reached_or_does_not_come_is_an_error(monkeypatch:
         connected(["127.0.0.1"], listener.door, 1)
 
 
+
+
+def test_a_process_that_may_not_listen_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> socket.socket:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "create_server", forbidden)
+    with pytest.raises(RankError, match=r"\(Operation not permitted\): allow this process to listen on a port"):
+        Listener()
