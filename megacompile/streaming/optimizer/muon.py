@@ -39,6 +39,7 @@ from megacompile.weights.tiling import Tiling
 #: fits all parameters (Liu et al., "Muon is scalable for LLM training", 2025). "original": as Jordan et al. have it.
 _RATIOS = {"match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
            "original": lambda rows, columns: math.sqrt(max(1, rows / columns))}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SPLIT = Check("None, or the sizes of the parts in rows", lambda value: value is None or (
     isinstance(value, tuple | list) and bool(value) and all(isinstance(size, int) and size > 0 for size in value)))
 
@@ -140,7 +141,7 @@ def _is_matrix(model: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
         return False
     if len(shape) == 2:
         return own_name == "weight" and not isinstance(model.get_submodule(owner), nn.Embedding)
-    return len(shape) == 3 and not isinstance(model.get_submodule(owner), nn.modules.conv._ConvNd)
+    return len(shape) == 3 and not isinstance(model.get_submodule(owner), _CONVOLUTIONS)
 
 
 class Muon(StreamedOptimizer):
