@@ -31,6 +31,7 @@ from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
 from megacompile.sizes import parse_bytes
+from megacompile.streaming.optimizer.keeping import check_masters
 from megacompile.streaming.optimizer.names import optimizer_named
 from megacompile.streaming.programs.shapes import planned_and_not_taken
 from megacompile.system.host_memory import available_host_bytes
@@ -135,7 +136,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")
-    tiling = tiling.with_states(named.states(optim_args, model, tiling))
+    check_masters(states := named.states(optim_args, model, tiling), tiling)
+    tiling = tiling.with_states(states)
     if choice.on_arrival and any(layout.matrices for layout in tiling.layouts.values()):
         raise UnsupportedError(f"{optim} updates whole matrices at the end of a step: leave update='arrival' out")
     fused = config.compile if config.compile is not None else device_type == "cuda"

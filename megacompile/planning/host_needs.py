@@ -12,7 +12,7 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.memory import slab_bytes
-from megacompile.planning.state_choices import EXACT, StateChoice, by_accuracy, with_choice
+from megacompile.planning.state_choices import EXACT, StateChoice, by_accuracy, bytes_each, with_choice
 from megacompile.predict.durations import update_rate
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.memory.state_layout import NO_STATE, ElementState
@@ -127,12 +127,14 @@ def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with
     remedy = "freeze some layers, train adapters, or use a machine with more memory"
     clipped = any(layout.matrices for layout in trained)  # whole matrices are not updated on arrival
     for choice in by_accuracy({layout.dtype for layout in trained}, clipped):
-        size = _with_margin(with_choice(tiling, choice), choice.on_arrival)
+        smaller = with_choice(tiling, choice)
+        size = _with_margin(smaller, choice.on_arrival)
         slabs = tiling.ranks * slab_bytes(tiling, 1, ()) if choice.on_arrival else 0
         if size < needed and size + slabs <= room:
             choice = replace(choice, moments=len(kept.moments))
-            remedy = (f"with {choice.options} it takes {format_bytes(size)} ({size / parameters:.3g} bytes each), "
-                      f"{_speed(choice, kept, trained[0].dtype)}; docs/fine-tuning.md says what that costs in accuracy")
+            remedy = (f"with {choice.options} it takes {format_bytes(size)} "
+                      f"({bytes_each(smaller, choice.on_arrival):.3g} bytes each), {_speed(choice, kept, trained[0].dtype)}; "
+                      "docs/fine-tuning.md says what that costs in accuracy")
             break
     raise InsufficientMemoryError(
         f"training{state} takes {format_bytes(needed)} of host memory ({parameters / 1e9:.3g} G trained parameters) and "

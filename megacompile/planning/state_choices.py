@@ -59,6 +59,12 @@ def by_accuracy(dtypes: Iterable[torch.dtype], clipped: bool = False) -> list[St
     return sorted(alone, key=rank)  # stable: formats stay in their order
 
 
+def bytes_each(tiling: Tiling, on_arrival: bool) -> float:
+    """Bytes of host memory for each parameter of a tile that is trained."""
+    trained = [layout for layout in tiling.host.values() if layout.trainable]
+    return sum(layout.host_bytes(not on_arrival) for layout in trained) / max(1, sum(layout.parameters for layout in trained))
+
+
 def with_choice(tiling: Tiling, choice: StateChoice) -> Tiling:
     """The tiling of the same weights with the same moments, kept as `choice` says."""
     states = {s.name: replace(layout.state_of(i), format=choice.format, exact=choice.exact)

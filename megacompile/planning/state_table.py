@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from megacompile.ir.plan import Plan
 from megacompile.planning.planner import Planner
-from megacompile.planning.state_choices import StateChoice, combinations, with_choice
+from megacompile.planning.state_choices import StateChoice, bytes_each, combinations, with_choice
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 #: Slabs that gradients pass through where they are not kept: enough that updates keep up with most backwards.
@@ -47,9 +47,7 @@ def _row(planner: Planner, plan: Plan, choice: StateChoice, whole_step: bool) ->
     step_s = durations.simulate(program, plan).step_s
     beside = with_state.host_parts(plan)
     host_bytes = tiling.host_bytes(gradients=False) + sum(beside.values()) + plan.ranks * HOST_MARGIN_BYTES
-    trained = [layout for layout in tiling.host.values() if layout.trainable]
-    each = sum(layout.host_bytes(not choice.on_arrival) for layout in trained) / sum(layout.parameters for layout in trained)
-    return StateRow(choice, each, host_bytes, step_s)
+    return StateRow(choice, bytes_each(tiling, choice.on_arrival), host_bytes, step_s)
 
 
 def _updating(plan: Plan, on_arrival: bool) -> Plan:

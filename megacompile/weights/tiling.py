@@ -141,8 +141,8 @@ class Tiling:
         return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
 
     def with_states(self, states: Mapping[str, ElementState]) -> Tiling:
-        """The tiling of the same weights with other optimizer state of these parameters, by name. A parameter that is streamed
-        in pieces, and whose blocks of state would be divided between them, has bf16 moments in place of 8-bit ones."""
+        """The tiling of the same weights with other optimizer state of these parameters, by name. Where streamed pieces, or
+        matrices that are updated one by one, would divide blocks of 8-bit state, bf16 moments take their place."""
         known = {s.name: layout.state_of(i) for layout in self.host.values() for i, s in enumerate(layout.slices)}
         known |= {name: self._undivided(name, state) for name, state in states.items()}
 
@@ -153,8 +153,10 @@ class Tiling:
 
     def _undivided(self, name: str, state: ElementState) -> ElementState:
         tile, index = self.position[name]
-        start = self.host[tile].slices[index].start
+        start, shape = self.host[tile].slices[index].start, self.host[tile].slices[index].shape
         begins = [self.layouts[streamed].at_home(i).start - start for streamed, i in self.places.get(name, ())]
+        if state.whole:
+            begins.append(math.prod(shape[-2:]))  # where the next matrix of a stack begins
         divided = state.format.scaled and any(begin % BLOCK for begin in begins)
         return replace(state, format=BFLOAT16) if divided else state
 

@@ -103,6 +103,16 @@ def test_an_option_that_an_optimizer_does_not_have_or_cannot_have_is_refused(nam
         optimizer_named(name).arguments({}, written)
 
 
+def test_a_schedule_refuses_what_the_optimizer_refuses() -> None:
+    refused = r"master='bfloat16' is for bf16 weights, and .* is torch\.float32: leave master out"
+    with pytest.raises(MegacompileError, match=refused):
+        megacompile.schedule(build(), batch=2, length=8, hardware="h200", optim_args="master=bfloat16")
+    model = megacompile.stream(build(), device="cpu")
+    with pytest.raises(MegacompileError, match=refused):
+        AdamW(model.parameters(), master="bfloat16")
+    model.megacompile.close()
+
+
 # ---------------------------------------------------------------- Trainer
 
 @pytest.mark.parametrize(("optim", "optim_args", "make"), [

@@ -1,6 +1,7 @@
 """The ways to keep optimizer state side by side: their bytes, what fits a host, and what a refusal proposes."""
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -12,21 +13,20 @@ import torch
 from typer.testing import CliRunner
 
 import megacompile
-from megacompile import SGD, AdamW, Lion, cli
+from megacompile import SGD, AdamW, Lion, Muon, cli
 from megacompile.errors import InsufficientMemoryError
 from megacompile.planning.host_needs import check_state
 from megacompile.planning.memory import slab_bytes
-from megacompile.planning.state_choices import EXACT, StateChoice, by_accuracy, combinations, with_choice
+from megacompile.planning.state_choices import EXACT, StateChoice, by_accuracy, bytes_each, combinations, with_choice
 from megacompile.planning.state_table import StateRow
 from megacompile.predict.hardware import Hardware
-from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.optimizer.state_format import BFLOAT16, BLOCK, EIGHT_BITS, FLOAT32, FORMATS, StateFormat
 from megacompile.scheduling import Schedule
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 KINDS: dict[str, Any] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
-OF_ADAMW = ("exp_avg", "exp_avg_sq")
+BF16 = {torch.bfloat16}
 
 
 def planned(bf16: bool = True, **options: Any) -> Schedule:
@@ -35,9 +35,11 @@ def planned(bf16: bool = True, **options: Any) -> Schedule:
     return megacompile.schedule(model, batch=8, length=16, **{"hardware": "h200", "resident_state": (), **options})
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="{} GPUs".format)
+@pytest.fixture(scope="module", params=[("adamw", 1), ("adamw", 2), ("lion", 1), ("muon", 1)],
+                ids=lambda param: f"{param[0]}, {param[1]} GPUs")
 def schedule(request: pytest.FixtureRequest) -> Schedule:
-    return planned(gpus=request.param, device_memory="3GiB")
+    optim, gpus = request.param
+    return planned(optim=optim, gpus=gpus, device_memory="3GiB")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def rows(schedule: Schedule) -> tuple[StateRow, ...]:
 
 def arguments(choice: StateChoice) -> dict[str, Any]:
     """The choice in arguments of an optimizer."""
-    return {"state_dtype": choice.state.format.name, "master": "float32" if choice.state.exact else "bfloat16",
+    return {"state_dtype": choice.format.name, "master": "float32" if choice.exact else "bfloat16",
             "overlap": "backward" if choice.on_arrival else None}
 
 
@@ -64,15 +66,20 @@ def written(options: str) -> dict[str, Any]:
     (BFLOAT16, False, True, 6), (EIGHT_BITS, False, False, 6 + 8 / BLOCK), (EIGHT_BITS, False, True, 4 + 8 / BLOCK)])
 def test_bytes_of_a_bf16_parameter_are_those_of_its_parts(stored: StateFormat, exact: bool, on_arrival: bool,
                                                           bytes_each: float) -> None:
-    assert StateChoice(ElementState(OF_ADAMW, stored, exact), on_arrival).bytes(torch.bfloat16) == bytes_each
+    assert StateChoice(stored, exact, on_arrival).bytes(torch.bfloat16) == bytes_each
 
 
-def test_all_combinations_have_a_row_and_fp32_weights_are_their_own_masters(rows: tuple[StateRow, ...]) -> None:
-    assert [row.choice for row in rows] == combinations(OF_ADAMW, {torch.bfloat16})
-    assert len(set(rows)) == len(rows) == 2 * 2 * len(FORMATS)
-    of_fp32 = planned(bf16=False).outlook().states
-    assert len(of_fp32) == 2 * len(FORMATS) and all(row.choice.state.exact for row in of_fp32)
-    assert [row.bytes_each for row in of_fp32[::3]] == [16, 12]
+def test_all_combinations_have_a_row(schedule: Schedule, rows: tuple[StateRow, ...]) -> None:
+    """Whole matrices are not updated on arrival."""
+    whole = any(layout.matrices for layout in schedule.tiling.layouts.values())
+    assert [row.choice for row in rows] == combinations(BF16, clipped=whole)
+    assert len(set(rows)) == len(rows) == len(FORMATS) * 2 * (1 if whole else 2)
+
+
+def test_fp32_weights_are_their_own_masters() -> None:
+    found = planned(bf16=False).outlook().states
+    assert len(found) == 2 * len(FORMATS) and all(row.choice.exact for row in found)
+    assert [row.bytes_each for row in found[::3]] == pytest.approx([16, 12], rel=0.01)
 
 
 def test_a_row_has_the_bytes_of_its_tiles_and_only_rows_that_clip_hold_gradients(
@@ -80,6 +87,8 @@ def test_a_row_has_the_bytes_of_its_tiles_and_only_rows_that_clip_hold_gradients
     ranks = schedule.plan.ranks
     for row in rows:
         tiling = with_choice(schedule.tiling, row.choice)
+        each = tiling.host_bytes(gradients=not row.choice.on_arrival) / sum(x.parameters for x in tiling.host.values())
+        assert row.bytes_each == each
         beside = row.host_bytes - ranks * HOST_MARGIN_BYTES
         if not row.choice.on_arrival:
             assert beside == tiling.host_bytes()
@@ -91,13 +100,15 @@ def test_a_row_has_the_bytes_of_its_tiles_and_only_rows_that_clip_hold_gradients
 
 def test_a_row_for_what_was_planned_says_what_the_plan_says(schedule: Schedule, rows: tuple[StateRow, ...]) -> None:
     outlook = schedule.outlook()
-    assert rows[0].choice == EXACT
+    assert rows[0].choice == EXACT and with_choice(schedule.tiling, EXACT) == schedule.tiling
     assert rows[0].host_bytes == outlook.host_needed and outlook.chosen.times is not None
     assert rows[0].step_s == pytest.approx(outlook.chosen.times.step_s)
-    arriving = planned(update="arrival", optim="adamw_8bit", gpus=schedule.plan.ranks, device_memory="3GiB")
-    (same,) = (row for row in arriving.outlook().states if row.choice.on_arrival and row.choice.state.format is EIGHT_BITS
-               and row.choice.state.exact)
-    outlook = arriving.outlook()
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_row_for_a_plan_with_updates_on_arrival_says_what_the_plan_says(gpus: int) -> None:
+    outlook = planned(update="arrival", optim="adamw_8bit", gpus=gpus, device_memory="3GiB").outlook()
+    (same,) = (row for row in outlook.states if row.choice == StateChoice(EIGHT_BITS, on_arrival=True))
     assert same.host_bytes == outlook.host_needed and not outlook.host_parts["gradients"] and outlook.chosen.times is not None
     assert same.step_s == pytest.approx(outlook.chosen.times.step_s)
 
@@ -107,21 +118,21 @@ def test_a_row_for_what_was_planned_says_what_the_plan_says(schedule: Schedule, 
 def test_a_row_s_bytes_are_what_is_allocated(kind: str, number: int, shared: tiny_models.Shared) -> None:
     """Weights, gradients, remainders and moments; moments restart with each choice."""
     model = shared.fresh()
-    moments = tuple(moment.name for moment in KINDS[kind].rule.moments)
-    choice = [each for each in combinations(moments, {torch.bfloat16}) if each.on_arrival == shared.arriving][number]
+    choice = [each for each in combinations(BF16) if each.on_arrival == shared.arriving][number]
     optimizer = KINDS[kind](model.parameters(), lr=1e-3, **arguments(choice))
     tiny_models.train_step(model, optimizer)
     model.megacompile.synchronize()
     parts = {name: size for name, size in model.megacompile.stats["host_parts"].items() if size}
-    expected = with_choice(shared.tiling, choice).host_parts(gradients=not choice.on_arrival)
-    expected["remainder"] = shared.tiling.host_parts()["remainder"] if choice.state.exact else 0
+    tiling = model.megacompile.streamed.tiling
+    assert with_choice(tiling, choice) == tiling
+    expected = tiling.host_parts(gradients=not choice.on_arrival)
     assert parts == {name: size for name, size in expected.items() if size}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["on arrival", "clipped"])
 def shared(request: pytest.FixtureRequest) -> Any:
     shared: Any = tiny_models.Shared(bf16=True)
-    shared.arriving, shared.tiling = request.param, shared.model.megacompile.streamed.tiling
+    shared.arriving = request.param  # memory that gradients took once stays
     yield shared
     shared.close()
 
@@ -140,10 +151,10 @@ def test_rows_fit_a_budget_or_not_and_smaller_ones_fit_smaller_budgets(schedule:
 def test_a_table_has_a_line_for_each_row_with_its_options_bytes_and_rate(
         schedule: Schedule, rows: tuple[StateRow, ...]) -> None:
     text = schedule.outlook().text()
-    assert "state_dtype    master    update        bytes/parameter    host GiB" in text
+    assert re.search(r"^state_dtype +master +update +bytes/parameter +host GiB +tokens/s$", text, re.MULTILINE)
     tokens = schedule.plan.ranks * schedule.plan.batch * schedule.plan.length
     for row in rows:
-        name, master = row.choice.state.format.name, "float32" if row.choice.state.exact else "bfloat16"
+        name, master = row.choice.format.name, "float32" if row.choice.exact else "bfloat16"
         update = "on arrival" if row.choice.on_arrival else "clipped"
         cells = [name, master, update, f"{row.bytes_each:.3g}", f"{row.host_bytes / 2**30:.1f}", "fits",
                  f"{tokens / row.step_s:,.0f}"]
@@ -161,19 +172,19 @@ def test_steps_that_wait_for_updates_are_shorter_with_smaller_state(visits: Any)
     assert all(exact > alone for exact, alone in zip(steps[:3], steps[3:6], strict=True))
 
 
-def test_a_model_with_parameters_of_several_kinds_has_no_table() -> None:
+def test_a_model_with_parameters_of_several_dtypes_has_rows_with_masters_in_float32() -> None:
     with torch.device("meta"):
         model = tiny_models.build(True, **SIZES)
     model.model.norm.float()
-    mixed = megacompile.schedule(model, batch=8, length=16, hardware="h200").outlook()
-    assert not mixed.states and "state_dtype" not in mixed.text()
+    found = megacompile.schedule(model, batch=8, length=16, hardware="h200").outlook().states
+    assert [row.choice for row in found] == [choice for choice in combinations(BF16) if choice.exact]
 
 
 @pytest.mark.parametrize(("arguments", "bytes_each", "smallest"), [
-    ((), {"gradients": 2, "remainder": 2, "moments": 8}, "4.03"),
-    (("--optim", "adamw_8bit", "--optim-args", "master=bfloat16"), {"gradients": 2, "remainder": 0, "moments": 2.03}, "4.03"),
-    (("--optim", "lion_bf16", "--update", "arrival"), {"gradients": 0, "remainder": 2, "moments": 2}, "3.02")])
-def test_the_command_plans_for_a_named_optimizer(arguments: tuple[str, ...], bytes_each: dict[str, float], smallest: str,
+    ((), {"gradients": 2, "remainder": 2, "moments": 8}, 4.03),
+    (("--optim", "adamw_8bit", "--optim-args", "master=bfloat16"), {"gradients": 2, "remainder": 0, "moments": 2.03}, 4.03),
+    (("--optim", "lion_bf16", "--update", "arrival"), {"gradients": 0, "remainder": 2, "moments": 2}, 3.02)])
+def test_the_command_plans_for_a_named_optimizer(arguments: tuple[str, ...], bytes_each: dict[str, float], smallest: float,
                                                  tmp_path: Any) -> None:
     tiny_models.build(True, **SIZES).config.save_pretrained(tmp_path)
     result = CliRunner().invoke(cli.app, ["plan", str(tmp_path), "--dtype", "bfloat16", "--batch", "8", "--length", "16",
@@ -181,7 +192,8 @@ def test_the_command_plans_for_a_named_optimizer(arguments: tuple[str, ...], byt
     assert result.exit_code == 0, result.output
     parts = dict(re.findall(r"^(\w+) +[\d.]+ +([\d.]+)$", result.output, re.MULTILINE))
     assert {part: float(parts[part]) for part in bytes_each} == pytest.approx(bytes_each, rel=0.01)  # tiles are padded
-    assert re.search(rf"^8bit +bfloat16 +on arrival +{smallest} ", result.output, re.MULTILINE)
+    row = re.search(r"^8bit +bfloat16 +on arrival +([\d.]+) ", result.output, re.MULTILINE)
+    assert row is not None and float(row[1]) == pytest.approx(smallest, rel=0.01)
 
 
 # ---------------------------------------------------------------- what a refusal proposes
@@ -192,12 +204,11 @@ def least(tiling: Tiling, choice: StateChoice) -> int:
     return found + tiling.ranks * (HOST_MARGIN_BYTES + choice.on_arrival * slab_bytes(tiling, 1, ()))
 
 
-@pytest.mark.parametrize("moments", [OF_ADAMW, ("exp_avg",)], ids=["adamw", "lion"])
+@pytest.mark.parametrize("optim", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
-def test_the_first_choice_that_fits_is_proposed_at_every_size_of_the_host(moments: tuple[str, ...], bf16: bool) -> None:
-    tiling = planned(bf16).tiling
-    choices = by_accuracy(moments, {torch.bfloat16 if bf16 else torch.float32})
-    kept = with_choice(tiling, choices[0])
+def test_the_first_choice_that_fits_is_proposed_at_every_size_of_the_host(optim: str, bf16: bool) -> None:
+    kept = tiling = planned(bf16, optim=optim).tiling
+    choices = by_accuracy(BF16 if bf16 else {torch.float32}, clipped=optim == "muon")
     sizes = [least(tiling, choice) for choice in choices]
     proposed = set()
     for room in sorted({max(0, size + more) for size in sizes for more in (-1, 0)}):
@@ -213,7 +224,8 @@ def test_the_first_choice_that_fits_is_proposed_at_every_size_of_the_host(moment
         if options is None:
             assert str(caught.value).endswith(": freeze some layers, train adapters, or use a machine with more memory")
         else:
-            assert options[1] == fitting[0].options
+            each = bytes_each(with_choice(tiling, fitting[0]), fitting[0].on_arrival)
+            assert options[1] == fitting[0].options and f" ({each:.3g} bytes each), " in str(caught.value)
             proposed.add(options[1])
     assert len(proposed) >= len(choices) - 2
 
@@ -222,10 +234,8 @@ def test_the_first_choice_that_fits_is_proposed_at_every_size_of_the_host(moment
 @pytest.mark.parametrize("left", [0.2, 0.5, 0.8])
 def test_what_a_refusal_proposes_trains_where_it_was_refused(kind: str, left: float) -> None:
     """Plain steps, whole steps and evaluations, within `left` of what lies between the smallest state and the largest."""
-    make, plain = KINDS[kind], tiny_models.build(True)
-    with_state = planned_tiny()
-    moments = tuple(moment.name for moment in make.rule.moments)
-    sizes = [least(with_state, choice) for choice in by_accuracy(moments, {torch.bfloat16})]
+    make, plain, kept = KINDS[kind], tiny_models.build(True), with_state_of(KINDS[kind])
+    sizes = [least(kept, choice) for choice in by_accuracy(BF16)]
     room = int(sizes[-1] + left * (sizes[0] - sizes[-1]))
     model = megacompile.stream(plain, device="cpu", host_memory=room)
     before = tiny_models.weights(model)
@@ -245,11 +255,26 @@ def test_what_a_refusal_proposes_trains_where_it_was_refused(kind: str, left: fl
     model.megacompile.close()
 
 
-def planned_tiny() -> Tiling:
+@functools.cache
+def with_state_of(make: Any) -> Tiling:
     model = megacompile.stream(tiny_models.build(True), device="cpu")
-    tiling = model.megacompile.streamed.tiling
+    make(model.parameters(), lr=1e-2)
+    tiling: Tiling = model.megacompile.streamed.tiling
     model.megacompile.close()
     return tiling
+
+
+def test_muon_is_not_told_to_update_on_arrival() -> None:
+    kept = with_state_of(Muon)
+    smallest = least(kept, by_accuracy(BF16, clipped=True)[-1])
+    model = megacompile.stream(tiny_models.build(True), device="cpu", host_memory=smallest)
+    with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes") as caught:
+        Muon(model.parameters(), lr=1e-2)
+    options = re.search(": with (.*?) it takes", str(caught.value))
+    assert options is not None and written(options[1]) == {"state_dtype": "8bit", "master": "bfloat16"}
+    optimizer = Muon(model.parameters(), lr=1e-2, **written(options[1]))
+    model.megacompile.train_step(tiny_models.batch(0), optimizer)
+    model.megacompile.close()
 
 
 @pytest.mark.parametrize("gib", [22, 40, 60, 80, 95])

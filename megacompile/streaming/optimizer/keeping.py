@@ -68,17 +68,22 @@ def build_kernels(optimizer: Any, streamed: Streamed) -> None:
                 native.update_library(definitions(optimizer.matrix_rule.weights, layout.dtype, exact, FLOAT32))
 
 
+def check_masters(states: Mapping[str, ElementState], tiling: Tiling) -> None:
+    """Raises `MegacompileError` if a weight that is no bf16 weight should be its own master."""
+    for name, state in states.items():
+        layout = tiling.host[tiling.position[name][0]]
+        if not state.exact and layout.dtype != torch.bfloat16:
+            raise MegacompileError(f"master='bfloat16' is for bf16 weights, and {name} is {layout.dtype}: leave master out")
+
+
 def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arrival: bool) -> None:
     """From now on the model keeps these states of the named parameters; moments that were kept in another way restart.
     `on_arrival`: no gradients wait in host memory.
 
     Raises `InsufficientMemoryError`, with what would fit, if the host cannot hold them, and `MegacompileError` between a
     forward and the end of its step. Then nothing has changed."""
+    check_masters(states, streamed.tiling)
     tiling = streamed.tiling.with_states(states)
-    for name, state in states.items():
-        layout = tiling.host[tiling.position[name][0]]
-        if not state.exact and layout.dtype != torch.bfloat16:
-            raise MegacompileError(f"master='bfloat16' is for bf16 weights, and {name} is {layout.dtype}: leave master out")
     changed = tiling.host != streamed.tiling.host
     if changed or not streamed.store.has_moments:
         check_state(tiling, streamed.store.room(parse_bytes(streamed.config.host_memory)), on_arrival)
