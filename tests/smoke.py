@@ -21,7 +21,7 @@ def main(readme: Path) -> None:
     installed = Path(megacompile.__file__).resolve()
     assert not installed.is_relative_to(checkout / "megacompile"), f"{installed} is the checkout's: install the wheel"
     assert megacompile.__version__ == metadata.version("megacompile")
-    assert (installed.parent / "py.typed").exists() and (installed.parent / "runtime/optimizer/csrc/adam.cpp").exists()
+    assert (installed.parent / "py.typed").exists() and (installed.parent / "runtime/optimizer/csrc/update.cpp").exists()
     assert any(str(file).endswith("LICENSE") for file in metadata.files("megacompile") or ())
     warnings.resetwarnings()  # of the import alone: what other packages warn of at work is theirs
     with tempfile.TemporaryDirectory() as folder:

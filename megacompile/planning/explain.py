@@ -150,7 +150,7 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     parts = planner.tiling.host_parts(gradients=chosen.update == "step") | ({"sums": sums} if sums else {})
     slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
     return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
-                   planner.largest_batch(chosen.length), tuple(state_rows(planner, chosen, whole_step)))
+                   planner.largest_batch(chosen.length, chosen.update), tuple(state_rows(planner, chosen, whole_step)))
 
 
 def _verdict(memory: str, needed: int, there: int) -> str:

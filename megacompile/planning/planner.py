@@ -83,7 +83,7 @@ class Planner(SearchSpace):
                 return planner._chosen(batch, length, training, update, whole_step)
             except NoFittingPlanError as error:
                 refusals.append(error)
-        raise explained(self, batch, length, training, min(refusals, key=lambda error: error.need))
+        raise explained(self, batch, length, training, min(refusals, key=lambda error: error.need), update)
 
     def _chosen(self, batch: int, length: int, training: bool, update: str, whole_step: bool) -> Plan:
         counts = self._state_counts(training)

@@ -17,12 +17,13 @@ OPTIONS = ("weight_slots", "gradient_slots", "micro_batch_size", "checkpoint_int
 LEAST_LENGTH = 16
 
 
-def explained(space: SearchSpace, batch: int, length: int, training: bool, refusal: NoFittingPlanError) -> NoFittingPlanError:
+def explained(space: SearchSpace, batch: int, length: int, training: bool, refusal: NoFittingPlanError,
+              update: str = "step") -> NoFittingPlanError:
     """The refusal with the batches and options that would fit the device, for a training step that does not."""
     if not training or refusal.need <= space.device_bytes:
         return refusal
     more = f"a larger device_memory ({format_bytes(refusal.need)} for this smallest plan)"
-    batches, options = _batches(space, batch, length), _options(space, batch, length)
+    batches, options = _batches(space, batch, length, update), _options(space, batch, length, update)
     if batches:
         remedy = f"use fewer or shorter sequences ({' or '.join(batches)} would fit), or {more}"
     else:
@@ -30,26 +31,26 @@ def explained(space: SearchSpace, batch: int, length: int, training: bool, refus
     return NoFittingPlanError(refusal.cause, "; ".join([remedy, *options]) + space.averaging(), refusal.need)
 
 
-def _batches(space: SearchSpace, batch: int, length: int) -> list[str]:
+def _batches(space: SearchSpace, batch: int, length: int, update: str) -> list[str]:
     """The largest batch of this length that fits, and the longest sequences with which this batch fits."""
     found = []
-    fewer = bisect_left(range(1, batch), True, key=lambda count: not space.holds(count, length))
+    fewer = bisect_left(range(1, batch), True, key=lambda count: not space.holds(count, length, update))
     if fewer:
         found.append(f"{fewer} x {length}")
     shorter = (length >> halvings for halvings in range(1, length.bit_length()))
-    fitting = next((each for each in shorter if each >= LEAST_LENGTH and space.holds(batch, each)), None)
+    fitting = next((each for each in shorter if each >= LEAST_LENGTH and space.holds(batch, each, update)), None)
     if fitting is not None:
         found.append(f"{batch} x {fitting}")
     return found
 
 
-def _options(space: SearchSpace, batch: int, length: int) -> list[str]:
+def _options(space: SearchSpace, batch: int, length: int, update: str) -> list[str]:
     """The given options without which this batch would fit."""
     defaults: dict[str, Any] = {field.name: field.default for field in fields(StreamConfig)}
     given = {name: value for name in OPTIONS if (value := getattr(space.config, name)) != defaults[name]}
 
     def hinders(name: str) -> bool:
         other: dict[str, Any] = {name: defaults[name]}
-        return replace(space, config=replace(space.config, **other)).holds(batch, length)
+        return replace(space, config=replace(space.config, **other)).holds(batch, length, update)
 
     return [f"without {name}={value!r} it would fit" for name, value in given.items() if hinders(name)]

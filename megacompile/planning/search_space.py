@@ -51,11 +51,11 @@ class SearchSpace(MemoryBudget):
             interval = self.config.checkpoint_interval or 1
             yield replace(lean, config=replace(lean.config, weight_slots=interval, checkpoint_interval=interval))
 
-    def holds(self, batch: int, length: int) -> bool:
+    def holds(self, batch: int, length: int, update: str = "step") -> bool:
         """Whether a training step fits under any of the plans that are considered."""
         planners = [planner.with_state(0) for planner in self.with_fewer_slots()]
         return any(planner.fits(plan) for planner in reversed(planners)
-                   for plan in reversed([*planner._candidates(batch, length)]))
+                   for plan in reversed([*planner._candidates(batch, length, update)]))
 
     def with_state(self, count: int) -> Self:
         """This search space, with the first `count` trained tiles updated on the device."""
@@ -88,11 +88,11 @@ class SearchSpace(MemoryBudget):
             else:
                 yield candidate
 
-    def largest_batch(self, length: int) -> int:
+    def largest_batch(self, length: int, update: str = "step") -> int:
         """The most sequences of `length` tokens whose training step fits under any of the plans that are considered, at most
         `MOST_SEQUENCES`; 0 if none fits."""
         def too_large(batch: int) -> bool:
-            return not self.holds(batch, length)
+            return not self.holds(batch, length, update)
 
         limit = 1
         while limit <= MOST_SEQUENCES and not too_large(limit):

@@ -32,7 +32,7 @@ BF16 = {torch.bfloat16}
 def planned(bf16: bool = True, **options: Any) -> Schedule:
     with torch.device("meta"):
         model = tiny_models.build(bf16, **SIZES)
-    return megacompile.schedule(model, batch=8, length=16, **{"hardware": "h200", "resident_state": (), **options})
+    return megacompile.schedule(model, **{"batch": 8, "length": 16, "hardware": "h200", "resident_state": (), **options})
 
 
 @pytest.fixture(scope="module", params=[("adamw", 1), ("adamw", 2), ("lion", 1), ("muon", 1)],
@@ -146,6 +146,15 @@ def test_rows_fit_a_budget_or_not_and_smaller_ones_fit_smaller_budgets(schedule:
         found = re.findall(r"^(?:float32|bfloat16|8bit) .* (fits|does not fit) ", text, re.MULTILINE)
         assert found == ["fits" if row.host_bytes <= budget else "does not fit" for row in rows]
         assert found.count("fits") == sum(row.host_bytes <= budget for row in rows)
+
+
+def test_a_host_without_room_for_gradients_holds_batches_that_are_updated_on_arrival() -> None:
+    """What is said of other batches is of steps with the same updates."""
+    tight = least(planned().tiling, EXACT) - 1
+    found = planned(update="arrival", host_memory=tight)
+    assert found.outlook().largest_batch == planned(update="arrival").outlook().largest_batch > 8
+    with pytest.raises(InsufficientMemoryError, match=r"use fewer or shorter sequences \(\d+ x 16 would fit\), or a larger"):
+        planned(update="arrival", host_memory=tight, device_memory="560MiB", host_checkpoints=0, batch=4096)
 
 
 def test_a_table_has_a_line_for_each_row_with_its_options_bytes_and_rate(
