@@ -16,7 +16,7 @@ with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 compiled = megacompile.schedule(model, batch=16, length=1024, micro_batch_size=8, checkpoint_interval=2, device="cpu",
-                               host_memory="64GiB")
+                               device_memory="24GiB", host_memory="64GiB")
 
 print(f"{compiled.title()}; templates: {', '.join(compiled.templates)}\n")
 for name, program in compiled.stages.items():

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.errors import InsufficientMemoryError, MegacompileError
+from megacompile.planning.planner import Planner
+from megacompile.runtime.backends.lanes import Backend
+from megacompile.runtime.memory.arena import Arena
 from megacompile.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from megacompile.streaming.streamed import Streamed
+from megacompile.streaming.open_forward import OpenForwards
+from megacompile.streaming.programs.shapes import Shapes
+from megacompile.streaming.residency import Residency
+from megacompile.streaming.section_runner import SectionRunner
+from megacompile.streaming.step_state import StepState
+from megacompile.streaming.together import Together
 
 #: Values of these types in a module are read anew for each use: flags of adapters, `training`, counters.
 _PLAIN = (bool, int, float, str, type(None))
@@ -26,11 +32,37 @@ _PLAIN = (bool, int, float, str, type(None))
 _SHARED = ("config", "generation_config")
 
 
+class Owner(Protocol):
+    """A streamed model, as far as its copy knows it."""
+
+    model: nn.Module
+    backend: Backend
+    arena: Arena
+    runner: SectionRunner
+    residency: Residency
+    shapes: Shapes
+    step: StepState
+    forwards: OpenForwards
+    together: Together
+
+    @property
+    def turn(self) -> AbstractContextManager[object]: ...
+
+    @property
+    def planner(self) -> Planner: ...
+
+    def settle(self) -> None: ...
+
+    def adopt_writes(self) -> None: ...
+
+    def evict(self) -> None: ...
+
+
 class DeviceCopy:
     """State: the `native` model, None where there is none, with the versions of weights and of all tensors when it was current;
     and how many uses are open, during which the streamed model does not run."""
 
-    def __init__(self, streamed: Streamed) -> None:
+    def __init__(self, streamed: Owner) -> None:
         self._streamed = streamed
         self.native: nn.Module | None = None
         self._version, self._versions, self._open = -1, [0], 0

@@ -1,8 +1,8 @@
 """The handle of a streamed model, `model.megacompile`."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,15 +203,11 @@ class Handle:
             raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
         return streamed.train_step(given, optimizer.request(), optimizer.overlap is not None)
 
-    @contextmanager
-    def on_device(self) -> Iterator[nn.Module]:
+    def on_device(self) -> AbstractContextManager[nn.Module]:
         """A context with the plain model (of its own class, not streamed) and its weights on the device, for inference under
-        `torch.no_grad()`: `generate` with every option, evaluation harnesses, hooks. Its parameters have no gradients.
-        Meanwhile the streamed model does not run.
-
+        `torch.no_grad()`: `generate` with every option, evaluation harnesses, hooks. The streamed model does not run meanwhile.
         Raises `InsufficientMemoryError`, with what is needed, if the device does not hold the weights."""
-        with self.streamed.device_copy.use(original_class(self.streamed.model)) as native:
-            yield native
+        return self.streamed.device_copy.use(original_class(self.streamed.model))
 
     # ---------------------------------------------------------------- looking
     @in_turn
@@ -283,13 +279,10 @@ class Handle:
         """Counters, sizes in bytes and times in seconds.
 
             steps, skipped_steps       steps begun; those whose gradients were not finite
-            kept_tiles                 updates on arrival: tiles whose gradients were not finite, counted for each step (known
-                                       after `synchronize`)
-            compiled                   graphs that inductor compiled; compiled_from_cache: graphs that an earlier process
-                                       compiled; compile_s: seconds for both
+            kept_tiles                 updates on arrival: tiles whose gradients were not finite (after `synchronize`)
+            compiled                   graphs that inductor compiled; compiled_from_cache: earlier; compile_s: seconds for both
             capture_s                  seconds to capture the model and build templates
-            plan_searches              plans of training steps found by a search; plans_from_cache: those that an earlier
-                                       process found
+            plan_searches              plans of training steps found by a search; plans_from_cache: by an earlier process
             micro_batch_shapes         sizes of micro-batches, [rows, length], that have kernels; any number of rows counts once
             compiled_variants          variants of templates; variants_of_any_rows: those that serve any number of rows
             useful_tokens              tokens of all training steps that no mask hides; computed_tokens: padding included

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import functools
 import os
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.runtime.memory.host_copies import STATE
 from megacompile.runtime.memory.state_layout import ElementState
-from megacompile.runtime.optimizer.rule import MatrixRule, Rule, Segment
+from megacompile.runtime.optimizer.rule import MatrixRule, Rule
 from megacompile.runtime.update import Update, counting
-from megacompile.streaming.optimizer import masters
+from megacompile.streaming.optimizer import masters, requested
 from megacompile.streaming.optimizer.hyper_parameters import (
     Check,
     check_complete,
@@ -29,25 +28,12 @@ from megacompile.streaming.optimizer.keeping import build_kernels, check_kept, k
 from megacompile.streaming.optimizer.nonfinite import NonFinite
 from megacompile.streaming.optimizer.ownership import Ownership
 from megacompile.streaming.optimizer.saved import check_saved
-from megacompile.streaming.optimizer.state import OptimizerState, ParameterState, SavedState, StateMemory
+from megacompile.streaming.optimizer.state import OptimizerState, SavedState, StateMemory
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.turns import in_turn
 from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
 from megacompile.weights.tiling import Tiling
-
-
-class _Options:
-    """A copy of the options of a group, as the rules read them."""
-
-    def __init__(self, optimizer: StreamedOptimizer, group: Mapping[str, Any]) -> None:
-        self._elementwise = optimizer.options_of(group)
-        copied = {name: value for name, value in group.items() if name != "params"}
-        self._of_shape = functools.cache(functools.partial(optimizer.matrix_options_of, copied))
-
-    def of(self, shape: tuple[int, ...], whole: bool) -> Any:
-        """For a parameter of this shape. `whole`: the options of the matrix rule."""
-        return self._of_shape(shape) if whole else self._elementwise
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -283,13 +269,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Called before a backward that updates. Raises `MegacompileError` for options that are out of range."""
         self._ready(lambda parameter: True)
 
-    def _ready(self, wanted: Callable[[Tensor], bool]) -> list[tuple[_Options, StateMemory, ParameterState]]:
+    def _ready(self, wanted: Callable[[Tensor], bool]) -> list[requested.Ready]:
         """The wanted parameters, with their current options and their states. Raises `MegacompileError` for options and states
         that an update cannot use."""
         groups = []
         for group in self.param_groups:
             check_complete(group, self.checks, type(self).__name__)
-            groups.append((_Options(self, group), group["params"]))
+            groups.append((self._read(group), group["params"]))
             check_kept(self, group)
         found = [(options, parameter, memory) for options, parameters in groups for parameter in parameters
                  if wanted(parameter) and (memory := self.memory(parameter)) is not None]
@@ -298,33 +284,22 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.ownership.take_over((parameter, memory) for _, parameter, memory in found if memory.optimizer is not self)
         return [(options, memory, self.ownership.states.ready(parameter, memory)) for options, parameter, memory in found]
 
+    def _read(self, group: Mapping[str, Any]) -> requested.GroupOptions:
+        """A copy of a group's options, as the rules read them."""
+        copied = {name: value for name, value in group.items() if name != "params"}
+        return requested.GroupOptions(self.options_of(copied), functools.partial(self.matrix_options_of, copied))
+
     def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
         """An update of the wanted parameters with the current hyper-parameters."""
         streamed = self.streamed
-        segments: dict[str, list[Segment]] = {}
-        counted: dict[str, list[int]] = {}
-        matrices: dict[str, set[int]] = {}
         ready = self._ready(wanted)
         with counting:
             before = self._update if self._update is not None and self._update.open else None
-            for options, memory, state in ready:
-                for tile, position in streamed.tiling.places[memory.name]:
-                    layout = streamed.tiling.layouts[tile]
-                    part, whole = layout.at_home(position), memory.kept.whole
-                    segments.setdefault(tile, []).append(Segment(
-                        part.start, part.stop, options.of(layout.slices[position].shape, whole), state["step"] + 1,
-                        part.start - memory.start, zlib.crc32(memory.name.encode()), position))
-                    counted.setdefault(tile, []).append(position)
-                    if whole:
-                        matrices.setdefault(tile, set()).add(position)
-        for each in segments.values():
-            each.sort(key=lambda s: s.start)
-        for positions in counted.values():
-            positions.sort()
-        return Update(self.rule, segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None,
-                      states=[state for _, _, state in ready], before=before,
+            segments = requested.segments_of(streamed.tiling, ready)
+        return Update(self.rule, segments, requested.counted_positions(segments), self.max_grad_norm, before=before,
+                      on_arrival=self.overlap is not None, states=[state for _, _, state in ready],
                       report=functools.partial(self.non_finite.report, streamed.step.skipped, streamed.step.kept),
-                      matrix_rule=self.matrix_rule, matrices={tile: frozenset(found) for tile, found in matrices.items()})
+                      matrix_rule=self.matrix_rule, matrices=requested.matrix_positions(streamed.tiling, segments))
 
     @property
     def grad_norm(self) -> float | None:

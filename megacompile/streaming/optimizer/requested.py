@@ -1,0 +1,51 @@
+"""The segments of an update that an optimizer requests: which elements of which tiles, with which options."""
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megacompile.runtime.optimizer.rule import Segment
+from megacompile.streaming.optimizer.state import ParameterState, StateMemory
+from megacompile.weights.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """A copy of a group's options, as the rules read them: `elementwise`, or `matrix` for a parameter of some shape."""
+
+    elementwise: Any
+    matrix: Callable[[tuple[int, ...]], Any]
+
+
+#: A parameter that is to be updated: its options, the memory of its state, and the state.
+Ready = tuple[GroupOptions, StateMemory, ParameterState]
+
+
+def segments_of(tiling: Tiling, ready: Sequence[Ready]) -> dict[str, list[Segment]]:
+    """For each tile, the runs of its host tile's elements to update, ascending. Called while steps are counted."""
+    found: dict[str, list[Segment]] = {}
+    for options, memory, state in ready:
+        seed = zlib.crc32(memory.name.encode())
+        for tile, position in tiling.places[memory.name]:
+            layout = tiling.layouts[tile]
+            part, shape = layout.at_home(position), layout.slices[position].shape
+            read = options.matrix(shape) if memory.kept.whole else options.elementwise
+            found.setdefault(tile, []).append(
+                Segment(part.start, part.stop, read, state["step"] + 1, part.start - memory.start, seed, position))
+    for segments in found.values():
+        segments.sort(key=lambda s: s.start)
+    return found
+
+
+def counted_positions(segments: Mapping[str, Sequence[Segment]]) -> dict[str, list[int]]:
+    """For each tile, the positions of the parameters whose gradients count in the norm."""
+    return {tile: sorted(s.position for s in each) for tile, each in segments.items()}
+
+
+def matrix_positions(tiling: Tiling, segments: Mapping[str, Sequence[Segment]]) -> dict[str, frozenset[int]]:
+    """For each tile, the positions of the parameters that are updated by whole matrices."""
+    found = {tile: frozenset(s.position for s in each if tiling.layouts[tile].state_of(s.position).whole)
+             for tile, each in segments.items()}
+    return {tile: positions for tile, positions in found.items() if positions}
