@@ -178,6 +178,7 @@ def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make
                 assert (op_of(ours), lane_of(ours)) == (op_of(theirs), lane_of(theirs))
 
 
+@settings(deadline=None)
 @given(shape=st.builds(Shape, st.just(3), st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(),
                        st.sampled_from(("step", "arrival")), st.booleans()),
        plan=st.builds(Plan, st.just(3), st.integers(1, 9), st.just((2, 1)), st.integers(1, 9), st.integers(0, 9),
