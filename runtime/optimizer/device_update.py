@@ -54,8 +54,8 @@ _THREADS, _BLOCKS = 256, 4096  # a few waves of blocks on the largest devices; e
 
 def source(text: str) -> str:
     """The kernel's CUDA source with these C++ definitions."""
-    values, kernel = ((_SOURCE / name).read_text(encoding="utf-8") for name in ("values.h", "update.cu"))
-    return PRELUDE + values.replace("#pragma once\n", "") + text + kernel
+    values, element, kernel = ((_SOURCE / name).read_text(encoding="utf-8") for name in ("values.h", "element.h", "update.cu"))
+    return PRELUDE + values.replace("#pragma once\n", "") + text + element + kernel
 
 
 @functools.cache

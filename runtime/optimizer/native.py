@@ -93,7 +93,8 @@ def update_library(definitions: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def _update_library(definitions: str) -> ctypes.CDLL:
-    text = ('#include "execution.h"\nnamespace {\n#include "values.h"\n' + definitions + '}\n#include "update.cpp"\n')
+    text = ('#include "execution.h"\nnamespace {\n#include "values.h"\n' + definitions
+            + '#include "element.h"\n}\n#include "update.cpp"\n')
     return load(build(cache_directory(), compiler_command(), text.encode(), "update"), _UPDATE_SIGNATURES)
 
 

@@ -5,7 +5,7 @@
 //   MOMENTS   0: FP32; 1: bf16; 2: eight bits, with an FP32 scale for each block of 256 elements
 //   Scalars, kCount, is_signed(k), apply(master, gradient, moments, scalars)
 //
-// execution.h, values.h and these definitions come before it. What host.cpp says about bits holds here too.
+// execution.h, values.h, these definitions and element.h come before it. What host.cpp says about bits holds here too.
 
 namespace {
 
@@ -22,33 +22,7 @@ struct Segment {           // kernels.NativeSegment mirrors it
   float scalars[kMostScalars];
 };
 
-#if MASTER == 1
-using Weight = float;
-#else
-using Weight = BFloat16;
-#endif
-#if MOMENTS == 0
-using Moment = float;
-#elif MOMENTS == 1
-using Moment = BFloat16;
-#else
-using Moment = uint8_t;
-#endif
-
-constexpr bool kIsRandom = MOMENTS != 0 || MASTER == 2;
 constexpr int64_t kRun = kIsRandom ? kBlock : 64;  // elements between prefetches; blocks begin at multiples in a parameter
-
-ALWAYS_INLINE float load_master(float weight, int16_t) { return weight; }
-ALWAYS_INLINE float load_master(BFloat16 weight, int16_t remainder) {
-  return MASTER == 0 ? join_master(weight, remainder) : load(weight);
-}
-ALWAYS_INLINE void store_master(float& weight, int16_t&, float master, uint32_t) { weight = canonical(master); }
-ALWAYS_INLINE void store_master(BFloat16& weight, int16_t& remainder, float master, uint32_t random) {
-  if (MASTER == 0)
-    split_master(weight, remainder, master);
-  else
-    store_randomly(weight, master, mixed(random) & 0xFFFFu);
-}
 
 // Each part computes the whole update, so that weights and moments apart give the same bits as both together. What is not
 // stored, the compiler leaves out.

@@ -1,5 +1,5 @@
 // Updates on the device: tiles that stay there, and those that visit. Compiled at run time by device_update.py, which puts
-// values.h and the definitions of a rule before it, as update.cpp has them, with the same bits.
+// values.h, the definitions of a rule and element.h before it, as update.cpp has them, with the same bits.
 //
 // If one of the gradients' norms is not finite, nothing is changed and a flag is set, so that the host need not wait. The
 // kernels are bound by memory. Without scales a thread takes four elements at a time, in one access per array. With scales a
@@ -14,20 +14,6 @@ struct Places {
   void* at[2];
 };
 
-#if MASTER == 1
-using Weight = float;
-#else
-using Weight = BFloat16;
-#endif
-#if MOMENTS == 0
-using Moment = float;
-#elif MOMENTS == 1
-using Moment = BFloat16;
-#else
-using Moment = uint8_t;
-#endif
-
-constexpr bool kIsRandom = MOMENTS != 0 || MASTER == 2;
 constexpr int kLast = kCount > 1 ? 1 : 0;  // a rule may also keep no moments
 
 template <class T>
@@ -39,18 +25,6 @@ __device__ bool all_finite(const float* norms, int64_t count) {
   for (int64_t i = 0; i < count; ++i)  // the norms of one tile's parameters: few, and the same for all threads
     if ((BITS(norms[i]) & 0x7F800000u) == 0x7F800000u) return false;
   return true;
-}
-
-INLINE float load_master(float weight, int16_t) { return weight; }
-INLINE float load_master(BFloat16 weight, int16_t remainder) {
-  return MASTER == 0 ? join_master(weight, remainder) : load(weight);
-}
-INLINE void store_master(float& weight, int16_t&, float master, uint32_t) { weight = canonical(master); }
-INLINE void store_master(BFloat16& weight, int16_t& remainder, float master, uint32_t random) {
-  if (MASTER == 0)
-    split_master(weight, remainder, master);
-  else
-    store_randomly(weight, master, mixed(random) & 0xFFFFu);
 }
 
 // The random bits of element `number` of its parameter.
