@@ -138,7 +138,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
                                "requires_grad=True for some")
     check_masters(states := named.states(optim_args, model, tiling), tiling)
     tiling = tiling.with_states(states)
-    if choice.on_arrival and any(layout.matrices for layout in tiling.layouts.values()):
+    if choice.on_arrival and tiling.has_matrices:
         raise UnsupportedError(f"{optim} updates whole matrices at the end of a step: leave update='arrival' out")
     fused = config.compile if config.compile is not None else device_type == "cuda"
     needed = tiling.host_bytes(gradients=not choice.on_arrival)

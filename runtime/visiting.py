@@ -16,7 +16,7 @@ from megacompile.ir.program import Lane
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.segments import Pair, at_home, moments_at_home
 from megacompile.runtime.memory.shards import Share
-from megacompile.runtime.memory.tiles import chunk_aligned
+from megacompile.runtime.memory.state_layout import aligned_bytes
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.matrix_update import matrices_of, update_matrix
 from megacompile.runtime.optimizer.rule import MatrixRule, Rule, Segment
@@ -67,7 +67,7 @@ def _away(backend: Backend, memory: Tensor, tile: Share, part: Segment,
     there = list(_divided(memory, host))
     for away, kept in zip(there, host, strict=True):
         backend.copy(_bytes(away), _bytes(kept), Lane.H2D)
-    yield there, here, memory[sum(chunk_aligned(each.nbytes) for each in host):]
+    yield there, here, memory[sum(aligned_bytes(each.nbytes) for each in host):]
     for away, kept in zip(there[1:], host[1:], strict=True):
         backend.copy(_bytes(kept), _bytes(away), Lane.H2D)
 
@@ -89,7 +89,7 @@ def _chunks(segment: Segment, moments: Moments, weight_bytes: int, split: bool, 
 
     def needed(count: int) -> int:
         scales = [4 * moments.format.scales(count)] * len(moments.values)
-        return sum(map(chunk_aligned, [count * size for size in sizes] + scales))
+        return sum(map(aligned_bytes, [count * size for size in sizes] + scales))
 
     if needed(segment.stop - segment.start) <= room:
         yield segment
@@ -107,7 +107,7 @@ def _divided(memory: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
     start = 0
     for part in like:
         yield memory[start:start + part.nbytes].view(part.dtype)
-        start += chunk_aligned(part.nbytes)
+        start += aligned_bytes(part.nbytes)
 
 
 def _bytes(elements: Tensor) -> Tensor:

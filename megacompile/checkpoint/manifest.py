@@ -59,8 +59,8 @@ _BODY = schema.record({
 @dataclass(frozen=True)
 class Saved:
     """A parameter or buffer, and the file that contains it. `parts`: "weight" and the optimizer's state ("exp_avg",
-    "exp_avg_sq", "remainder", ...). `step`: the number of its updates; None if there is no optimizer state, and so no moments.
-    `format`: of the moments."""
+    "exp_avg_sq", "remainder", ...). `step`: how many times the optimizer has updated it; None if the checkpoint has no
+    optimizer state for it. `format`: of the moments."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

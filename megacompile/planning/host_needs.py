@@ -24,7 +24,7 @@ def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, 
                      choice: StateChoice | None = None) -> None:
     """Raises `InsufficientMemoryError`, with what would fit, if the layers alone take more than the host has. All of them are
     read; only a trace can say which other parameters are. `choice`: the optimizer's state; None: the smallest there is."""
-    choice = choice or _choices([model], config)[-1]
+    choice = choice or _choices(model, config)[-1]
     if host_bytes(stack.layers, config, choice) + HOST_MARGIN_BYTES > available:
         raise host_too_small(model, stack, config, choice, host_bytes([model], config, choice), available)
 
@@ -39,9 +39,9 @@ def check_tiles(tiling: Tiling, available: int) -> None:
     return check_state(with_choice(tiling, least), available, least.on_arrival, " with the smallest optimizer state")
 
 
-def _choices(modules: Iterable[nn.Module], config: StreamConfig) -> list[StateChoice]:
-    """How an optimizer may keep its state of these modules' parameters."""
-    return by_accuracy({config.dtype or p.dtype for module in modules for p in module.parameters()})
+def _choices(model: nn.Module, config: StreamConfig) -> list[StateChoice]:
+    """How an optimizer may keep its state of the model's parameters."""
+    return by_accuracy({config.dtype or p.dtype for p in model.parameters()})
 
 
 def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: StateChoice, trained: bool | None = None) -> int:
@@ -55,7 +55,7 @@ def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: State
 def least_bytes(model: nn.Module) -> int:
     """Bytes of host memory that training takes with the smallest state: which optimizer it will be is not known."""
     config = StreamConfig()
-    return host_bytes([model], config, _choices([model], config)[-1])
+    return host_bytes([model], config, _choices(model, config)[-1])
 
 
 def _bytes(dtype: torch.dtype, choice: StateChoice, trained: bool) -> float:
@@ -78,7 +78,7 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
              available: int) -> list[str]:
     """Smaller choices that fit the host, the least change first."""
     room, found = available - HOST_MARGIN_BYTES, []
-    for other in (replace(each, moments=choice.moments) for each in _choices([model], config)[1:]):
+    for other in (replace(each, moments=choice.moments) for each in _choices(model, config)[1:]):
         size = host_bytes([model], config, other)
         if size < needed and size + other.on_arrival * _slab_bytes(model, stack, config) <= room:
             dtype = config.dtype or next(model.parameters()).dtype
@@ -107,8 +107,8 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
 
 
 def _slab_bytes(model: nn.Module, stack: LayerStack, config: StreamConfig) -> int:
-    """Bytes that gradients which are consumed on arrival may pass through at the least: those of a layer, and of what is no
-    layer."""
+    """The fewest bytes of slabs for gradients that are consumed on arrival: those of one layer, and of everything outside the
+    layers."""
     layers = [host_bytes([layer], config, EXACT, trained=False) for layer in stack.layers]
     others = host_bytes([model], config, EXACT, trained=False) - host_bytes(stack.layers, config, EXACT, trained=False)
     return max(layers, default=0) + others
@@ -122,11 +122,9 @@ def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with
         return
     trained = [layout for layout in tiling.host.values() if layout.trainable]
     parameters = sum(s.count for layout in trained for s in layout.slices if s.trainable)
-    kept = max((layout.state_of(i) for layout in trained for i, s in enumerate(layout.slices) if s.trainable),
-               key=lambda each: len(each.moments), default=NO_STATE)
+    kept = max(tiling.states.values(), key=lambda each: len(each.moments), default=NO_STATE)
     remedy = "freeze some layers, train adapters, or use a machine with more memory"
-    clipped = any(layout.matrices for layout in trained)  # whole matrices are not updated on arrival
-    for choice in by_accuracy({layout.dtype for layout in trained}, clipped):
+    for choice in by_accuracy({layout.dtype for layout in trained}, clipped=tiling.has_matrices):
         smaller = with_choice(tiling, choice)
         size = _with_margin(smaller, choice.on_arrival)
         slabs = tiling.ranks * slab_bytes(tiling, 1, ()) if choice.on_arrival else 0
@@ -142,8 +140,8 @@ def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with
 
 
 def _speed(choice: StateChoice, now: ElementState, dtype: torch.dtype) -> str:
-    """How long updates take with this state in the place of the one of `now`, in words; on the host of an H200 if this
-    machine's rates are not known."""
+    """How long updates take with this state, compared with the state `now`, in words. Uses the rates of an H200's host if those
+    of this machine are not known."""
     hardware = Hardware.known() or Hardware.find("h200")
     return f"and updates take {update_rate(hardware, now, dtype) / update_rate(hardware, choice.state, dtype):.2f} of the time"
 

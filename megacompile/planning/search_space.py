@@ -297,4 +297,4 @@ class SearchSpace(MemoryBudget):
         and those that are updated by whole matrices. Only with updates at the end of a step."""
         named = self.config.visiting_state or ()
         on_host = [tile for tile in self.trained() if tile not in self.resident_state()] if update == "step" else []
-        return tuple(tile for tile in on_host if named == "all" or tile in named or self.tiling.layouts[tile].matrices)
+        return tuple(tile for tile in on_host if named == "all" or tile in named or self.tiling.layouts[tile].has_matrices)

@@ -67,6 +67,5 @@ def bytes_each(tiling: Tiling, on_arrival: bool) -> float:
 
 def with_choice(tiling: Tiling, choice: StateChoice) -> Tiling:
     """The tiling of the same weights with the same moments, kept as `choice` says."""
-    states = {s.name: replace(layout.state_of(i), format=choice.format, exact=choice.exact)
-              for layout in tiling.host.values() if layout.trainable for i, s in enumerate(layout.slices) if s.trainable}
-    return tiling.with_states(states)
+    return tiling.with_states({name: replace(state, format=choice.format, exact=choice.exact)
+                               for name, state in tiling.states.items()})

@@ -32,9 +32,8 @@ def state_rows(planner: Planner, plan: Plan, whole_step: bool) -> list[StateRow]
     trained = [layout for layout in planner.tiling.host.values() if layout.trainable]
     if not trained:
         return []
-    clipped = any(layout.matrices for layout in trained)  # whole matrices are not updated on arrival
     return [_row(planner, plan, choice, whole_step)
-            for choice in combinations({layout.dtype for layout in trained}, clipped)]
+            for choice in combinations({layout.dtype for layout in trained}, clipped=planner.tiling.has_matrices)]
 
 
 def _row(planner: Planner, plan: Plan, choice: StateChoice, whole_step: bool) -> StateRow:
@@ -61,7 +60,7 @@ def _updating(plan: Plan, on_arrival: bool) -> Plan:
 
 def _fitting(plan: Plan, planner: Planner) -> Plan:
     """The plan with as many of its tiles updated on the device as fit there with their state."""
-    if any(layout.matrices for layout in planner.tiling.layouts.values()):
+    if planner.tiling.has_matrices:
         return plan  # those that do not stay visit, and take memory too
     there = plan.resident_state
     plans = [replace(plan, resident_state=there[:count], resident=tuple(t for t in plan.resident if t not in there[count:]))

@@ -134,7 +134,7 @@ class DeviceCopy:
                 "give a larger device_memory, or call the streamed model, which needs a few layers at a time")
         if self.fits(more_bytes + max((shape.estimate.total for shape in streamed.shapes.table.values()), default=0)):
             return
-        if not [*streamed.forwards.open()] and not (streamed.together.size > 1 and streamed.residency.state_ahead):
+        if not streamed.forwards.open() and not (streamed.together.size > 1 and streamed.residency.state_ahead):
             streamed.evict()
             awaited = set(streamed.residency.awaited())
             streamed.runner.forget_slots([slot for slot in streamed.arena.slots

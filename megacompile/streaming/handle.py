@@ -30,6 +30,7 @@ from megacompile.streaming.programs.editing import editable_text, load
 from megacompile.streaming.programs.shapes import CompiledShape
 from megacompile.streaming.recording import Recording
 from megacompile.streaming.replanning import replan
+from megacompile.streaming.statistics import stats_of
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import StreamedModule, original_class
 from megacompile.streaming.turns import in_turn
@@ -279,33 +280,19 @@ class Handle:
         """Counters, sizes in bytes and times in seconds.
 
             steps, skipped_steps       steps begun; those whose gradients were not finite
-            kept_tiles                 updates on arrival: tiles whose gradients were not finite (after `synchronize`)
-            compiled                   graphs that inductor compiled; compiled_from_cache: earlier; compile_s: seconds for both
+            kept_tiles                 updates on arrival: tiles whose gradients were not finite, counted for each step (known
+                                       after `synchronize`)
+            compiled                   graphs that inductor compiled; compiled_from_cache: graphs that an earlier process
+                                       compiled; compile_s: seconds for both
             capture_s                  seconds to capture the model and build templates
-            plan_searches              plans of training steps found by a search; plans_from_cache: by an earlier process
+            plan_searches              plans of training steps found by a search; plans_from_cache: those that an earlier
+                                       process found
             micro_batch_shapes         sizes of micro-batches, [rows, length], that have kernels; any number of rows counts once
             compiled_variants          variants of templates; variants_of_any_rows: those that serve any number of rows
             useful_tokens              tokens of all training steps that no mask hides; computed_tokens: padding included
             packing_efficiency         useful_tokens / computed_tokens; step_...: the same three for the last step
         """
-        streamed = self.streamed
-        return dict(
-            steps=streamed.step.count, skipped_steps=len(streamed.step.skipped), kept_tiles=len(streamed.step.kept),
-            shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
-            compiled_variants=sum(served.binder.variants for served in streamed.captures),
-            variants_of_any_rows=sum(served.binder.variants_of_any_rows for served in streamed.captures),
-            micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.captures),
-            plan_searches=streamed.shapes.answers["searched"], plans_from_cache=streamed.shapes.answers["kept"],
-            **streamed.step.tokens.stats(),
-            capture_s=sum(served.captured.seconds for served in streamed.captures),
-            compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
-            compile_s=streamed.binder.inductor.seconds,
-            host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes() + streamed.checkpoints.bytes(),
-            host_parts=streamed.store.bytes(), checkpoint_bytes=streamed.checkpoints.bytes(),
-            slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
-            peak_device_bytes=streamed.backend.peak_bytes(),
-            predicted_device_bytes=max((s.estimate.total for s in streamed.shapes.table.values()), default=0),
-            parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))
+        return stats_of(self.streamed)
 
     def record(self) -> Recording:
         """A context that records the start and end of each instruction on the device's clock: see `Recording`."""

@@ -140,6 +140,16 @@ class Tiling:
         ranks = slot_ranks(self._layers(), self.boundary(), lambda tile: self.layouts[tile].weight_bytes)
         return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
 
+    @property
+    def states(self) -> dict[str, ElementState]:
+        """The optimizer state of each trained parameter, by name."""
+        return {s.name: layout.state_of(i) for layout in self.host.values() for i, s in enumerate(layout.slices) if s.trainable}
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether whole matrices are updated. They are on the device, at the end of a step."""
+        return any(layout.has_matrices for layout in self.layouts.values())
+
     def with_states(self, states: Mapping[str, ElementState]) -> Tiling:
         """The tiling of the same weights with other optimizer state of these parameters, by name. Where streamed pieces, or
         matrices that are updated one by one, would divide blocks of 8-bit state, bf16 moments take their place."""

@@ -21,6 +21,11 @@ from megacompile.runtime.optimizer.state_format import BLOCK, FLOAT32, StateForm
 _ALIGNED = 128
 
 
+def aligned_bytes(count: int) -> int:
+    """So many bytes, and the padding after them."""
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
 @dataclass(frozen=True)
 class ElementState:
     """What an optimizer keeps for each element of a parameter: moments by name, in a format; and whether a bf16 weight has an
@@ -64,7 +69,7 @@ class StateLayout:
         begins = [0]
         for state, count in zip(self.states, self.counts, strict=True):
             size = state.format.bytes(count) if moment < len(state.moments) else 0
-            begins.append(begins[-1] + -(-size // _ALIGNED) * _ALIGNED)
+            begins.append(begins[-1] + aligned_bytes(size))
         return begins
 
     @property

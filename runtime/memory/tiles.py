@@ -20,7 +20,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megacompile.runtime.memory.state_layout import ADAMW_STATE, NO_STATE, ElementState, StateLayout
+from megacompile.runtime.memory.state_layout import (
+    ADAMW_STATE,
+    NO_STATE,
+    ElementState,
+    StateLayout,
+    aligned_bytes,
+)
 from megacompile.runtime.optimizer.rule import scratch_bytes
 from megacompile.system.host_memory import host_memory
 from megacompile.system.shared_memory import SharedMemory
@@ -168,6 +174,10 @@ class TileLayout:
 
     # ---------------------------------------------------------------- matrices that are updated whole
     @property
+    def has_matrices(self) -> bool:
+        return any(state.whole for state in self.states)
+
+    @property
     def matrices(self) -> list[tuple[int, int, ElementState]]:
         """The matrices that an update reads whole: rows, columns and state."""
         found = [(s.shape, self.state_of(position)) for position, s in enumerate(self.slices) if s.trainable]
@@ -180,7 +190,7 @@ class TileLayout:
             count, size = rows * columns, self.dtype.itemsize
             parts = [count * size, count * size, 2 * count * self.has_remainder, count * state.format.value_bytes,
                      4 * state.format.scales(count)]
-            return sum(map(chunk_aligned, parts)) + scratch_bytes(rows, columns)
+            return sum(map(aligned_bytes, parts)) + scratch_bytes(rows, columns)
 
         return max((needed(*each) for each in self.matrices), default=0)
 
@@ -225,11 +235,6 @@ class TileLayout:
     def norms(self, memory: Tensor) -> Tensor:
         """The norms after the gradients: FP32 [parameters]."""
         return memory[self.weight_bytes:self.gradient_bytes].view(torch.float32)
-
-
-def chunk_aligned(count: int) -> int:
-    """So many bytes, and the padding after them in a chunk that visits the device."""
-    return -(-count // 128) * 128
 
 
 def aligned(count: int, ranks: int = 1) -> int:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +73,7 @@ class MatrixRule:
         name: as in "--optim muon".
         momentum: an elementwise rule whose `master` is the direction, which it only writes.
         weights: an elementwise rule without moments, whose `gradient` is the direction.
+        options_of: what the rule reads of a group's options for a parameter of some shape, copied by value.
         matrices: the sizes (rows, columns) of the matrices of a parameter, in their order in its memory, where each is
             contiguous; from the options of its segment.
         options_for: the options for one of these matrices: (options, rows, columns).
@@ -83,6 +84,7 @@ class MatrixRule:
     name: str
     momentum: Rule
     weights: Rule
+    options_of: Callable[[Mapping[str, Any], tuple[int, ...]], Any]
     matrices: Callable[[Any], list[tuple[int, int]]]
     options_for: Callable[[Any, int, int], Any]
     direction: Callable[[Tensor, Any, Tensor], Tensor]

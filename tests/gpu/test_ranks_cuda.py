@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ranks"))
 
 from jobs import USUAL, train_native
 from processes import start
-from test_parity import distance, found_by
+from test_parity import assert_alike, found_by
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 JOBS = (*USUAL, "arrival", "visits", "deferred moments", "waves", "uneven rows, packed", "slabs")
@@ -33,14 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_gpus_train_as_native_pytorch_with_all_rows(folder: Path, name: str) -> None:
     expected = train_native(name, 2)
     for rank in range(2):
-        found = found_by(folder, name, rank)
-        wanted = [loss[rank] if isinstance(loss, list) else loss for loss in expected["losses"]]
-        assert found["losses"][0] == pytest.approx(wanted[0], rel=2e-6, abs=2e-6)
-        assert found["losses"] == pytest.approx(wanted, rel=5e-4)
-        for key, gradient in found["gradients"].items():
-            assert torch.linalg.vector_norm(gradient - expected["gradients"][key]) <= 1e-5 * torch.linalg.vector_norm(
-                expected["gradients"][key]) + 1e-7, key
-        assert distance(found["weights"], expected["weights"]) <= 5e-4 * distance(expected["weights"])
+        assert_alike(found_by(folder, name, rank), expected, rank, first=2e-6, drift=5e-4, zero=1e-7)
 
 
 def test_two_runs_on_two_gpus_have_the_same_bits(folder: Path) -> None:

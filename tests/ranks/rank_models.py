@@ -51,6 +51,14 @@ def rows(seed: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def copies(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Copies of the weights and of the optimizer's state, to load again."""
+    state = optimizer.state_dict()
+    copied = {index: {key: torch.as_tensor(value).clone() for key, value in each.items()}
+              for index, each in state["state"].items()}
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, {**state, "state": copied}
+
+
 def steps(model: Any, optimizer: Any, numbers: Iterable[int], whole: bool = False) -> list[float]:
     """The losses of some steps."""
     losses = []

@@ -103,9 +103,7 @@ program = model.megacompile.program(rows(0))
 found["program"] = [program.ranks, program.hosts]
 optimizer = adamw(model)
 steps(model, optimizer, range(2))
-kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-state = optimizer.state_dict()
-state = {**state, "state": {i: {k: torch.as_tensor(v).clone() for k, v in each.items()} for i, each in state["state"].items()}}
+kept, state = copies(model, optimizer)
 first = steps(model, optimizer, range(2, 5))
 if RANK >= 2:  # the first host's values count
     in_tiles = model.megacompile.streamed.tiling.position

@@ -57,16 +57,23 @@ def test_ranks_train_as_one_process_with_all_rows(trained: Callable[[int], Calla
 
 def assert_trained(found: Mapping[str, Any], expected: Mapping[str, Any], rank: int) -> None:
     """What a rank had at the end is what native PyTorch had that has the rows of all ranks."""
-    wanted = [loss[rank] if isinstance(loss, list) else loss for loss in expected["losses"]]
-    assert found["losses"][0] == pytest.approx(wanted[0], rel=1e-6, abs=1e-6)
-    assert found["losses"] == pytest.approx(wanted, rel=2e-4)
-    for key, gradient in found["gradients"].items():
-        assert torch.linalg.vector_norm(gradient - expected["gradients"][key]) <= 1e-5 * torch.linalg.vector_norm(
-            expected["gradients"][key]) + 1e-8, key
-    # Of the whole model: the gradient of a key's bias is rounding alone, which Adam makes steps of full size of.
-    assert distance(found["weights"], expected["weights"]) <= 2e-4 * distance(expected["weights"])
+    assert_alike(found, expected, rank, first=1e-6, drift=2e-4, zero=1e-8)
     if expected["norm"] is not None:
         assert found["norm"] == pytest.approx(expected["norm"], rel=1e-3)
+
+
+def assert_alike(found: Mapping[str, Any], expected: Mapping[str, Any], rank: int, *, first: float, drift: float,
+                 zero: float) -> None:
+    """Losses, gradients and weights are alike within these tolerances: `first`, of the first loss; `drift`, of later losses and
+    of weights; `zero`, of the norm of a gradient that should be zero."""
+    wanted = [loss[rank] if isinstance(loss, list) else loss for loss in expected["losses"]]
+    assert found["losses"][0] == pytest.approx(wanted[0], rel=first, abs=first)
+    assert found["losses"] == pytest.approx(wanted, rel=drift)
+    for key, gradient in found["gradients"].items():
+        assert torch.linalg.vector_norm(gradient - expected["gradients"][key]) <= 1e-5 * torch.linalg.vector_norm(
+            expected["gradients"][key]) + zero, key
+    # The weights count together: the gradient of a key's bias is only rounding, which Adam turns into steps of full size.
+    assert distance(found["weights"], expected["weights"]) <= drift * distance(expected["weights"])
 
 
 def distance(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> float:

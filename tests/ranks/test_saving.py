@@ -75,9 +75,7 @@ def refused(what, do, kind=UnsupportedError):
 model = streamed()
 optimizer = adamw(model)
 steps(model, optimizer, range(2))
-kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-state = optimizer.state_dict()
-state = {**state, "state": {i: {k: torch.as_tensor(v).clone() for k, v in each.items()} for i, each in state["state"].items()}}
+kept, state = copies(model, optimizer)
 first = steps(model, optimizer, range(2, 5))
 model.load_state_dict(kept)
 optimizer.load_state_dict(state)

@@ -51,6 +51,18 @@ class Streamed:
         return self.model
 
 
+def steps(model: Any, optimizer: Any, seeds: range, whole: bool = False) -> None:
+    """A step for each seed of a batch, in a loop or as whole steps."""
+    for seed in seeds:
+        given = batch(seed, rows=4)
+        if whole:
+            model.megacompile.train_step(given, optimizer)
+            continue
+        model(**given).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Run:
     """A training run that draws its batches from the global random number generators."""
 

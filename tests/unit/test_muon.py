@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from resumable import Decoder
+from resumable import Decoder, steps
 from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
 from torch import Tensor, nn
 
@@ -39,17 +39,6 @@ def model() -> Iterator[Any]:
 
 def muon(model: Any, **options: Any) -> Any:
     return megacompile.Muon(model.parameters(), **{"lr": 1e-2, "max_grad_norm": 1.0, **options})
-
-
-def steps(model: Any, optimizer: Any, seeds: range, whole: bool = False) -> None:
-    for seed in seeds:
-        given = batch(seed, rows=4)
-        if whole:
-            model.megacompile.train_step(given, optimizer)
-            continue
-        model(**given).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ def build_kernels(optimizer: Any, streamed: Streamed) -> None:
 
 
 def check_masters(states: Mapping[str, ElementState], tiling: Tiling) -> None:
-    """Raises `MegacompileError` if a weight that is no bf16 weight should be its own master."""
+    """Raises `MegacompileError` for weights without an FP32 master that are not bf16."""
     for name, state in states.items():
         layout = tiling.host[tiling.position[name][0]]
         if not state.exact and layout.dtype != torch.bfloat16:

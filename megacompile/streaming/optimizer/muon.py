@@ -83,6 +83,13 @@ def _weights_reference(master: Tensor, direction: Tensor, moments: list[Tensor],
     master.mul_(1 - options.lr * options.weight_decay).add_(direction, alpha=-options.scaled_lr)
 
 
+def _options_of(group: Mapping[str, Any], shape: tuple[int, ...]) -> Options:
+    split = None if group["split"] is None else tuple(group["split"])
+    a, b, c = map(float, group["ns_coefficients"])
+    return Options(float(group["lr"]), group["adjust_lr_fn"], float(group["momentum"]), group["nesterov"],
+                   float(group["weight_decay"]), (a, b, c), float(group["ns_eps"]), group["ns_steps"], split, shape)
+
+
 def _matrices(options: Options) -> list[tuple[int, int]]:
     *stack, rows, columns = options.shape
     each = [(part, columns) for part in options.split] if options.split else [(rows, columns)]
@@ -121,17 +128,7 @@ MATRICES = MatrixRule(
   (void)moments;
   master = VALUE(FMA(Exact(-s.lr), Exact(gradient), Exact(master) * Exact(s.decay)));""",
         values=_weights_values, reference=_weights_reference, separable=False),
-    matrices=_matrices, options_for=_options_for, direction=_direction)
-
-
-def matrices(model: nn.Module, tiling: Tiling) -> dict[str, tuple[int, ...]]:
-    """The parameters of a model that are matrices, or stacks of them, by name with their shapes."""
-    boundary, found = tiling.boundary(), {}
-    for name, (tile, position) in tiling.position.items():
-        shape = tiling.host[tile].slices[position].shape
-        if tile not in boundary and _is_matrix(model, name, shape):
-            found[name] = shape
-    return found
+    options_of=_options_of, matrices=_matrices, options_for=_options_for, direction=_direction)
 
 
 def _is_matrix(model: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
@@ -187,12 +184,6 @@ class Muon(StreamedOptimizer):
         beta1, beta2 = map(float, group["betas"])
         return adamw.Options(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
 
-    def matrix_options_of(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> Options:
-        split = None if group["split"] is None else tuple(group["split"])
-        a, b, c = map(float, group["ns_coefficients"])
-        return Options(float(group["lr"]), group["adjust_lr_fn"], float(group["momentum"]), group["nesterov"],
-                       float(group["weight_decay"]), (a, b, c), float(group["ns_eps"]), group["ns_steps"], split, shape)
-
     @classmethod
     def states_of(cls, group: Mapping[str, Any], names: Iterable[str], model: nn.Module,
                   tiling: Tiling) -> dict[str, ElementState]:
@@ -201,9 +192,12 @@ class Muon(StreamedOptimizer):
             raise UnsupportedError("Muon updates whole matrices, of which each of several ranks has a part: use AdamW, or "
                                    "train on one GPU")
         found = super().states_of(group, names, model, tiling)
-        if group["matrices"]:
-            there = matrices(model, tiling)
-            found |= {name: _matrix_state(group, there[name]) for name in found if name in there}
+        boundary = tiling.boundary()
+        for name in found if group["matrices"] else ():
+            tile, position = tiling.position[name]
+            shape = tiling.host[tile].slices[position].shape
+            if tile not in boundary and _is_matrix(model, name, shape):
+                found[name] = _matrix_state(group, shape)
         return found
 
 

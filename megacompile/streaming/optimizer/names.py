@@ -31,9 +31,8 @@ class NamedOptimizer:
 
     def states(self, written: str | None, model: nn.Module, tiling: Tiling) -> dict[str, ElementState]:
         """What is kept of each trained parameter by name, with options in text as for `arguments`. Raises `ArgumentError`."""
-        names = [s.name for layout in tiling.host.values() for s in layout.slices if s.trainable]
         group = {"master": "float32", **self.kind.more, **self.arguments({}, written)}
-        return self.kind.states_of(group, names, model, tiling)
+        return self.kind.states_of(group, tiling.states, model, tiling)
 
     def choice(self, written: str | None, on_arrival: bool) -> StateChoice:
         """How it keeps its state. Raises `ArgumentError`."""

@@ -111,10 +111,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def options_of(self, group: Mapping[str, Any]) -> Any:
         """What the rule reads of a group's options, copied by value."""
 
-    def matrix_options_of(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> Any:
-        """What the matrix rule reads of a group's options for a parameter of this shape, copied by value."""
-        raise NotImplementedError
-
     @classmethod
     def states_of(cls, group: Mapping[str, Any], names: Iterable[str], model: nn.Module,
                   tiling: Tiling) -> dict[str, ElementState]:
@@ -287,7 +283,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def _read(self, group: Mapping[str, Any]) -> requested.GroupOptions:
         """A copy of a group's options, as the rules read them."""
         copied = {name: value for name, value in group.items() if name != "params"}
-        return requested.GroupOptions(self.options_of(copied), functools.partial(self.matrix_options_of, copied))
+        return requested.GroupOptions(self.options_of(copied), copied, self.matrix_rule)
 
     def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
         """An update of the wanted parameters with the current hyper-parameters."""

@@ -2,21 +2,30 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megacompile.runtime.optimizer.rule import Segment
+from megacompile.runtime.memory.state_layout import ElementState
+from megacompile.runtime.optimizer.rule import MatrixRule, Segment
 from megacompile.streaming.optimizer.state import ParameterState, StateMemory
 from megacompile.weights.tiling import Tiling
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """A copy of a group's options, as the rules read them: `elementwise`, or `matrix` for a parameter of some shape."""
+    """A copy of a group's options: `elementwise`, as the elementwise rule reads them; and all, for the `matrix_rule`."""
 
     elementwise: Any
-    matrix: Callable[[tuple[int, ...]], Any]
+    all: Mapping[str, Any]
+    matrix_rule: MatrixRule | None
+
+    def of(self, shape: tuple[int, ...], state: ElementState) -> Any:
+        """What is read for a parameter of this shape with this state."""
+        if not state.whole:
+            return self.elementwise
+        assert self.matrix_rule is not None, "the state of a rule that the optimizer does not have"
+        return self.matrix_rule.options_of(self.all, shape)
 
 
 #: A parameter that is to be updated: its options, the memory of its state, and the state.
@@ -30,8 +39,7 @@ def segments_of(tiling: Tiling, ready: Sequence[Ready]) -> dict[str, list[Segmen
         seed = zlib.crc32(memory.name.encode())
         for tile, position in tiling.places[memory.name]:
             layout = tiling.layouts[tile]
-            part, shape = layout.at_home(position), layout.slices[position].shape
-            read = options.matrix(shape) if memory.kept.whole else options.elementwise
+            part, read = layout.at_home(position), options.of(layout.slices[position].shape, memory.kept)
             found.setdefault(tile, []).append(
                 Segment(part.start, part.stop, read, state["step"] + 1, part.start - memory.start, seed, position))
     for segments in found.values():

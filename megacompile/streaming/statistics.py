@@ -1,0 +1,27 @@
+"""The counters, sizes and times of a streamed model."""
+from __future__ import annotations
+
+from typing import Any
+
+from megacompile.streaming.streamed import Streamed
+
+
+def stats_of(streamed: Streamed) -> dict[str, Any]:
+    """As `Handle.stats` describes them."""
+    return dict(
+        steps=streamed.step.count, skipped_steps=len(streamed.step.skipped), kept_tiles=len(streamed.step.kept),
+        shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
+        compiled_variants=sum(served.binder.variants for served in streamed.captures),
+        variants_of_any_rows=sum(served.binder.variants_of_any_rows for served in streamed.captures),
+        micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.captures),
+        plan_searches=streamed.shapes.answers["searched"], plans_from_cache=streamed.shapes.answers["kept"],
+        **streamed.step.tokens.stats(),
+        capture_s=sum(served.captured.seconds for served in streamed.captures),
+        compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
+        compile_s=streamed.binder.inductor.seconds,
+        host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes() + streamed.checkpoints.bytes(),
+        host_parts=streamed.store.bytes(), checkpoint_bytes=streamed.checkpoints.bytes(),
+        slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
+        peak_device_bytes=streamed.backend.peak_bytes(),
+        predicted_device_bytes=max((s.estimate.total for s in streamed.shapes.table.values()), default=0),
+        parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))
