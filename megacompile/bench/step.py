@@ -40,6 +40,8 @@ from megacompile.predict.hardware import Hardware, device_name
 from megacompile.predict.simulate import Timeline
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.operations import OPERATIONS
+from megacompile.streaming.optimizer.names import OPTIMIZERS, optimizer_named
+from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.timeline import save_trace
 
 #: Lanes whose operations are copies. Compute reads the values that they produce.
@@ -74,6 +76,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--train-step", action="store_true", help="run each step as one program")
     parser.add_argument("--waves", type=int, help="number of waves in a step (default: chosen by the planner)")
     parser.add_argument("--overlap", action="store_true", help="update tiles as their gradients arrive, without clipping")
+    parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw", help="optimizer (default: adamw)")
+    parser.add_argument("--optim-args", help='more of its options, such as "master=bfloat16"')
     parser.add_argument("--synchronous-optimizer", action="store_true",
                         help="wait for the update at the end of each step")
     parser.add_argument("--compute-only", action="store_true",
@@ -160,8 +164,9 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
     started = time.perf_counter()
     model = models.of(given)
     clip = None if given.no_clipping or given.overlap else given.max_grad_norm
-    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=clip,
-                                  overlap="backward" if given.overlap else None)
+    named = optimizer_named(given.optim)
+    optimizer = named.kind(model.parameters(), **named.arguments({"lr": 1e-5}, given.optim_args), max_grad_norm=clip,
+                           overlap="backward" if given.overlap else None)
     if given.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -208,7 +213,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
 class Step:
     """Runs training steps. State: `phases`, the seconds of forward, backward and update of each step, as seen by the caller."""
 
-    def __init__(self, model: Any, optimizer: megacompile.AdamW, given: argparse.Namespace) -> None:
+    def __init__(self, model: Any, optimizer: StreamedOptimizer, given: argparse.Namespace) -> None:
         self.model, self.optimizer, self.given = model, optimizer, given
         self.phases: list[tuple[float, float, float]] = []
 
