@@ -85,8 +85,8 @@ def attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: L
 
 def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: Layers | None,
             example: Mapping[str, Tensor] | None, backend: Backend, ranks: Ranks | None) -> M:
-    there = available_host_bytes()
     device_bytes = device_budget(config, backend.free_bytes())
+    there = available_host_bytes()  # after the device's, which collects garbage: maybe a model that was dropped
     if ranks is not None and config.device_memory is not None:
         device_bytes -= ranks.exchanges.device_bytes  # what is free does not contain them
     agreed: list[str] = []

@@ -136,6 +136,8 @@ class Update:
             if last and self.kept.keys() == self.segments.keys():
                 self._count(-1)
                 self.refused = True
+            if last or not self.on_arrival:
+                self.states = ()  # the count stays: the optimizer's state can be freed with the optimizer
         if last and self.kept:
             self.report(self, self.kept)
 

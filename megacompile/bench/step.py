@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ def options() -> argparse.ArgumentParser:
 
 
 #: Rows that have these options in common are measured on one model.
-MODEL = ("shape", "layers", "device", "pinned_memory", "uncompiled", "nccl")
+MODEL = ("shape", "layers", "device", "pinned_memory", "uncompiled", "nccl", "overlap")  # clipping leaves gradients in tiles
 #: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
             "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
@@ -140,6 +141,8 @@ class Models:
         model, self.model = self.model, None
         if model is not None:
             model.megacompile.close()
+        del model
+        gc.collect()  # otherwise its tiles may still be there while the next model is made
 
     def __enter__(self) -> Models:
         return self

@@ -47,15 +47,15 @@ class Store:
         if ranks > 1:
             self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
 
-    def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout]) -> None:
+    def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout]) -> list[Tensor]:
         """From now on tiles and what is streamed of them have these layouts, which differ from those of before in the
-        optimizer's state alone. State that is kept in another way restarts."""
-        for name, layout in host.items():
-            self.tiles[name].keep(layout)
+        optimizer's state alone. State that is kept in another way restarts. Returns the memory that is no longer used."""
+        unused = [part for name, layout in host.items() for part in self.tiles[name].keep(layout)]
         for name, part in self.parts.items():
             part.layout = streamed[name]
         for name, shard in self.shards.items():
             shard.layout = replace(shard.layout, states=streamed[name].states)
+        return unused
 
     # ---------------------------------------------------------------- loading values that all ranks have
     @property

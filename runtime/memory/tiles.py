@@ -284,10 +284,11 @@ class HostTile:
         if not self.moments and self.layout.trainable:
             self.moments, self._prepared = self.prepare_moments(), None
 
-    def keep(self, layout: TileLayout) -> None:
+    def keep(self, layout: TileLayout) -> list[Tensor]:
         """From now on the optimizer's state is laid out so. Moments restart if they were kept in another way, and a master
-        whose remainder is not kept is rounded to its weight."""
+        whose remainder is not kept is rounded to its weight. Returns the memory that is no longer used."""
         before, self.layout = self.layout, layout
+        held = self.state()
         if layout.state_layout != before.state_layout:
             self.moments, self._prepared = [], None
             self.moments_written &= self.shared is not None  # pages of this process start as zeros again
@@ -295,6 +296,8 @@ class HostTile:
             self.remainder = None
         elif self.remainder is None:
             self.remainder = self._memory("remainder", 2 * layout.elements).view(torch.int16).zero_()
+        now = {id(part) for part in self.state()}
+        return [part for part in held if id(part) not in now]
 
     def allocate_sums(self) -> None:
         """Allocates the sums of gradients."""

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
@@ -17,6 +19,7 @@ from tiny_models import assert_same_weights, batch, same_bits, train_step, weigh
 import megacompile
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.ir.program import Lane, op_of
+from megacompile.streaming.user_tensors import lent
 
 ADAMW = dict(lr=1e-2, eps=1e-4)
 
@@ -271,6 +274,28 @@ def test_an_optimizer_that_is_made_again_begins_anew_and_may_take_the_state_over
         optimizer.load_state_dict(saved)
         train_step(each, optimizer, 2)
     assert_same_weights(model, native)
+
+
+@pytest.mark.parametrize("how", ["train_step", "loop", "arrival"])
+@pytest.mark.parametrize("garbage", [False, True], ids=["dropped", "garbage"])
+def test_a_new_optimizer_copies_no_state_of_one_that_nobody_has(model: Any, how: str, garbage: bool) -> None:
+    """A second copy of the moments may not fit."""
+    optimizer: Any = megacompile.AdamW(model.parameters(), overlap="backward" if how == "arrival" else None)
+    if how == "train_step":
+        model.megacompile.train_step(batch(0), optimizer)
+    else:
+        train_step(model, optimizer)
+    model.megacompile.synchronize()
+    gc.disable()
+    try:
+        if garbage:
+            optimizer.itself = optimizer
+        del optimizer
+        with mock.patch.object(lent, "move") as move:
+            megacompile.AdamW(model.parameters())
+        move.assert_not_called()
+    finally:
+        gc.enable()
 
 
 def test_a_constructor_that_is_refused_takes_nothing_over(model: Any) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
@@ -97,6 +98,19 @@ def test_visiting_tiles_get_the_bits_of_updates_on_the_host(
     named = set(model.megacompile.streamed.store.tiles) if options["visiting_state"] == "all" else {*options["visiting_state"]}
     assert {argument(n, "tile") for n in find(updates, "adam_visiting")} == named - there
     model.megacompile.streamed.executor.idle()
+
+
+def test_state_that_a_new_optimizer_replaces_does_not_stay_pinned(shared: tiny_models.Shared) -> None:
+    """The system takes no pages back while they are pinned."""
+    model = planned(shared, visiting_state="all")
+    streamed, pinned = model.megacompile.streamed, {}
+    with (mock.patch.object(streamed.backend, "lock", lambda part: pinned.setdefault(part.data_ptr(), part.nbytes)),
+          mock.patch.object(streamed.backend, "unlock", lambda part: pinned.pop(part.data_ptr(), None))):
+        trained(model, whole=True)
+        before = dict(pinned)
+        megacompile.AdamW(model.parameters(), state_dtype="8bit")
+        kept = {part.data_ptr() for tile in streamed.store.tiles.values() for part in tile.state()}
+        assert before.keys() > pinned.keys() <= kept
 
 
 def test_waves_that_the_device_adds_up_visit_too(shared: tiny_models.Shared) -> None:

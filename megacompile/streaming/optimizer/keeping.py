@@ -90,6 +90,7 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
     if not changed:
         return
     discard_plans(streamed, "a new optimizer that keeps other state")
-    streamed.store.keep(tiling.host, tiling.layouts)
+    for unused in streamed.store.keep(tiling.host, tiling.layouts):
+        streamed.backend.unlock(unused)  # the system does not take pinned pages back
     streamed.captures.keep(tiling)
     streamed.writes.remainders.clear()

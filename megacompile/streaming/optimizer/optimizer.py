@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -97,6 +98,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._update: Update | None = None
         self._made, self.ownership = False, Ownership(self)
         super().__init__(params, defaults)
+        # A former optimizer that is garbage in a reference cycle still holds its state. It would be copied for that optimizer,
+        # as for one that somebody reads, and the copy may not fit.
+        if any(memory.held for parameter in self._parameters() if (memory := self.memory(parameter)) is not None):
+            gc.collect()
         keep_groups(self.states_of, self.param_groups, overlap is not None)
         self._take_over(self._parameters())
         self._made = True

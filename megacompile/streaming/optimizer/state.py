@@ -117,6 +117,11 @@ class StateMemory:
         self._optimizer = weakref.ref(optimizer)
 
     @property
+    def held(self) -> bool:
+        """Whether an optimizer, or a user, has tensors of the state."""
+        return any(lent.kept is not None for lent in self._lent.values())
+
+    @property
     def tile(self) -> str:
         """The host tile that holds the state."""
         return self._tile_name
