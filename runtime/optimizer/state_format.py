@@ -87,23 +87,28 @@ def rounded_randomly(values: Tensor, random: Tensor) -> Tensor:
 def decoded(codes: Tensor, levels: int) -> Tensor:
     """Codes of the dynamic map, integers [n] -> their values from 0 to 1, fp32 [n]."""
     codes = codes.long()
-    level = torch.log2(codes.clamp_min(1).double()).floor().long()
-    number = 0.875 * (codes - (1 << level) + 1).double() / (1 << level).double() + 0.125  # exact, then rounded once
-    return torch.where(codes == 0, 0.0, number.float() * torch.exp2(3.0 * (level - levels)))
+    level = torch.log2(codes.clamp_min(1).double()).floor()
+    products = ((codes + 1).double() * torch.exp2(2 * level - 3 * levels)).float()
+    number = products.double() * 0.875 - 0.75 * torch.exp2(3 * (level - levels))  # rounded once, as a fused multiply-add
+    return torch.where(codes == 0, 0.0, number.float())
 
 
-def encoded(numbers: Tensor, chance: Tensor, levels: int) -> Tensor:
-    """Numbers from 0 to 1, fp32 [n] -> codes, int64 [n]. `chance`: random numbers from 0 to 1, fp32 [n]."""
-    exponent = (numbers.view(torch.int32).long() >> 23 & 0xFF) - 127
-    down = ((-1 - exponent).clamp_min(0) // 3).clamp_max(levels)
-    level = levels - down
-    count = torch.exp2(level.float())
-    per_span = (count.double() * torch.tensor(8.0 / 7.0, dtype=torch.float32).double()).float()
-    scaled = numbers * torch.exp2(3.0 * down) - 0.125
-    place = (scaled.double() * per_span.double() + chance.double()).float()  # one rounding, as a fused multiply-add
-    at = torch.where(place > 0, place, 0.0)
-    at = torch.where(at < count, at, count)
-    return (1 << level) - 1 + at.long()
+def encoded(numbers: Tensor, random: Tensor, levels: int, signed: bool) -> Tensor:
+    """Numbers from 0 to 1, without 1, fp32 [n] -> codes, int64 [n]. `random`: 16 bits, int64 [n]."""
+    exponents = 125 - (numbers.view(torch.int32).long() >> 23)
+    down = (exponents.clamp_max(3 * levels - 1) + 1) // 3
+    place = numbers * torch.exp2((levels + 2 * down).float())
+    chance = random.double() * (4095 / 4096 / 65536) + 1 / 8192
+    start = (torch.exp2((levels - down).double()) * _single(6 / 7) + (chance - 1).float().double()).float()
+    codes = (place.double() * _single(8 / 7) + start.double()).float()
+    if signed:  # below the lowest level: 0 or code 1
+        codes = torch.where(exponents < 3 * levels - 1, codes, place + chance.float())
+    return codes.long()
+
+
+def _single(number: float) -> float:
+    """The nearest FP32 number."""
+    return torch.tensor(number, dtype=torch.float32).item()
 
 
 def load_codes(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
@@ -121,11 +126,10 @@ def store_codes(values: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, T
     scales = padded.amax(dim=1)  # NaN if there is one
     inverse = torch.where(scales.isfinite() & (scales > 0), 1 / scales, 0.0)
     numbers = values.abs() * inverse.repeat_interleave(BLOCK)[:values.numel()]
-    chance = random.float() / 65536
+    most = 1 - 2**-24
+    numbers = torch.where(numbers < most, numbers, most)
     if not signed:
-        codes = torch.where(numbers != 0, encoded(numbers, chance, 7).clamp_min(1), 0)
+        codes = torch.where(numbers != 0, encoded(numbers, random, 7, signed).clamp_min(1), 0)
     else:
-        first = 1 / 262144
-        small = (chance * first < numbers).long()
-        codes = torch.where(numbers < first, small, encoded(numbers, chance, 6)) | (values.signbit().long() << 7)
+        codes = encoded(numbers, random, 6, signed) | (values.signbit().long() << 7)
     return codes.to(torch.uint8), scales

@@ -60,15 +60,19 @@ struct UpdateLoop {
     int16_t unused = 0;
 #if MOMENTS == 2
     alignas(64) float values[kMostMoments][kBlock];
+    alignas(64) uint32_t noise[kBlock];
+    uint32_t largest[kMostMoments] = {};
     const int64_t in_scales = (begin - segment.start) / kBlock;
-    for (int k = 0; k < kCount; ++k) decode(k, moments[k] + begin, segment.scales[k][in_scales], values[k], end - begin);
+    float scales[kMostMoments];
+    for (int k = 0; k < kCount; ++k) scales[k] = segment.scales[k][in_scales];
 #endif
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; ++i) {
       const uint32_t random = kIsRandom ? random_bits(key, lane + static_cast<uint32_t>(i)) : 0;
       float state[kMostMoments];
 #if MOMENTS == 2
-      for (int k = 0; k < kCount; ++k) state[k] = values[k][i - begin];
+      for (int k = 0; k < kCount; ++k)
+        state[k] = is_signed(k) ? load<true>(moments[k][i], scales[k]) : load<false>(moments[k][i], scales[k]);
 #else
       for (int k = 0; k < kCount; ++k) state[k] = load(moments[k][i]);
 #endif
@@ -81,45 +85,34 @@ struct UpdateLoop {
 #elif MOMENTS == 1
       for (int k = 0; k < kCount; ++k) store_randomly(moments[k][i], state[k], k == 0 ? random & 0xFFFFu : random >> 16);
 #else
-      for (int k = 0; k < kCount; ++k) values[k][i - begin] = canonical(state[k]);
+      for (int k = 0; k < kCount; ++k) {
+        const float value = canonical(state[k]);
+        const uint32_t bits = bits_of(value) & 0x7FFFFFFFu;
+        values[k][i - begin] = value;
+        largest[k] = bits > largest[k] ? bits : largest[k];
+      }
+      noise[i - begin] = random;
 #endif
     }
 #if MOMENTS == 2
     if (part != kWeights)
       for (int k = 0; k < kCount; ++k)
-        encode(k, values[k], moments[k] + begin, segment.scales[k][in_scales], end - begin, key, lane + static_cast<uint32_t>(begin));
+        encode(k, values[k], noise, largest[k], moments[k] + begin, segment.scales[k][in_scales], end - begin);
 #endif
   }
 
 #if MOMENTS == 2
-  static ALWAYS_INLINE void decode(int k, const uint8_t* codes, float scale, float* values, int64_t count) {
-    if (is_signed(k)) {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) values[i] = load<true>(codes[i], scale);
-    } else {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) values[i] = load<false>(codes[i], scale);
-    }
-  }
-
-  static ALWAYS_INLINE void encode(int k, const float* values, uint8_t* codes, float& scale, int64_t count, uint32_t key,
-                                   uint32_t lane) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = bits_of(values[i]) & 0x7FFFFFFFu;
-      largest = bits > largest ? bits : largest;
-    }
+  static ALWAYS_INLINE void encode(int k, const float* values, const uint32_t* noise, uint32_t largest, uint8_t* codes, float& scale,
+                                   int64_t count) {
     scale = canonical(float_of(largest));
     const float inverse = inverse_of(largest);
     const int shift = k == 0 ? 0 : 16;
     if (is_signed(k)) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i)
-        codes[i] = stored<true>(values[i], inverse, random_bits(key, lane + static_cast<uint32_t>(i)) >> shift & 0xFFFFu);
+      for (int64_t i = 0; i < count; ++i) codes[i] = stored<true>(values[i], inverse, noise[i] >> shift & 0xFFFFu);
     } else {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i)
-        codes[i] = stored<false>(values[i], inverse, random_bits(key, lane + static_cast<uint32_t>(i)) >> shift & 0xFFFFu);
+      for (int64_t i = 0; i < count; ++i) codes[i] = stored<false>(values[i], inverse, noise[i] >> shift & 0xFFFFu);
     }
   }
 #endif

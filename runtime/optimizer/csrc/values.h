@@ -64,31 +64,36 @@ INLINE void store_randomly(BFloat16& place, float value, uint32_t random) {
 // spans a factor of 8, where it is 10 in the paper, so that it is found in a float's exponent. Code 0 is 0, and the last
 // code is 1: the largest number of a block is stored exactly. A map of moments of both signs has L = 6 and the sign in the
 // highest bit; one of moments that are never negative has L = 7.
-constexpr float kLowest = 0.125f, kSpan = 0.875f, kPerSpan = 8.0f / 7.0f;
-
 template <int L>
 INLINE float decoded(uint32_t code) {
-  const uint32_t bits = BITS(static_cast<float>(static_cast<int32_t>(code)));
-  const int32_t level = static_cast<int32_t>(bits >> 23) - 127;
-  const float fraction = FLOAT((bits & 0x7FFFFFu) | 0x3F800000u) - 1.0f;
-  const Exact number = FMA(Exact(kSpan), Exact(fraction + power_of_two(-level)), Exact(kLowest));
-  return code == 0 ? 0.0f : VALUE(number * Exact(power_of_two(3 * (level - L))));
+  // (number + 1) 4^level 7/8 - 8^level 6/8, over 8^L, where 2^level is the exponent of the number: in the fewest operations.
+  const float number = static_cast<float>(static_cast<int32_t>(code));
+  const uint32_t level = BITS(number) & 0x7F800000u;
+  const uint32_t twice = 2u * level - (uint32_t{127 + 3 * L} << 23);
+  const Exact quarters(FLOAT(twice)), eighths(FLOAT(twice + level - (127u << 23)));
+  const Exact value = FMA(quarters * Exact(number + 1.0f), Exact(0.875f), eighths * Exact(-0.75f));
+  return code == 0u ? 0.0f : VALUE(value);
 }
 
 // One of the two nearest codes, so that the mean is right. The code below a level's first one is the last of the level
-// before. `random`: from 0 to 1, without 1.
-template <int L>
-INLINE uint32_t encoded(float number, float random) {
-  const int32_t exponent = static_cast<int32_t>((BITS(number) >> 23) & 0xFFu) - 127;
-  const int32_t below = exponent < -1 ? -1 - exponent : 0;
-  const int32_t thirds = static_cast<int32_t>((static_cast<uint32_t>(below) * 0xAAABu) >> 17);
-  const int32_t down = thirds < L ? thirds : L, level = L - down;
-  const float count = power_of_two(level);
-  const Exact place = FMA(Exact(number) * Exact(power_of_two(3 * down)) - Exact(kLowest), Exact(count) * Exact(kPerSpan),
-                          Exact(random));
-  float at = VALUE(place) > 0.0f ? VALUE(place) : 0.0f;
-  at = at < count ? at : count;  // a number may be an ulp above 1
-  return static_cast<uint32_t>((1 << level) - 1 + static_cast<int32_t>(at));
+// before. `number`: from 0 to 1, without 1. `random`: 16 bits. Below the lowest level, a number that is signed is 0 or code
+// 1, and others are code 1.
+template <int L, bool is_signed>
+INLINE int32_t encoded(float number, uint32_t random) {
+  constexpr int32_t kBelow = 3 * L - 1;
+  constexpr float kRound = 12582912.0f;  // a number that is added to this is rounded, in the low bits
+  const int32_t exponents = 125 - static_cast<int32_t>(BITS(number) >> 23), below = exponents < kBelow ? exponents : kBelow;
+  const uint32_t down = BITS(VALUE(FMA(Exact(static_cast<float>(below)), Exact(1.0f / 3.0f), Exact(kRound)))) << 23;
+  const float count = FLOAT((uint32_t{127 + L} << 23) - down);
+  const Exact place = Exact(number) * Exact(FLOAT((uint32_t{127 + L} << 23) + 2u * down));
+  // Chances are from 2^-13 to 1 - 2^-13, so that the largest number, which may be an ulp below 1, always has the last code.
+  constexpr float kStep = 4095.0f / 4096.0f / 65536.0f, kFirst = 1.0f / 8192.0f;
+  const Exact bits(static_cast<float>(static_cast<int32_t>(random)));
+  const float code = VALUE(FMA(place, Exact(8.0f / 7.0f),
+                               FMA(Exact(count), Exact(6.0f / 7.0f), FMA(bits, Exact(kStep), Exact(kFirst - 1.0f)))));
+  if (!is_signed) return static_cast<int32_t>(code);
+  const float small = VALUE(place + FMA(bits, Exact(kStep), Exact(kFirst)));
+  return static_cast<int32_t>(exponents < kBelow ? code : small);
 }
 
 template <bool is_signed>
@@ -98,19 +103,17 @@ INLINE float load(uint8_t code, float scale) {
   return FLOAT(BITS(value) | (uint32_t{code} & 128u) << 24);
 }
 
-// `inverse`: 1 / scale. A second moment is never stored as 0 unless it is 0: an update divides by its root. Positive numbers
-// are compared as bits: the device flushes denormals to zero before it compares numbers.
+// `inverse`: 1 / scale. A second moment is never stored as 0 unless it is 0: an update divides by its root. NaN is stored as
+// the largest number.
 template <bool is_signed>
 INLINE uint8_t stored(float value, float inverse, uint32_t random) {
-  const float number = VALUE(Exact(magnitude(value)) * Exact(inverse));
-  const float chance = VALUE(Exact(static_cast<float>(static_cast<int32_t>(random))) * Exact(1.0f / 65536.0f));
-  if (!is_signed) {
-    const uint32_t code = encoded<7>(number, chance);
-    return static_cast<uint8_t>(BITS(number) == 0u ? 0u : code == 0u ? 1u : code);
-  }
-  constexpr float kFirst = 1.0f / 262144.0f;  // the value of code 1
-  const uint32_t small = BITS(VALUE(Exact(chance) * Exact(kFirst))) < BITS(number) ? 1u : 0u;
-  return static_cast<uint8_t>((BITS(number) < BITS(kFirst) ? small : encoded<6>(number, chance)) | (BITS(value) >> 31) << 7);
+  constexpr float kMost = 1.0f - 1.0f / 16777216.0f;
+  float number = VALUE(Exact(magnitude(value)) * Exact(inverse));
+  number = number < kMost ? number : kMost;
+  if (is_signed)
+    return static_cast<uint8_t>(static_cast<uint32_t>(encoded<6, true>(number, random)) | (BITS(value) >> 24 & 128u));
+  const int32_t code = encoded<7, false>(number, random);
+  return static_cast<uint8_t>(BITS(number) == 0u ? 0 : code > 1 ? code : 1);
 }
 
 // The scale of a block from the largest magnitude in it, and what values are multiplied with.
