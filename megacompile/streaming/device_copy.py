@@ -1,24 +1,28 @@
 """A plain model with the weights of a streamed one on the device, for generation and other inference.
 
 It takes the memory that training leaves: slots give way while it lives and are made again afterwards. It is kept between uses,
-and only weights that have changed are copied again, as long as the streamed model does not need its memory. On a CPU its
-weights are the tiles' own memory, so that it takes none.
+and only weights that have changed are copied again, as long as the streamed model does not need its memory. If not all layers
+fit, some take turns in two slots (`layer_slots.py`). On a CPU its weights are the tiles' own memory, so that it takes none.
 """
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.errors import InsufficientMemoryError, MegacompileError
+from megacompile.frontend.capture import CapturedModel
 from megacompile.planning.planner import Planner
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.arena import Arena
+from megacompile.runtime.memory.store import Store
 from megacompile.sizes import format_bytes
+from megacompile.streaming.layer_slots import LayerSlots, LayerWeights, layer_weights, resident_layers, slot_bytes
 from megacompile.streaming.open_forward import OpenForwards
 from megacompile.streaming.programs.shapes import Shapes
 from megacompile.streaming.residency import Residency
@@ -32,10 +36,20 @@ _PLAIN = (bool, int, float, str, type(None))
 _SHARED = ("config", "generation_config")
 
 
+class Turns(Enum):
+    """Which layers take turns in two slots: none, those that do not fit, or all."""
+
+    NONE = "none"
+    SOME = "some"
+    ALL = "all"
+
+
 class Owner(Protocol):
     """A streamed model, as far as its copy knows it."""
 
     model: nn.Module
+    captured: CapturedModel
+    store: Store
     backend: Backend
     arena: Arena
     runner: SectionRunner
@@ -59,26 +73,35 @@ class Owner(Protocol):
 
 
 class DeviceCopy:
-    """State: the `native` model, None where there is none, with the versions of weights and of all tensors when it was current;
-    and how many uses are open, during which the streamed model does not run."""
+    """State: the `native` model, None where there is none, with the bytes that it takes, the `slots` of its layers that take
+    turns, and the versions of weights and of all tensors when it was current; and how many uses are open, during which the
+    streamed model does not run."""
 
     def __init__(self, streamed: Owner) -> None:
         self._streamed = streamed
         self.native: nn.Module | None = None
+        self.slots: LayerSlots | None = None
+        self._taken = 0
         self._version, self._versions, self._open = -1, [0], 0
 
     @contextmanager
-    def use(self, original: type[nn.Module], more_bytes: int = 0) -> Iterator[nn.Module]:
+    def use(self, original: type[nn.Module], more_bytes: int = 0, turns: Turns = Turns.NONE) -> Iterator[nn.Module]:
         """The model, of its `original` class, with current weights. `more_bytes`: of device memory that its use takes. Raises
-        `InsufficientMemoryError` if it does not fit, and `TornError` if the weights are not all of one step."""
+        `InsufficientMemoryError` if it does not fit, `TornError` if the weights are not all of one step, and
+        `MegacompileError` if another use is open and has the wrong layers on the device."""
         streamed = self._streamed
         with streamed.turn:
             streamed.settle()
             streamed.step.check_whole()
             streamed.adopt_writes()
+            if self.native is not None and not self._serves(more_bytes, turns):
+                if self._open:
+                    raise MegacompileError("the weights are on the device already, in another arrangement than this use takes: "
+                                           "leave the block `with model.megacompile.on_device()` first")
+                self.release()
             if self.native is None:
-                self._make_room(more_bytes)
-                self.native = self._made(original)
+                staying = self._make_room(more_bytes, turns)
+                self.native = self._made(original, staying)
             elif self._version != streamed.step.version:
                 self._copy_changed(self.native)
             self._version, self._versions = streamed.step.version, [tensor._version for tensor in _tensors(streamed.model)]
@@ -87,6 +110,8 @@ class DeviceCopy:
         try:
             yield self.native
         finally:
+            if self.slots is not None:
+                self.slots.finish()
             self._open -= 1
 
     def give_way(self, needed: int) -> None:
@@ -95,11 +120,11 @@ class DeviceCopy:
         if self._open:
             raise MegacompileError("the model's weights are on the device for inference, and streaming needs the memory: leave "
                                    "the block `with model.megacompile.on_device()` first")
-        if self.native is not None and not self.fits(needed):
+        if self.native is not None and not self._holds((self.bytes if self.slots is None else self._taken) + needed):
             self.release()
 
     def release(self) -> None:
-        self.native = None
+        self.native = self.slots = None
 
     # ---------------------------------------------------------------- memory
     @property
@@ -112,42 +137,83 @@ class DeviceCopy:
 
     @property
     def bytes(self) -> int:
-        """Bytes of device memory that it takes."""
+        """Bytes of device memory that it takes with all layers."""
         return sum(tensor.nbytes for tensor in _tensors(self._streamed.model)) if self._takes_memory else 0
 
-    def fits(self, more_bytes: int = 0) -> bool:
+    def fits(self, more_bytes: int = 0, turns: Turns = Turns.NONE) -> bool:
         """Whether it fits the budget, with `more_bytes` for what its use takes."""
-        planner = self._streamed.planner
-        return not self._takes_memory or self.bytes + more_bytes + planner.margin_bytes <= planner.device_bytes
+        if turns == Turns.NONE or (turns == Turns.SOME and self.fits(more_bytes)):
+            return self._holds(self.bytes + more_bytes)
+        layers = self._layers()
+        return bool(layers) and self._holds(self._beside(layers) + slot_bytes(layers) + more_bytes)
 
-    def _make_room(self, more_bytes: int) -> None:
+    def _serves(self, more_bytes: int, turns: Turns) -> bool:
+        """Whether the copy that is there can be used again."""
+        fewest = self.slots is not None and len(self.slots.layers) == len(self._layers())
+        wanted = self.slots is None if turns == Turns.NONE else fewest if turns == Turns.ALL else True
+        return wanted and self._holds(self._taken + more_bytes)
+
+    def _holds(self, needed: int) -> bool:
+        planner = self._streamed.planner
+        return not self._takes_memory or needed + planner.margin_bytes <= planner.device_bytes
+
+    def _layers(self) -> list[LayerWeights]:
+        """The layers whose weights can take turns, in the order in which they run."""
+        streamed = self._streamed
+        names = list(dict.fromkeys(call.again or call.name for call in streamed.captured.calls[1:-1]))
+        return layer_weights(streamed.model, names, streamed.store.tiles.values())
+
+    def _beside(self, layers: Sequence[LayerWeights]) -> int:
+        """Bytes of everything else."""
+        return self.bytes - sum(layer.bytes for layer in layers)
+
+    def _staying(self, more_bytes: int, turns: Turns) -> list[LayerWeights] | None:
+        """The layers that stay on the device: None means all of them. Raises `InsufficientMemoryError`."""
+        planner = self._streamed.planner
+        if turns != Turns.ALL and self.fits(more_bytes):
+            return None
+        if turns != Turns.NONE and self.fits(more_bytes, turns):
+            layers = self._layers()
+            room = planner.device_bytes - planner.margin_bytes - more_bytes - self._beside(layers)
+            return resident_layers(layers, room) if turns == Turns.SOME else []
+        raise InsufficientMemoryError(
+            f"the weights take {format_bytes(self.bytes)} of device memory, their use {format_bytes(more_bytes)}, and "
+            f"{format_bytes(planner.margin_bytes)} stay free, of {format_bytes(planner.device_bytes)}: give a larger "
+            "device_memory, let layers take turns (on_device(in_turns=True)), or call the streamed model")
+
+    def _make_room(self, more_bytes: int, turns: Turns) -> list[LayerWeights] | None:
         """Frees slots if the budget does not hold both, but not those that an open forward's backward reads. With several
         ranks, state that is newer on the devices stays there: all ranks copy it back together, and one of them may generate
-        alone."""
+        alone. Returns as `_staying`, and raises as it does."""
         streamed = self._streamed
-        if not self._takes_memory:
-            return
-        if not self.fits(more_bytes):
-            raise InsufficientMemoryError(
-                f"the weights take {format_bytes(self.bytes)} of device memory, their use {format_bytes(more_bytes)}, and "
-                f"{format_bytes(streamed.planner.margin_bytes)} stay free, of {format_bytes(streamed.planner.device_bytes)}: "
-                "give a larger device_memory, or call the streamed model, which needs a few layers at a time")
-        if self.fits(more_bytes + max((shape.estimate.total for shape in streamed.shapes.table.values()), default=0)):
-            return
+        staying = self._staying(more_bytes, turns)
+        self._taken = self.bytes
+        if staying is not None:
+            layers = self._layers()
+            self._taken = self._beside(layers) + sum(layer.bytes for layer in staying) + slot_bytes(layers)
+        training = max((shape.estimate.total for shape in streamed.shapes.table.values()), default=0)
+        if not self._takes_memory or self._holds(self._taken + more_bytes + training):
+            return staying
         if not streamed.forwards.open() and not (streamed.together.size > 1 and streamed.residency.state_ahead):
             streamed.evict()
             awaited = set(streamed.residency.awaited())
             streamed.runner.forget_slots([slot for slot in streamed.arena.slots
                                           if slot not in awaited and not streamed.arena.is_slab(slot)])
             streamed.backend.trim()
+        return staying
 
     # ---------------------------------------------------------------- the model
-    def _made(self, original: type[nn.Module]) -> nn.Module:
-        """A copy of the model's structure, whose parameters and buffers are on the device."""
+    def _made(self, original: type[nn.Module], staying: Sequence[LayerWeights] | None) -> nn.Module:
+        """A copy of the model's structure, whose parameters and buffers are on the device. `staying`: its layers that do not
+        take turns; None: all."""
         model = self._streamed.model
+        if staying is not None:
+            names = {layer.name for layer in staying}
+            self.slots = LayerSlots([layer for layer in self._layers() if layer.name not in names], self._device)
+        in_slots = {} if self.slots is None else self.slots.views(model)
         memo: dict[int, Any] = {}
         for tensor in _tensors(model):
-            there = self._there(tensor)
+            there = in_slots[id(tensor)] if id(tensor) in in_slots else self._there(tensor)
             memo[id(tensor)] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
         for module in nn.Module.modules(model):
             memo |= {id(shared): shared for name in _SHARED if (shared := getattr(module, name, None)) is not None}
@@ -156,6 +222,8 @@ class DeviceCopy:
         own = {key: value for key, value in vars(model).items()
                if key != "megacompile" and not (key == "forward" and hasattr(value, "streams"))}
         made.__dict__ = copy.deepcopy(own, memo)
+        if self.slots is not None:
+            self.slots.attach(made)
         self._finish_copies()
         return made
 
@@ -166,8 +234,13 @@ class DeviceCopy:
     def _copy_changed(self, native: nn.Module) -> None:
         """Copies what may have changed since: trained parameters, and what was written from outside."""
         pairs = zip(_tensors(self._streamed.model), _tensors(native), self._versions, strict=True)
+        in_slots: Collection[int] = ()
+        if self.slots is not None:
+            self.slots.forget()
+            in_slots = self.slots.views(self._streamed.model)
         for ours, theirs, version in pairs:
-            if theirs.data_ptr() != ours.data_ptr() and (ours.requires_grad or ours._version != version):
+            changed = id(ours) not in in_slots and (ours.requires_grad or ours._version != version)
+            if changed and theirs.data_ptr() != ours.data_ptr():
                 theirs.copy_(ours, non_blocking=True)
         self._finish_copies()
 

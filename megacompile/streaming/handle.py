@@ -24,6 +24,7 @@ from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
+from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.differentiable_results import StreamedResults, refuse_hooks
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.programs.editing import editable_text, load
@@ -204,11 +205,16 @@ class Handle:
             raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
         return streamed.train_step(given, optimizer.request(), optimizer.overlap is not None)
 
-    def on_device(self) -> AbstractContextManager[nn.Module]:
+    def on_device(self, *, in_turns: bool = False, more_bytes: int = 0) -> AbstractContextManager[nn.Module]:
         """A context with the plain model (of its own class, not streamed) and its weights on the device, for inference under
         `torch.no_grad()`: `generate` with every option, evaluation harnesses, hooks. The streamed model does not run meanwhile.
+
+        `in_turns`: layers that do not fit take turns in two slots. Each crosses the link once for every call of the model,
+        while others compute. `more_bytes`: of device memory that the use takes beside the weights, such as keys and values.
+
         Raises `InsufficientMemoryError`, with what is needed, if the device does not hold the weights."""
-        return self.streamed.device_copy.use(original_class(self.streamed.model))
+        return self.streamed.device_copy.use(original_class(self.streamed.model), more_bytes,
+                                             Turns.SOME if in_turns else Turns.NONE)
 
     # ---------------------------------------------------------------- looking
     @in_turn

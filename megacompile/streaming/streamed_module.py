@@ -13,7 +13,7 @@ from torch import nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.streaming.adapters import base_calls_streamed
-from megacompile.streaming.generation import cache_bytes
+from megacompile.streaming.generation import ways_to_generate, with_options
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
 from megacompile.torch_compat.core import parse_to
@@ -168,28 +168,20 @@ class StreamedPretrained(StreamedModule):
         """Does nothing: trainers call this when parameters are frozen, to give PyTorch's checkpointing a gradient."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generates with the plain model on the device (`on_device`), where that fits. Otherwise streams all layers for every
+        """Generates with the plain model on the device, where all its layers fit, or some of them take turns (`on_device`). If
+        the keys and values of all tokens do not fit either, they wait in host memory. Otherwise streams all layers for every
         token, without a cache: correct, and slow."""
-        device_copy, more = self.megacompile.streamed.device_copy, cache_bytes(self, args, kwargs)
-        if device_copy.fits(more):
+        device_copy = self.megacompile.streamed.device_copy
+        for way in ways_to_generate(self, args, kwargs, device_copy.fits):
             try:
-                with torch.no_grad(), device_copy.use(original_class(self), more) as native:
-                    return native.generate(*args, **kwargs)  # type: ignore[operator]
+                with torch.no_grad(), device_copy.use(original_class(self), way.bytes, way.turns) as native:
+                    return native.generate(*args, **way.kwargs)  # type: ignore[operator]
             except torch.OutOfMemoryError as error:
                 device_copy.release()
-                warnings.warn("the device has too little memory for this generation with all weights there, which goes on "
-                              f"streamed, and is slower ({str(error).splitlines()[0]})", stacklevel=2)
-        return self._generate_streamed(*args, **kwargs)
-
-    def _generate_streamed(self, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config")
-        if config is None:
-            kwargs["use_cache"] = False
-        else:  # transformers accepts only one of the two
-            kwargs["generation_config"] = copy.deepcopy(config)
-            kwargs["generation_config"].use_cache = False
+                warnings.warn("the device has too little memory for this generation with so many weights there: it starts "
+                              f"again with fewer, and is slower ({str(error).splitlines()[0]})", stacklevel=2)
         with torch.no_grad(), base_calls_streamed(self, _for_generation):
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
+            return super().generate(*args, **with_options(self, kwargs, use_cache=False))  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]

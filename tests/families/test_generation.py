@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megacompile
+from megacompile.streaming.device_copy import DeviceCopy, Turns
+from megacompile.streaming.generation import Way
 
 FAMILIES = ("gemma3_text", "mixtral", "gpt_neox", "mamba2", "phi3", "qwen3_next", "olmo2", "gpt2", "falcon", "cohere2")
 
@@ -26,11 +28,20 @@ def generated(model: Any, **how: Any) -> Tensor:
                               **how)
 
 
+@pytest.mark.parametrize("in_turns", [False, True], ids=["whole", "in turns"])
 @pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.on_demand) for each in FAMILIES[1:])])
-def test_a_family_generates_what_it_generates_unstreamed(family: str) -> None:
+def test_a_family_generates_what_it_generates_unstreamed(
+        family: str, in_turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_turns:  # as on a device with memory of its own that holds two layers
+        monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
+        monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
+        monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
+                            lambda model, args, kwargs, fits: [Way(Turns.ALL, 0, kwargs)])
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
     for how in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
         assert torch.equal(generated(model, **how), generated(plain, **how))
+    slots = model.megacompile.streamed.device_copy.slots
+    assert (slots is not None and bool(slots.copied_bytes)) == in_turns
     model.megacompile.close()

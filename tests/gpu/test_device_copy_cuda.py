@@ -6,6 +6,9 @@ import torch
 from test_cuda import batch, build
 
 import megacompile
+from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.layer_slots import slot_bytes
+from megacompile.streaming.streamed_module import original_class
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +29,30 @@ def test_generation_is_natives_and_switches_lose_no_memory() -> None:
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_allocated())
     assert reserved[-1] <= reserved[4]
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize("turns", [Turns.SOME, Turns.ALL])
+def test_layers_that_take_turns_generate_natives_tokens_after_every_step(turns: Turns) -> None:
+    """With slow copies a layer would compute with the weights of another one."""
+    model = megacompile.stream(build(layers=7), device="cuda", compile=False)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-3)
+    streamed, prompt = model.megacompile.streamed, batch(9)["input_ids"][:, :16].cuda()
+    layers = streamed.device_copy._layers()
+    room = streamed.device_copy._beside(layers) + slot_bytes(layers) + 2 * layers[0].bytes
+    more = streamed.planner.device_bytes - streamed.planner.margin_bytes - room  # so that two layers stay
+    for step in range(5):
+        model.megacompile.train_step(batch(step), optimizer)
+        model.megacompile.synchronize()
+        with torch.no_grad(), streamed.device_copy.use(original_class(model), more, turns) as native:
+            assert len(streamed.device_copy.slots.layers) == (5 if turns == Turns.SOME else 7)
+            found = native.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+            offloaded = native.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0,
+                                        cache_implementation="offloaded")
+        plain = build(layers=7)
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(found, plain.cuda().generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0))
+        assert torch.equal(found, offloaded)
     model.megacompile.close()
 
 

@@ -3,8 +3,10 @@ back."""
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ from torch import Tensor
 
 import megacompile
 from megacompile.errors import InsufficientMemoryError, MegacompileError
-from megacompile.streaming.device_copy import DeviceCopy
-from megacompile.streaming.generation import cache_bytes
+from megacompile.streaming.device_copy import DeviceCopy, Turns
+from megacompile.streaming.generation import Way, cache_bytes, ways_to_generate
+from megacompile.streaming.layer_slots import LayerWeights, Piece, resident_layers, slot_bytes
 
+LAYERS = 6
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
 #: Options of `generate`: greedy, sampling with a seed, beams, processors of logits, a static cache.
 WAYS: dict[str, dict[str, Any]] = {
@@ -43,7 +47,7 @@ def generated(model: Any, **how: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def streamed() -> Iterator[Any]:
-    model = megacompile.stream(tiny_models.build().eval(), device="cpu")
+    model = megacompile.stream(tiny_models.build(num_hidden_layers=LAYERS).eval(), device="cpu")
     yield model
     model.megacompile.close()
 
@@ -75,13 +79,21 @@ def test_where_it_does_not_fit_generation_streams_with_the_same_tokens(
         raise AssertionError("it does not fit")
 
 
-def test_where_memory_ends_generation_goes_on_streamed(streamed: Any, elsewhere: DeviceCopy) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_where_memory_ends_generation_starts_again_with_fewer_layers_there(
+        times: int, streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated(copy.deepcopy(streamed), do_sample=False)
-    with streamed.megacompile.on_device() as native:
-        vars(native)["generate"] = _out_of_memory  # it is kept for the next use
-    with pytest.warns(UserWarning, match=r"goes on\s+streamed"):
+    original, arrangements = type(tiny_models.build()).generate, []
+
+    def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arrangements.append(None if elsewhere.slots is None else len(elsewhere.slots.layers))
+        return _out_of_memory() if len(arrangements) <= times else original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(tiny_models.build()), "generate", ends)
+    monkeypatch.setattr("megacompile.streaming.generation._chooses_cache", lambda *_: True)  # offloading takes a GPU
+    with pytest.warns(UserWarning, match=r"starts\s+again with fewer"):
         found = streamed.generate(**left_padded(), **OPTIONS, do_sample=False)
-    assert torch.equal(found, expected) and elsewhere.native is None
+    assert torch.equal(found, expected) and arrangements == [None, LAYERS, None][:times + 1]
 
 
 def _out_of_memory(*_: Any, **__: Any) -> Any:
@@ -165,6 +177,87 @@ def test_an_interrupted_generation_leaves_training_intact(streamed: Any, elsewhe
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+# ---------------------------------------------------------------- layers that take turns
+@pytest.fixture(params=[0, 1, 2, 3])
+def staying(request: pytest.FixtureRequest, streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many layers stay on a device whose budget holds so many beside two slots."""
+    layers = elsewhere._layers()
+    budget = elsewhere._beside(layers) + slot_bytes(layers) + request.param * max(layer.bytes for layer in layers) + (1 << 30)
+    planner = SimpleNamespace(device_bytes=budget - (1 << 10), margin_bytes=1 << 30)
+    monkeypatch.setattr(type(streamed.megacompile.streamed), "planner", property(lambda self: planner))
+    monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
+                        lambda model, args, kwargs, fits: [Way(Turns.SOME, -(1 << 10), kwargs)])
+    return int(request.param)
+
+
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_layers_that_do_not_fit_take_turns_with_the_same_tokens(
+        how: dict[str, Any], staying: int, streamed: Any, elsewhere: DeviceCopy) -> None:
+    assert torch.equal(generated(streamed, **how), generated(copy.deepcopy(streamed), **how))
+    assert elsewhere.slots is not None and len(elsewhere.slots.layers) == LAYERS - staying
+    elsewhere.release()
+
+
+def test_a_layer_crosses_the_link_once_for_each_call_whatever_the_sequences(
+        staying: int, streamed: Any, elsewhere: DeviceCopy) -> None:
+    generated(streamed, do_sample=False)
+    slots = elsewhere.slots
+    assert slots is not None
+    sizes = [sum(piece.host.numel() for piece in layer.pieces) for layer in slots.layers]
+    in_slot = [len(sizes[position % 2::2]) for position in range(len(sizes))]
+    calls = [OPTIONS["max_new_tokens"] if count > 1 else 1 for count in in_slot]  # a layer alone in a slot stays there
+    expected = sum(size * count for size, count in zip(sizes, calls, strict=True))
+    assert slots.copied_bytes == expected + sizes[0], "and the first layer's for the next call"
+    elsewhere.release()
+
+
+def test_turns_use_the_weights_of_the_last_step(staying: int, streamed: Any, elsewhere: DeviceCopy) -> None:
+    optimizer = megacompile.AdamW(streamed.parameters(), lr=1e-2)
+    for seed in range(2):
+        streamed.megacompile.train_step(batch(seed), optimizer)
+        assert torch.equal(generated(streamed, do_sample=False), generated(copy.deepcopy(streamed), do_sample=False))
+    elsewhere.release()
+
+
+def test_weights_that_several_layers_or_the_head_share_stay_on_the_device() -> None:
+    model: Any = tiny_models.build().eval()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    streamed = megacompile.stream(model, device="cpu")
+    layers = streamed.megacompile.streamed.device_copy._layers()
+    names = {name for layer in layers for name in layer.places}
+    assert not any("embed_tokens" in name or "lm_head" in name for name in names)
+    assert {name for name in names if "up_proj" in name} == {f"model.layers.{n}.mlp.up_proj.weight" for n in (1,)}
+    streamed.megacompile.close()
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_layers_that_stay_are_spread_evenly(count: int) -> None:
+    layers = [LayerWeights(str(n), (Piece(torch.empty(10, dtype=torch.uint8), 0, {"w": 0}),)) for n in range(9)]
+    places = [int(layer.name) for layer in resident_layers(layers, slot_bytes(layers) + 10 * count)]
+    gaps = [b - a for a, b in itertools.pairwise([*places, 9])]
+    assert len(places) == count and max(gaps) - min(gaps) <= 1
+
+
+# ---------------------------------------------------------------- which way
+@pytest.mark.parametrize(("room", "expected"), [
+    (1000, ["none", "all"]), (500, ["some", "all", "all offloaded"]), (250, ["all offloaded"]), (10, [])])
+def test_the_fastest_way_that_fits_is_first(room: int, expected: list[str], streamed: Any,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megacompile.streaming.generation.cache_bytes", lambda *_: 300)
+    monkeypatch.setattr("megacompile.streaming.generation.working_bytes", lambda *_: 10)
+
+    def fits(more: int, turns: Turns) -> bool:
+        return more + (600 if turns == Turns.NONE else 30) <= room
+
+    ways = list(ways_to_generate(streamed, (), {}, fits))
+    found = [way.turns.value + (" offloaded" if way.kwargs.get("cache_implementation") else "") for way in ways]
+    assert found[:len(expected)] == expected
+    assert all(way.kwargs.get("disable_compile", False) == (way.turns != Turns.NONE) for way in ways)
+    chosen = ways_to_generate(streamed, (), {"cache_implementation": "static"}, fits)
+    assert all(way.kwargs["cache_implementation"] == "static" for way in chosen)
 
 
 # ---------------------------------------------------------------- how much it takes
