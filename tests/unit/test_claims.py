@@ -141,3 +141,12 @@ def test_the_table_of_uneven_rows_is_its_rows() -> None:
             for row in results("rows.jsonl")}
     shown = {(row[0], row[3], row[5], row[6]) for row in table_after("Rows of uneven length")}
     assert len(shown) >= 10 and shown <= kept
+
+
+def test_the_table_of_optimizer_state_is_its_rows() -> None:
+    kept = {(f"{row['batch']} x {row['length']:,}", (row["device_memory"] or "default").replace("GiB", " GiB"),
+             f"`{row['options'].get('optim', 'adamw')}`" + ", updates on arrival" * row["overlap"], f"{row['tflops']:.0f}",
+             f"{row['step_s']:.2f}", f"{row['predicted_step_s']:.2f}", f"{row['host_gib']:.1f}")
+            for row in results("optimizer-speed.jsonl")}
+    shown = {(*row[:4], *row[5:8]) for row in table_after("Optimizer state")}
+    assert len(shown) >= 7 and shown <= kept
