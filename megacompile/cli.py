@@ -1,4 +1,5 @@
-"""The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate`, `doctor` and `bench`.
+"""The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate`, `doctor`, `generate`, `chat`, `evaluate` and
+`bench`.
 
 Exit codes: 0 success; 1 failure, with the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C, 143 by SIGTERM (after
 saving, if --output was given).
@@ -20,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.refused import with_hyphens
 from megacompile.finetuning.settings import DATA_PANEL, Settings, read_defaults
+from megacompile.inference import commands
 from megacompile.limits import check_number
 from megacompile.tools.lora import Lora
 from megacompile.tools.options import Device, Knobs, Model, Planning, with_options
@@ -37,7 +39,9 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Accepts underscores in options: --max_length means --max-length. Raises `ArgumentError` for options of other trainers
         that this command does not have."""
-        return super().resolve_command(ctx, [args[0], *with_hyphens(args[1:])])
+        command = self.get_command(ctx, args[0])
+        known = {option for parameter in command.params for option in parameter.opts} if command is not None else ()
+        return super().resolve_command(ctx, [args[0], *with_hyphens(args[1:], known)])
 
     def invoke(self, ctx: Any) -> Any:
         """Prints errors of megacompile without a traceback, but with all lines of the message: details, such as what each lane
@@ -285,6 +289,10 @@ def doctor() -> None:
     print(report(findings))
     if not devices(findings):
         raise typer.Exit(EXIT_FAILED)
+
+
+for _function in (commands.generate, commands.chat, commands.evaluate):
+    _command()(with_options(_function))
 
 
 @_command()

@@ -41,7 +41,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, config: Any = None, revision: str | None = None,
                     strict: bool = True, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
-                    adapter: Any = None, **options: Any) -> Any:
+                    adapter: Any = None, trainable: bool = True, **options: Any) -> Any:
     """A streamed causal language model from transformers, in evaluation mode.
 
     The result equals `stream(AutoModelForCausalLM.from_pretrained(source))`, but weights are read from the files directly into
@@ -59,6 +59,7 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         layers, example, options: as for `stream`.
         adapter: a `peft.LoraConfig`. The result is then a PEFT model with an adapter in the dtype of the weights. The weights
             are frozen and take no host memory for gradients and optimizer state.
+        trainable: False: all weights are frozen, for generation and evaluation. They then take their own size in host memory.
 
     Raises `CheckpointError` if files cannot be read or do not fit the model, with a list of the mismatches;
     `InsufficientMemoryError` before weights are fetched or read, with the bytes that training takes; `ArgumentError` if there
@@ -72,8 +73,9 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
                                "was quantized from")
     known = dtype or config.dtype
     model = _empty_model(source, config, known or torch.bfloat16)
+    model.requires_grad_(trainable)
     config._name_or_path = model.name_or_path = str(source)  # the files of an adapter refer to the model by this name
-    if adapter is None:
+    if adapter is None and trainable:
         require_host_memory(least_bytes(model))
     else:
         require_host_memory(sum(p.nbytes for p in model.parameters()))  # the adapter adds little, and is counted later
@@ -82,13 +84,13 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
     files = weight_files(folder)
     stored = stored_tensors(files)
     if known is None:
-        model = _empty_model(source, config, _widest(stored.values()))
+        model = _empty_model(source, config, _widest(stored.values())).requires_grad_(trainable)
     with WeightReader() as reader:
         reader.open(files)
         found = match(model, stored, reader)
         if found.converted:
-            return _convert(folder, config, found, model, strict, adapter, dtype=dtype, layers=layers, example=example,
-                            **options)
+            return _convert(folder, config, found, model, strict, adapter, trainable, dtype=dtype, layers=layers,
+                            example=example, **options)
         found.check(source, model, strict)
         if problems := found.text():
             warnings.warn(f"{source} does not match {type(model).__name__} exactly:\n{problems}", stacklevel=2)
@@ -230,13 +232,14 @@ def _adapted(model: Any, adapter: Any, sources: Mapping[str, StoredTensor]) -> t
 
 
 # -------------------------------------------------------------------- checkpoints in another layout
-def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, adapter: Any, **options: Any) -> Any:
+def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, adapter: Any, trainable: bool,
+             **options: Any) -> Any:
     """Streams the model after loading it with transformers, which can convert checkpoints in other layouts."""
     from transformers import AutoModelForCausalLM
 
     parameters = list(empty.parameters())
     weights = sum(p.nbytes for p in parameters)
-    require_host_memory(weights + (least_bytes(empty) if adapter is None else weights))
+    require_host_memory(weights + (least_bytes(empty) if adapter is None and trainable else weights))
     warnings.warn(f"{found.converted[0]} and {len(found.converted) - 1} more are stored in a layout that must be converted: "
                   f"transformers loads the model first, which temporarily takes {format_bytes(weights)} more host memory",
                   stacklevel=3)
@@ -246,4 +249,5 @@ def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, 
     wrong = [f"{name} has shape {list(a)}, but {list(b)} in the model" for name, a, b in sorted(info["mismatched_keys"])]
     Match({}, tuple(sorted(info["missing_keys"])), tuple(sorted(info["unexpected_keys"])), tuple(wrong)).check(
         folder, model, strict)
+    model.requires_grad_(trainable)
     return stream(model if adapter is None else put_adapter(model, adapter), **options)

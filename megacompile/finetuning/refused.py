@@ -1,7 +1,7 @@
 """Options of other trainers that `megacompile train` does not have, with the reason and what to use instead."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megacompile.errors import ArgumentError
 
@@ -57,14 +57,14 @@ def key_of(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
-def with_hyphens(words: Sequence[str]) -> list[str]:
+def with_hyphens(words: Sequence[str], known: Collection[str] = ()) -> list[str]:
     """The words of a command line, with underscores in options replaced by hyphens. Raises `ArgumentError` for an option in
-    `REFUSED`."""
+    `REFUSED`, unless the command has it (`known`)."""
     found = []
     for word in words:
         option, sign, value = word.partition("=")
         if option.startswith("--"):
-            if reason := REFUSED.get(key_of(option)):
+            if option not in known and (reason := REFUSED.get(key_of(option))):
                 raise ArgumentError(f"unknown option {option}: {reason}")
             option = f"--{key_of(option).replace('_', '-')}" if option != "--" else option
         found.append(f"{option}{sign}{value}")

@@ -1,0 +1,1 @@
+"""What a trained model says: `megacompile generate`, `megacompile chat` and `megacompile evaluate`."""

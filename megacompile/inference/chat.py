@@ -1,0 +1,62 @@
+"""`megacompile chat`: a conversation in the terminal."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from megacompile.inference.prompts import Message, PromptEncoder
+from megacompile.inference.sampling import Sampling
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
+
+
+def chat(model: Any, tokenizer: Any, sampling: Sampling, system: str | None, ask: Callable[[], str],
+         say: Callable[[str], object]) -> None:
+    """Reads messages with `ask`, which raises `EOFError` at the end, and says the answers piece by piece with `say`."""
+    encoder = PromptEncoder(tokenizer, raw=False)
+    first: list[Message] = [{"role": "system", "content": system}] if system else []
+    encoder.of_messages([*first, {"role": "user", "content": "Hello"}])  # refused now, and not after the first message
+    messages = list(first)
+    torch.manual_seed(sampling.seed)
+    say(f"{HELP}\n")
+    while True:
+        try:
+            text = ask().strip()
+        except EOFError:
+            return
+        if text == "/exit":
+            return
+        if text == "/reset":
+            messages = list(first)
+        elif text:
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": _answer(model, tokenizer, encoder, messages, sampling, say)})
+            say("\n")
+
+
+def _answer(model: Any, tokenizer: Any, encoder: PromptEncoder, messages: list[Message], sampling: Sampling,
+            say: Callable[[str], object]) -> str:
+    """The answer, which is said while it is generated. Ctrl-C ends it early."""
+    streamer = _Streamer(tokenizer, say)
+    ids = torch.tensor([encoder.of_messages(messages)], device=model.megacompile.streamed.backend.device)
+    try:
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer,
+                       **sampling.arguments(model, tokenizer))
+    except KeyboardInterrupt:
+        streamer.end()
+    return sampling.cut(streamer.text)
+
+
+class _Streamer(TextStreamer):
+    """Says text as soon as it is whole. State: the `text` so far."""
+
+    def __init__(self, tokenizer: Any, say: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.text, self._say = "", say
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        self._say(text)

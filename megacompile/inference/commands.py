@@ -1,0 +1,76 @@
+"""The commands of inference, for the command line. Each imports what it needs when it runs."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megacompile.finetuning.formats import Format
+from megacompile.inference.opening import Opening, Source
+from megacompile.inference.sampling import Sampling
+from megacompile.limits import LARGEST
+
+
+def generate(
+    model: Source,
+    prompts: Annotated[str, typer.Option(
+        help="A file of rows with a column prompt (text), messages or instruction (.jsonl, .json, .csv, .parquet), or a text "
+             "file with a prompt in each line.")],
+    opening: Opening,
+    sampling: Sampling,
+    output: Annotated[Path | None, typer.Option(
+        dir_okay=False, help="File for the rows with their answers (JSON lines). It must not exist.",
+        show_default="stdout")] = None,
+    batch: Annotated[int, typer.Option(min=1, max=LARGEST["batch"], help="Number of prompts that are answered together.")] = 32,
+    raw: Annotated[bool, typer.Option(
+        "--raw", help="Continue the text of prompts as it is, without the tokenizer's chat template.")] = False,
+) -> None:
+    """Answer the prompts of a file. Each row is written with its completion and the number of its tokens.
+
+    Weights are copied to the device if they fit. Otherwise layers take turns there, and each crosses the link once for every
+    token of the whole batch, so that a larger --batch costs little.
+    """
+    from rich.console import Console
+
+    from megacompile.inference import batched
+    from megacompile.inference.prompts import PromptEncoder
+    batched.check_output(output)
+    tokenizer = opening.open_tokenizer(model).pretrained
+    read = list(PromptEncoder(tokenizer, raw).read(prompts))
+    batched.generate(opening.open_model(model), tokenizer, read, output, sampling, batch,
+                     Console(stderr=True, highlight=False))
+
+
+def chat(
+    model: Source,
+    opening: Opening,
+    sampling: Sampling,
+    system: Annotated[str | None, typer.Option(help="Message of the system, before the conversation.")] = None,
+) -> None:
+    """Talk to a model in the terminal. /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
+    from megacompile.inference.chat import chat as talk
+    tokenizer = opening.open_tokenizer(model).pretrained
+    talk(opening.open_model(model), tokenizer, sampling, system, lambda: input("> "),
+         lambda text: print(text, end="", flush=True))
+
+
+def evaluate(
+    model: Source,
+    data: Annotated[list[str], typer.Option(
+        "--data", help="Data as for train: a text file, a file of rows, a folder of such files, or a data set id on the "
+                       "Hugging Face Hub. Repeat for more.")],
+    opening: Opening,
+    length: Annotated[int, typer.Option(min=2, max=LARGEST["length"], help="Most tokens of a sequence.")] = 2048,
+    batch: Annotated[int, typer.Option(
+        min=1, max=LARGEST["batch"], help="Number of sequences that are evaluated together.")] = 16,
+    data_format: Annotated[Format | None, typer.Option(
+        "--format", help="Format of the rows.", show_default="by their columns")] = None,
+) -> None:
+    """Print a model's loss (nats per token) and perplexity on texts or conversations. Of conversations only answers count."""
+    from rich.console import Console
+
+    from megacompile.inference.evaluation import evaluate as measured
+    console = Console(stderr=True, highlight=False)
+    print(measured(lambda: opening.open_model(model), opening.open_tokenizer(model), data, data_format, length, batch,
+                   console).words)

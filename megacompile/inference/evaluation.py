@@ -1,0 +1,52 @@
+"""`megacompile evaluate`: the loss and the perplexity of a model on texts or conversations, on repacked rows."""
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from megacompile import training
+from megacompile.corpus import PretrainedTokenizer
+from megacompile.finetuning.data import check_sources, read
+from megacompile.finetuning.formats import Format
+from megacompile.finetuning.rows import Batch, in_order
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`loss`: the mean in nats per token. `tokens`: how many tokens it is over. `seconds`: how long it took."""
+
+    loss: float
+    tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def words(self) -> str:
+        return (f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g}, over {self.tokens:,} tokens "
+                f"({self.tokens / self.seconds:,.0f} tokens/s)")
+
+
+def evaluate(open_model: Callable[[], Any], tokenizer: PretrainedTokenizer, data: Sequence[str], format: Format | None,
+             length: int, batch: int, console: Console) -> Evaluation:
+    """Evaluates a streamed model on the data of `megacompile train`: of conversations only answers count. The model is opened
+    once the data is known to exist. Raises what reading data raises, and `MegacompileError` for a length that the model does
+    not have."""
+    check_sources(data, format)
+    model = open_model()
+    training.check_length(model.config, length)
+    rows = read(data, tokenizer, format, length, False, model.config.vocab_size, console.print)
+    batches: Iterator[Batch] = in_order(rows, batch)
+    shown = track(batches, "evaluating", total=-(-len(rows) // batch), console=console, transient=True,
+                  disable=not console.is_terminal)
+    began = time.perf_counter()
+    total, count = training.total_loss(model, shown)
+    return Evaluation(total / max(1, count), count, time.perf_counter() - began)

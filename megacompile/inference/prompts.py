@@ -1,0 +1,84 @@
+"""Prompts from files: rows with a `prompt`, a conversation (`messages`), or an instruction; or lines of a text file."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.finetuning.files import is_text, placed, read_rows
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`row`: as it is in the file. `tokens`: token ids."""
+
+    row: Mapping[str, Any]
+    tokens: list[int]
+
+
+class PromptEncoder:
+    """Encodes rows. `raw`: a `prompt` is continued as it is, and not sent as a user's message through the chat template."""
+
+    def __init__(self, tokenizer: Any, raw: bool) -> None:
+        self._tokenizer, self._raw = tokenizer, raw or tokenizer.chat_template is None
+
+    def read(self, source: str) -> Iterator[Prompt]:
+        """The prompts of a file. Raises `MegacompileError` for a row without one, with its number."""
+        for number, row in enumerate(self._rows(source), start=1):
+            with placed(source, number):
+                yield Prompt(row, self.encode(row))
+
+    def _rows(self, source: str) -> Iterator[Mapping[str, Any]]:
+        if not is_text(source):
+            yield from read_rows(source)
+            return
+        text = Path(source).read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        if not lines:
+            raise ArgumentError(f"{source} has no prompts: write one in each line")
+        yield from ({"prompt": line} for line in lines)
+
+    def encode(self, row: Mapping[str, Any]) -> list[int]:
+        """The tokens that an answer follows."""
+        text = row.get("prompt")
+        if isinstance(text, str) and self._raw:
+            return self._checked(self._tokenizer(text)["input_ids"])
+        return self.of_messages(_messages(row))
+
+    def of_messages(self, messages: list[Message]) -> list[int]:
+        """The tokens of a conversation that the assistant answers. Raises `MegacompileError` if the template refuses it."""
+        if self._tokenizer.chat_template is None:
+            raise MegacompileError("the tokenizer has no chat template: give prompts as text (a column prompt), or a tokenizer "
+                                   "that has one (--tokenizer)")
+        try:
+            ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except Exception as error:  # templates may raise anything
+            raise MegacompileError(f"the chat template refuses the conversation ({error})") from error
+        return self._checked(ids)
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise MegacompileError("the prompt is empty: write some text, or remove the row")
+        return list(tokens)
+
+
+def _messages(row: Mapping[str, Any]) -> list[Message]:
+    """The messages that a row asks with, without answers at its end. Raises `MegacompileError` if it has none."""
+    if isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    given = row.get("messages", row.get("prompt"))
+    if isinstance(given, list) and given and all(isinstance(each, dict) and "role" in each for each in given):
+        messages = list(given)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if messages:
+            return messages
+    if isinstance(row.get("instruction"), str):
+        further = row.get("input")
+        return [{"role": "user", "content": row["instruction"] + (f"\n\n{further}" if further else "")}]
+    raise MegacompileError("the row has no prompt: give it a column prompt (text), messages (a list of objects with role and "
+                           "content) or instruction")

@@ -1,0 +1,61 @@
+"""How tokens are chosen, and where an answer ends."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+_PANEL = "Sampling"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options of generation. A temperature of 0 chooses the most probable token. Options that are None are those that the model
+    comes with."""
+
+    max_new_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_PANEL, help="Most tokens of an answer.")] = 256
+    temperature: Annotated[float | None, typer.Option(
+        min=0.0, rich_help_panel=_PANEL, help="Randomness. 0: always the most probable token.",
+        show_default="the model's")] = None
+    top_p: Annotated[float | None, typer.Option(
+        min=0.0, max=1.0, rich_help_panel=_PANEL,
+        help="Choose among the most probable tokens that have this probability together.", show_default="the model's")] = None
+    top_k: Annotated[int | None, typer.Option(
+        min=1, rich_help_panel=_PANEL, help="Choose among so many of the most probable tokens.",
+        show_default="the model's")] = None
+    stop: Annotated[list[str] | None, typer.Option(
+        rich_help_panel=_PANEL, help="End an answer at this text, which is left out. Repeat for more.")] = None
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_PANEL, help="Seed of the random choices.")] = 0
+
+    def arguments(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """Arguments of `generate`."""
+        found: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "pad_token_id": filler(model)}
+        if self.temperature is not None:
+            found["do_sample"] = self.temperature > 0
+        if self.temperature:
+            found["temperature"] = self.temperature
+        if self.temperature == 0:  # what the model comes with would not count, and transformers would warn
+            return found | self._stops(tokenizer) | {"temperature": None, "top_p": None, "top_k": None}
+        found |= {name: value for name in ("top_p", "top_k") if (value := getattr(self, name)) is not None}
+        return found | self._stops(tokenizer)
+
+    def _stops(self, tokenizer: Any) -> dict[str, Any]:
+        return {"stop_strings": list(self.stop), "tokenizer": tokenizer} if self.stop else {}
+
+    def cut(self, text: str) -> str:
+        """An answer without what follows the first stop text."""
+        ends = [place for stop in self.stop or () if (place := text.find(stop)) >= 0]
+        return text[:min(ends)] if ends else text
+
+
+def end_tokens(model: Any) -> set[int]:
+    """The tokens that end an answer."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return {*ends} if isinstance(ends, list) else set() if ends is None else {ends}
+
+
+def filler(model: Any) -> int:
+    """The token that fills rows, before a prompt and after an answer: one that ends answers, if there is one. Tokenizers may
+    have a padding token that the model does not know."""
+    return min(end_tokens(model), default=0)

@@ -1,0 +1,254 @@
+"""`megacompile generate`, `chat` and `evaluate`: the answers and losses of the plain model, in the user's order, from the files
+that people have."""
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tokenizer
+import torch
+from tiny_models import build
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+import megacompile
+from megacompile import cli
+from megacompile.inference.chat import chat
+from megacompile.inference.prompts import PromptEncoder
+from megacompile.inference.sampling import Sampling
+
+ASKED = ["one", "a longer question than the others", "two words", "x", "and one more of them"]
+GREEDY = ("--temperature", 0, "--max-new-tokens", 5, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer.build()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A saved model with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    build(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter of the model whose weights matter."""
+    import peft
+
+    folder = tmp_path_factory.mktemp("adapter")
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "id": number}) + "\n" for number, text in enumerate(ASKED)))
+    return path
+
+
+def command(*arguments: object, **how: Any) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], **how)
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def answer(plain: Any, tokenizer: Any, ids: list[int], count: int = 5) -> tuple[str, int]:
+    """Greedily, alone, by transformers."""
+    with torch.no_grad():
+        found = plain.generate(input_ids=torch.tensor([ids]), max_new_tokens=count, do_sample=False,
+                               pad_token_id=0)[0, len(ids):]
+    return tokenizer.decode(found, skip_special_tokens=True), len(found)
+
+
+def chatted(tokenizer: Any, *messages: tuple[str, str]) -> list[int]:
+    return list(tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in messages],
+                                              add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+# ---------------------------------------------------------------- generate
+@pytest.mark.parametrize("batch", [1, 2, 64])
+def test_answers_are_those_of_the_plain_model_in_the_order_of_the_file(
+        batch: int, model: Path, tokenizer: Any, prompts: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    found = rows(command("generate", model, "--prompts", prompts, "--batch", batch, *GREEDY))
+    assert [(row["id"], row["prompt"]) for row in found] == [*enumerate(ASKED)]
+    assert [(row["completion"], row["tokens"]) for row in found] == [
+        answer(plain, tokenizer, chatted(tokenizer, ("user", text))) for text in ASKED]
+
+
+@pytest.mark.parametrize("through", ["option", "folder"])
+def test_an_adapter_answers_with_its_model(through: str, model: Path, adapter: Path, tokenizer: Any, prompts: Path) -> None:
+    import peft
+
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
+    source: tuple[object, ...] = (model, "--adapter", adapter) if through == "option" else (adapter,)
+    found = rows(command("generate", *source, "--prompts", prompts, *GREEDY))
+    expected = [answer(plain, tokenizer, chatted(tokenizer, ("user", text)))[0] for text in ASKED]
+    assert [row["completion"] for row in found] == expected
+    assert expected != [row["completion"] for row in rows(command("generate", model, "--prompts", prompts, *GREEDY))]
+
+
+def test_prompts_are_taken_as_people_write_them(model: Path, tokenizer: Any, tmp_path: Path) -> None:
+    encoder = PromptEncoder(tokenizer, raw=False)
+    user = chatted(tokenizer, ("user", "hello"))
+    for row in ({"prompt": "hello"}, {"messages": [{"role": "user", "content": "hello"}]}, {"instruction": "hello"},
+                {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "left out"}]},
+                {"prompt": [{"role": "user", "content": "hello"}]}):
+        assert encoder.encode(row) == user, row
+    assert encoder.encode({"instruction": "add", "input": "1"}) == chatted(tokenizer, ("user", "add\n\n1"))
+    assert PromptEncoder(tokenizer, raw=True).encode({"prompt": "hello"}) == tokenizer("hello")["input_ids"]
+    lines = tmp_path / "lines.txt"
+    lines.write_text("hello\n\none\n")
+    assert [prompt.tokens for prompt in encoder.read(str(lines))] == [user, chatted(tokenizer, ("user", "one"))]
+
+
+def test_a_stop_text_ends_an_answer_and_is_left_out(model: Path, tokenizer: Any, tmp_path: Path) -> None:
+    prompt = tmp_path / "one.jsonl"
+    prompt.write_text(json.dumps({"prompt": "one"}) + "\n")
+    whole = rows(command("generate", model, "--prompts", prompt, *GREEDY[:2], "--max-new-tokens", 30, "--device", "cpu"))[0]
+    stop = whole["completion"][3:5]
+    assert stop
+    found = rows(command("generate", model, "--prompts", prompt, *GREEDY[:2], "--max-new-tokens", 30, "--device", "cpu",
+                         "--stop", stop))[0]
+    assert found["completion"] == whole["completion"][:whole["completion"].index(stop)]
+
+
+def test_the_same_seed_gives_the_same_samples(model: Path, prompts: Path) -> None:
+    found = [[row["completion"] for row in rows(command("generate", model, "--prompts", prompts, "--temperature", 1.5,
+                                                        "--max-new-tokens", 5, "--device", "cpu", "--seed", seed))]
+             for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_what_cannot_be_answered_is_refused_before_the_first_answer(model: Path, prompts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    with prompts.open("a") as file:
+        file.write(json.dumps({"question": "?"}) + "\n")
+    result = command("generate", model, "--prompts", prompts, "--output", output, *GREEDY)
+    assert result.exit_code == cli.EXIT_FAILED and "row 6" in result.stderr and not output.exists()
+    output.write_text("kept")
+    result = command("generate", model, "--prompts", str(prompts), "--output", output, *GREEDY)
+    assert result.exit_code != 0 and output.read_text() == "kept"
+    result = command("generate", tmp_path, "--prompts", prompts, *GREEDY)
+    assert result.exit_code == cli.EXIT_ARGUMENT and "Traceback" not in result.stderr
+
+
+def test_ctrl_c_leaves_whole_lines(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacompile.inference import batched
+
+    answered, calls = batched.answered, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return answered(*arguments)
+
+    monkeypatch.setattr(batched, "answered", interrupted)
+    monkeypatch.setattr(batched, "_WINDOW", 1)
+    result = command("generate", model, "--prompts", prompts, "--batch", 2, "--output", tmp_path / "out.jsonl", *GREEDY)
+    assert result.exit_code == cli.EXIT_INTERRUPTED
+    assert [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------- chat
+def conversation(model: Path, tokenizer: Any, *said: str, system: str | None = None) -> str:
+    """What is printed when a user says this."""
+    streamed = megacompile.from_pretrained(model, trainable=False, device="cpu")
+    texts, printed = iter(said), []
+
+    def ask() -> str:
+        try:
+            return next(texts)
+        except StopIteration:
+            raise EOFError from None
+
+    chat(streamed, tokenizer, Sampling(max_new_tokens=5, temperature=0), system, ask, printed.append)
+    streamed.megacompile.close()
+    return "".join(printed).partition("\n")[2]
+
+
+def test_a_conversation_goes_on_from_its_answers_until_it_is_reset(model: Path, tokenizer: Any) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    first = answer(plain, tokenizer, chatted(tokenizer, ("system", "be brief"), ("user", "one")))[0]
+    second = answer(plain, tokenizer, chatted(tokenizer, ("system", "be brief"), ("user", "one"), ("assistant", first),
+                                              ("user", "two")))[0]
+    said = conversation(model, tokenizer, "one", "", "two", "/reset", "one", "/exit", "never", system="be brief")
+    assert said == f"{first}\n{second}\n{first}\n"
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(
+        model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = type(build()).generate, []
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        if len(calls) == 1:
+            kwargs["streamer"].put(torch.tensor([[1]]))  # the prompt
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(build()), "generate", interrupted)
+    said = conversation(model, tokenizer, "one", "two")
+    assert len(calls) == 2 and said.count("\n") == 2
+
+
+# ---------------------------------------------------------------- evaluate
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 30)
+    return path
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_loss_of_a_text_is_that_of_the_plain_model(batch: int, model: Path, tokenizer: Any, text: Path) -> None:
+    result = command("evaluate", model, "--data", text, "--length", 32, "--batch", batch, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    ids = torch.tensor(tokenizer(text.read_text(), add_special_tokens=False)["input_ids"])
+    whole = ids[:len(ids) // 32 * 32].view(-1, 32)
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        losses = [float(plain(input_ids=row[None], labels=row[None]).loss) for row in whole]
+    words = result.stdout.split()
+    assert float(words[1].rstrip(",")) == pytest.approx(sum(losses) / len(losses), abs=2e-4)
+    assert float(words[3].rstrip(",")) == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
+    assert int(words[5].replace(",", "")) == 31 * len(whole)
+
+
+def test_a_length_that_the_model_does_not_have_is_refused(model: Path, text: Path) -> None:
+    result = command("evaluate", model, "--data", text, "--length", 512, "--device", "cpu")
+    assert result.exit_code != 0 and "512" in result.stderr and "Traceback" not in result.stderr
+
+
+# ---------------------------------------------------------------- frozen weights
+def test_weights_for_inference_take_their_own_size(model: Path) -> None:
+    streamed = megacompile.from_pretrained(model, trainable=False, device="cpu")
+    assert not any(p.requires_grad for p in streamed.parameters()) and not streamed.training
+    parts = streamed.megacompile.stats["host_parts"]
+    assert parts.keys() == {"weights"} and parts["weights"] <= 1.1 * sum(p.nbytes for p in streamed.parameters())
+    streamed.megacompile.close()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
