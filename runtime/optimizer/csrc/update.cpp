@@ -35,36 +35,38 @@ struct UpdateLoop {
   Segment segment;
 
   ALWAYS_INLINE void operator()(int64_t begin, int64_t end) const {
-    const int64_t number = segment.first + (begin - segment.start);
+    // Copies whose address nothing has: the compiler keeps them in registers, although elements are stored in between.
+    const Segment at = segment;
+    Scalars scalars;
+    static_assert(sizeof scalars <= sizeof at.scalars);
+    std::memcpy(&scalars, at.scalars, sizeof scalars);
+    const int64_t number = at.first + (begin - at.start);
     int64_t stop = begin + (kIsRandom ? kRun - number % kRun : kRun);
     for (int64_t block = begin; block < end; block = stop, stop += kRun)
-      update(block, stop < end ? stop : end, segment.first + (block - segment.start));
+      update(at, scalars, block, stop < end ? stop : end, at.first + (block - at.start));
   }
 
-  ALWAYS_INLINE void update(int64_t begin, int64_t end, int64_t number) const {
-    Scalars scalars;
-    static_assert(sizeof scalars <= sizeof segment.scalars);
-    std::memcpy(&scalars, segment.scalars, sizeof scalars);
+  ALWAYS_INLINE void update(const Segment& at, const Scalars& scalars, int64_t begin, int64_t end, int64_t number) const {
     const float scale = gradient_scale;
     Weight* const w = weights;
     int16_t* const r = remainders;
     const Gradient* const g = gradients;
     Moment* moments[kMostMoments];
-    for (int k = 0; k < kCount; ++k) moments[k] = static_cast<Moment*>(segment.moments[k]) - segment.start;
+    for (int k = 0; k < kCount; ++k) moments[k] = static_cast<Moment*>(at.moments[k]) - at.start;
     if (part != kMoments) prefetch(w + begin, kRun);
     if (part != kMoments && MASTER == 0) prefetch(r + begin, kRun);
     prefetch(g + begin, kRun);
     for (int k = 0; k < kCount; ++k) prefetch(moments[k] + begin, kRun);
-    const uint32_t key = kIsRandom ? block_key(segment.key, number) : 0;
+    const uint32_t key = kIsRandom ? block_key(at.key, number) : 0;
     const uint32_t lane = static_cast<uint32_t>(number % kBlock) - static_cast<uint32_t>(begin);
     int16_t unused = 0;
 #if MOMENTS == 2
     alignas(64) float values[kMostMoments][kBlock];
     alignas(64) uint32_t noise[kBlock];
     uint32_t largest[kMostMoments] = {};
-    const int64_t in_scales = (begin - segment.start) / kBlock;
+    const int64_t in_scales = (begin - at.start) / kBlock;
     float scales[kMostMoments];
-    for (int k = 0; k < kCount; ++k) scales[k] = segment.scales[k][in_scales];
+    for (int k = 0; k < kCount; ++k) scales[k] = at.scales[k][in_scales];
 #endif
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; ++i) {
@@ -97,7 +99,7 @@ struct UpdateLoop {
 #if MOMENTS == 2
     if (part != kWeights)
       for (int k = 0; k < kCount; ++k)
-        encode(k, values[k], noise, largest[k], moments[k] + begin, segment.scales[k][in_scales], end - begin);
+        encode(k, values[k], noise, largest[k], moments[k] + begin, at.scales[k][in_scales], end - begin);
 #endif
   }
 
