@@ -297,8 +297,9 @@ for _function in (commands.generate, commands.chat, commands.evaluate):
 
 @_command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="TABLE", help="The table to measure: gates, depth, ablation, budgets, batch, "
-                                                              "context, kinds, width, rows, large or whole.")],
+    name: Annotated[str, typer.Argument(metavar="TABLE", help="The table to measure: gates, depth, ablation, budgets, "
+                                                              "optimizers, batch, context, kinds, width, rows, large or "
+                                                              "whole.")],
     output: Annotated[Path, typer.Option(
         dir_okay=False, help="File with the measured rows (JSON lines). New rows are appended.")] = Path("bench.jsonl"),
     shape: Annotated[str | None, typer.Option(

@@ -135,6 +135,7 @@ WINDOW: _Options = dict(shape="mistral-7b", layers="fit", batch=8, length=8192)
 _CONTEXTS = [1024 * 2**i for i in range(7)]
 _FEW_STEPS = dict(steps=2, recorded_steps=1)
 _ONE_STEP = dict(warm_up=1, steps=1, recorded_steps=1)
+_OPTIMIZERS: tuple[_Options, ...] = ({}, dict(optim="adamw_bf16"), dict(optim="adamw_8bit"), dict(optim="muon"))
 _ABLATIONS: tuple[_Options, ...] = (
     {}, dict(waves=1), dict(saved_layers=0), *(dict(saved_layers=0, checkpoint_interval=k) for k in (2, 4, 8)),
     dict(weight_slots=1), dict(saved_layers=0, weight_slots=1), dict(synchronous_optimizer=True),
@@ -152,6 +153,10 @@ TABLES = {
     "budgets": Table("Device memory", tuple(
         ours(**memory, **way) for memory in (*(dict(device_memory=f"{size}GiB") for size in (16, 24, 48, 80)), {})
         for way in (STEP, LOOP)), x="device_memory"),
+    "optimizers": Table("Optimizers and their state", tuple(
+        ours(batch=batch, **memory, **way, **optimizer) for way in (STEP, ARRIVAL) for batch in (64, 16)
+        for memory in ({}, dict(device_memory="24GiB")) for optimizer in _OPTIMIZERS
+        if way is STEP or optimizer.get("optim") != "muon")),  # matrices are updated at the end of a step
     "batch": Table("Sequences per step", tuple(
         ours(batch=batch, **way) for batch in (8, 16, 32, 64, 128) for way in (STEP, ARRIVAL)), x="batch"),
     "context": Table("Tokens per sequence, with 65,536 tokens per step or one sequence, up to half a million", (

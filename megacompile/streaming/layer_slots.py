@@ -145,21 +145,21 @@ class LayerSlots:
 
     def _enter(self, position: int) -> None:
         slot, following = self._slot(position), (position + 1) % len(self.layers)
-        self._copy(position)
+        self.fetch(position)
         if slot.copied is not None:
             torch.cuda.current_stream(slot.memory.device).wait_event(slot.copied)
         if self._slot(following) is not slot:
-            self._copy(following)
+            self.fetch(following)
 
     def _leave(self, position: int) -> None:
         slot, following = self._slot(position), (position + 1) % len(self.layers)
         if self._stream is not None:
             slot.used = torch.cuda.current_stream(slot.memory.device).record_event()
         if self._slot(following) is slot:  # the first of an odd number of layers comes after the last
-            self._copy(following)
+            self.fetch(following)
 
     @torch.no_grad()
-    def _copy(self, position: int) -> None:
+    def fetch(self, position: int) -> None:
         """Issues the copy of a layer's weights to its slot, unless they are there."""
         slot = self._slot(position)
         if slot.holds == position:

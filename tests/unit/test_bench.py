@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 import megacompile
 from megacompile import cli
-from megacompile.bench import clocks, native, plots, rows, run, shapes, step, tables
+from megacompile.bench import clocks, generation, native, plots, rows, run, shapes, step, tables
 from megacompile.bench.table import markdown, measured
 from megacompile.bench.tables import TABLES, Spec, Table
 from megacompile.errors import MegacompileError
@@ -77,6 +78,20 @@ def test_native_rows_train_the_same_model_on_the_same_batches(streamed_row: dict
     assert row["losses"] == pytest.approx(streamed_row["losses"], rel=1e-3)
     assert row["parameters"] == streamed_row["parameters"]
     assert row["step_s"] > 0 and row["tflops"] > 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["--through", "turns"], ["--through", "native"]], ids=str)
+def test_a_row_of_generation_says_how_fast_and_what_the_link_allows(arguments: list[str]) -> None:
+    given = generation.options().parse_args([*TINY, "--new-tokens", "4", *arguments])
+    row = rows.finished(generation.measure(given))
+    assert row["tokens_per_s"] == pytest.approx(2 * 4 / statistics.median(row["times_s"][1:]), rel=0.05)
+    assert ("of_link_bound" in row) == ("turns" in arguments) == (row.get("turns") == 4)
+    assert 0 < row.get("of_link_bound", 0.5) < 1
+
+
+def test_a_row_names_its_optimizer() -> None:
+    row = row_of(step, "--optim", "adamw_8bit", "--optim-args", "weight_decay=0.0", "--layers", "2")
+    assert row["host_bytes_per_parameter"] < row_of(step, "--layers", "2")["host_bytes_per_parameter"]
 
 
 def test_a_loop_may_update_on_arrival() -> None:

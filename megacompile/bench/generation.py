@@ -1,0 +1,158 @@
+"""Measures a row: `generate` of a decoder shape with random weights, streamed or as the plain model on the device.
+
+    python benchmarks/generation.py --batch 32 --length 128 --new-tokens 256                    # as a user calls it
+    python benchmarks/generation.py --batch 32 --length 128 --new-tokens 256 --through native   # transformers alone
+    python benchmarks/generation.py --batch 256 --through turns --switches 10                   # all layers take turns
+
+`--batch` counts prompts, and `--length` their tokens. All prompts get `--new-tokens` tokens, greedily. With `--switches` a
+training step of 64 x 1,024 tokens runs before each generation: `first_token_s` is from its end to the first token, and `back_s`
+is how much longer the next step takes than one after another step. Prints one JSON line.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from torch import Tensor
+
+import megacompile
+from megacompile.bench import rows
+from megacompile.bench.shapes import SHAPES, random_model
+from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.streamed_module import original_class
+
+#: native: transformers' model on the device. user: `model.generate`. turns: all layers take turns in two slots.
+THROUGH = ("user", "turns", "native")
+TRAINED_ROWS, TRAINED_LENGTH = 64, 1024
+
+
+def options() -> argparse.ArgumentParser:
+    parser = rows.parser(__doc__)
+    parser.set_defaults(batch=32, length=128, steps=3, warm_up=1)
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens that each prompt gets (default: 256)")
+    parser.add_argument("--through", choices=THROUGH, default="user",
+                        help="model.generate, all layers in turns, or transformers alone (default: user)")
+    parser.add_argument("--cache", choices=("dynamic", "static", "offloaded"), default="dynamic",
+                        help="how keys and values are kept (default: dynamic)")
+    parser.add_argument("--switches", type=int, default=0, help="number of training steps with a generation after each")
+    parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
+    return parser
+
+
+def measure(given: argparse.Namespace) -> rows.Row:
+    started = time.perf_counter()
+    model = random_model(given.shape, rows.layer_count(given), given.device).eval()
+    model.generation_config.eos_token_id = None  # all answers have the same length
+    cuda = given.device == "cuda"
+    if given.through == "native":
+        model = model.to(given.device)
+    else:
+        model = megacompile.stream(model, device=given.device, device_memory=given.device_memory)
+    setup_s = time.perf_counter() - started
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    generate = _generate(model, given)
+    times = _timed(generate, given)
+    seconds = statistics.median(times[given.warm_up:])
+    found = dict(layers=model.config.num_hidden_layers, parameters=sum(p.numel() for p in model.parameters()), losses=[],
+                 tokens_per_s=round(given.batch * given.new_tokens / seconds), times_s=[round(t, 3) for t in times],
+                 setup_s=round(setup_s, 1),
+                 peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0)
+    if given.through == "native":
+        return found
+    slots = model.megacompile.streamed.device_copy.slots
+    if slots is not None:
+        link = _link_rate(slots, given.device)
+        bound = given.new_tokens * sum(layer.bytes for layer in slots.layers) / link
+        found |= dict(turns=len(slots.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=round(bound / seconds, 3))
+    if given.switches:
+        found |= _switching(model, generate, given)
+    model.megacompile.close()
+    return found
+
+
+def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], None]:
+    """A function that generates so many tokens for some prompts."""
+    how: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
+    if given.cache != "dynamic":
+        how["cache_implementation"] = given.cache
+
+    def generate(ids: Tensor, count: int) -> None:
+        if given.through == "turns":
+            device_copy = model.megacompile.streamed.device_copy
+            with torch.no_grad(), device_copy.use(original_class(model), 0, Turns.ALL) as native:
+                native.generate(ids, max_new_tokens=count, **how)
+        else:
+            model.generate(ids, max_new_tokens=count, **how)
+        if given.device == "cuda":
+            torch.cuda.synchronize()
+
+    return generate
+
+
+def _prompts(given: argparse.Namespace, seed: int) -> Tensor:
+    generator, vocabulary = torch.Generator().manual_seed(seed), SHAPES[given.shape]["vocab_size"]
+    return torch.randint(0, vocabulary, (given.batch, given.length), generator=generator).to(given.device)
+
+
+def _timed(generate: Callable[[Tensor, int], None], given: argparse.Namespace) -> list[float]:
+    times = []
+    for number in range(given.warm_up + given.steps):
+        ids = _prompts(given, number)
+        begun = time.perf_counter()
+        generate(ids, given.new_tokens)
+        times.append(time.perf_counter() - begun)
+    return times
+
+
+def _link_rate(slots: Any, device: str) -> float:
+    """Bytes per second of copies of all layers that take turns, one after another."""
+    rates = []
+    for _ in range(3):
+        slots.forget()
+        before, begun = slots.copied_bytes, time.perf_counter()
+        for position in range(len(slots.layers)):
+            slots.fetch(position)
+        slots.finish()
+        rates.append((slots.copied_bytes - before) / (time.perf_counter() - begun))
+    return statistics.median(rates)
+
+
+def _switching(model: Any, generate: Callable[[Tensor, int], None], given: argparse.Namespace) -> rows.Row:
+    """Seconds from the end of a training step to the first token, and back; and the memory that is reserved after each."""
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5)
+    cuda = given.device == "cuda"
+
+    def step() -> float:
+        ids = torch.randint(0, SHAPES[given.shape]["vocab_size"], (TRAINED_ROWS, TRAINED_LENGTH))
+        begun = time.perf_counter()
+        model.megacompile.train_step(dict(input_ids=ids, labels=ids), optimizer).item()
+        return time.perf_counter() - begun
+
+    steady = statistics.median([step() for _ in range(5)][2:])
+    first, back, reserved = [], [], []
+    for number in range(given.switches):
+        ids = _prompts(given, number)
+        begun = time.perf_counter()
+        generate(ids, 1)
+        first.append(time.perf_counter() - begun)
+        back.append(step() - steady)
+        reserved.append(round(torch.cuda.memory_reserved() / 2**30, 2) if cuda else 0.0)
+    return dict(first_token_s=round(statistics.median(first), 3), back_s=round(statistics.median(back), 3),
+                step_s=round(steady, 3), first_tokens_s=[round(t, 3) for t in first], backs_s=[round(t, 3) for t in back],
+                reserved_gib=reserved)
+
+
+def main() -> None:
+    rows.main("generation", options(), measure)
+
+
+if __name__ == "__main__":
+    main()
