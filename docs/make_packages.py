@@ -22,8 +22,8 @@ ORDER = (
     ("passes",),
     ("predict", "timeline", "picture"), ("weights",), ("planning",), ("inputs",), ("streaming",), ("checkpoint",),
     ("public", "api", "loading", "scheduling", "capture_report", "__init__"),
-    ("trainers", "trainer", "sft", "dpo", "grpo"), ("tools", "training", "inspection", "corpus"), ("finetuning",),
-    ("inference",), ("bench",),
+    ("trainers", "trainer", "sft", "dpo", "grpo", "rloo"), ("tools", "training", "inspection", "corpus"),
+    ("finetuning",), ("inference",), ("bench",),
     ("cli", "__main__"))
 BEGIN, END = "<!-- packages: made by docs/make_packages.py -->", "<!-- end of packages -->"
 

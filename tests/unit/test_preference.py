@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer and GRPOTrainer on streamed models, against the same models unstreamed."""
+"""TRL's DPOTrainer, GRPOTrainer and RLOOTrainer on streamed models, against the same models unstreamed."""
 from __future__ import annotations
 
 import copy
@@ -19,12 +19,13 @@ import trained
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl.trainer import grpo_trainer
+from trl.trainer import grpo_trainer, rloo_trainer
 
 import megacompile
 from megacompile.dpo import DPOTrainer
 from megacompile.errors import UnsupportedError
 from megacompile.grpo import GRPOTrainer
+from megacompile.rloo import RLOOTrainer
 
 NUMBERS = tiny_models.VOCABULARY - 3
 SHARED = {**trained.ARGUMENTS, "bf16": False, "learning_rate": 5e-3}
@@ -118,7 +119,8 @@ def grpo(trainer: type, folder: Path, model: Any, tokenizer: Any, adapter: Any =
         return [float(sum(int(word) % 2 == 0 for word in text.split() if word.isdigit())) for text in completions]
 
     prompts = Dataset.from_list([{"prompt": count(a, a + 3 + a % 3)} for a in range(24)])
-    settings = trl.GRPOConfig(str(folder), **{
+    kind = trl.RLOOConfig if issubclass(trainer, trl.RLOOTrainer) else trl.GRPOConfig
+    settings = kind(str(folder), **{
         **SHARED, "max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 3,
         "num_iterations": 2, **changes})
     made = trainer(model=model, reward_funcs=even, args=settings, train_dataset=prompts, processing_class=tokenizer,
@@ -127,13 +129,16 @@ def grpo(trainer: type, folder: Path, model: Any, tokenizer: Any, adapter: Any =
     return made
 
 
-def test_grpo_samples_and_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: Any, tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "trainers"), [
+    (grpo_trainer, (trl.GRPOTrainer, GRPOTrainer)), (rloo_trainer, (trl.RLOOTrainer, RLOOTrainer))], ids=["grpo", "rloo"])
+def test_online_trainers_sample_and_train_as_they_do_unstreamed(
+        module: Any, trainers: tuple[type, type], policy: Any, native: Any, tokenizer: Any, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards are of what was sampled: the same completions, token by token. Each is trained on twice, with ratios clipped, and
     beside a reference, a copy of the policy."""
-    monkeypatch.setattr(grpo_trainer, "create_model_from_path", lambda *args, **kwargs: copy.deepcopy(native))
+    monkeypatch.setattr(module, "create_model_from_path", lambda *args, **kwargs: copy.deepcopy(native))
     theirs, ours = (grpo(trainer, tmp_path, each, tokenizer, beta=0.05)
-                    for trainer, each in ((trl.GRPOTrainer, native), (GRPOTrainer, policy)))
+                    for trainer, each in zip(trainers, (native, policy), strict=True))
     assert_alike(ours, theirs)
     assert any(entry.get("reward_std", 0) > 0 for entry in logged(ours)), "nothing was rewarded that could differ"
 

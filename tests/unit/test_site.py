@@ -39,7 +39,7 @@ def test_every_public_name_has_an_entry() -> None:
     entry = re.search(r"handle\.Handle\n   :members: (.*?)\n\n", API, re.DOTALL)
     assert entry is not None and methods <= set(re.findall(r"\w+", entry[1])), "name it in docs/api/streaming.md"
     assert all(hasattr(Handle, name) for name in re.findall(r"\w+", entry[1]))
-    imported = re.findall(r"from megacompile\.(trainer|sft|dpo|grpo|passes) import ([\w, ]+)", told)
+    imported = re.findall(r"from megacompile\.(trainer|sft|dpo|grpo|rloo|passes) import ([\w, ]+)", told)
     assert {name for _, names in imported for name in re.findall(r"\w+", names)} <= directives
 
 
