@@ -2,8 +2,10 @@
 that people have."""
 from __future__ import annotations
 
+import copy
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 import megacompile
 from megacompile import cli
+from megacompile.errors import MegacompileError
 from megacompile.inference.chat import chat
 from megacompile.inference.prompts import PromptEncoder
 from megacompile.inference.sampling import Sampling
@@ -135,17 +138,63 @@ def test_the_same_seed_gives_the_same_samples(model: Path, prompts: Path) -> Non
     assert found[0] == found[1] != found[2]
 
 
-def test_what_cannot_be_answered_is_refused_before_the_first_answer(model: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_row_without_a_prompt_is_refused_before_the_first_answer(model: Path, prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     with prompts.open("a") as file:
         file.write(json.dumps({"question": "?"}) + "\n")
     result = command("generate", model, "--prompts", prompts, "--output", output, *GREEDY)
-    assert result.exit_code == cli.EXIT_FAILED and "row 6" in result.stderr and not output.exists()
+    assert result.exit_code == cli.EXIT_FAILED and not output.exists()
+    assert "row 6: the row has no prompt: give it a column prompt" in result.stderr
+
+
+def test_what_is_there_is_not_overwritten(model: Path, prompts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
     output.write_text("kept")
-    result = command("generate", model, "--prompts", str(prompts), "--output", output, *GREEDY)
-    assert result.exit_code != 0 and output.read_text() == "kept"
-    result = command("generate", tmp_path, "--prompts", prompts, *GREEDY)
-    assert result.exit_code == cli.EXIT_ARGUMENT and "Traceback" not in result.stderr
+    result = command("generate", model, "--prompts", prompts, "--output", output, *GREEDY)
+    assert "exists: give another --output, or remove it" in result.stderr and output.read_text() == "kept"
+    result = command("generate", model, "--prompts", prompts, "--output", tmp_path / "none" / "answers.jsonl", *GREEDY)
+    assert "cannot be written (No such file or directory): give another --output" in result.stderr
+
+
+def test_models_that_cannot_answer_are_refused(
+        model: Path, adapter: Path, tokenizer: Any, prompts: Path, tmp_path: Path) -> None:
+    def refused(*arguments: object) -> str:
+        result = command("generate", *arguments, "--prompts", prompts, *GREEDY)
+        assert result.exit_code != 0 and isinstance(result.exception, SystemExit), result.output
+        return result.stderr
+
+    build().save_pretrained(bare := tmp_path / "bare")
+    assert "has no tokenizer: give --tokenizer" in refused(bare)
+    tokenizer.save_pretrained(empty := tmp_path / "empty")
+    (empty / "config.json").write_bytes((model / "config.json").read_bytes())
+    assert "has no weights, only a config: give a model that was trained" in refused(empty)
+    assert "is an adapter: give its model, or leave --adapter out" in refused(adapter, "--adapter", adapter)
+    assert "PEFT cannot read an adapter from" in refused(model, "--adapter", model)
+    nameless = tmp_path / "nameless"
+    shutil.copytree(adapter, nameless)
+    settings = json.loads((nameless / "adapter_config.json").read_text())
+    (nameless / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": None}))
+    assert "does not say which model it adapts: give the model, and --adapter" in refused(nameless)
+    build(vocab_size=len(tokenizer), num_hidden_layers=4).save_pretrained(other := tmp_path / "other")
+    tokenizer.save_pretrained(other)
+    assert "does not fit the model" in refused(other, "--adapter", adapter)
+
+
+def test_prompts_that_are_none_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    encoder = PromptEncoder(tokenizer, raw=True)
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(MegacompileError, match=r"has no prompts: write one in each line"):
+        list(encoder.read(str(tmp_path / "empty.txt")))
+    with pytest.raises(MegacompileError, match=r"the prompt is empty: write some text, or remove the row"):
+        encoder.encode({"prompt": ""})
+    with pytest.raises(MegacompileError, match=r"the chat template refuses the conversation"):
+        strict = copy.deepcopy(tokenizer)
+        strict.chat_template = "{{ raise_exception('only the user speaks') }}"
+        PromptEncoder(strict, raw=False).encode({"prompt": "hello"})
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    with pytest.raises(MegacompileError, match=r"the tokenizer has no chat template: give prompts as text"):
+        PromptEncoder(plain, raw=False).encode({"messages": [{"role": "user", "content": "hello"}]})
 
 
 def test_ctrl_c_leaves_whole_lines(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
