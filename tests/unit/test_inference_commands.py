@@ -187,9 +187,9 @@ def test_prompts_that_are_none_are_refused(tokenizer: Any, tmp_path: Path) -> No
         list(encoder.read(str(tmp_path / "empty.txt")))
     with pytest.raises(MegacompileError, match=r"the prompt is empty: write some text, or remove the row"):
         encoder.encode({"prompt": ""})
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{{ raise_exception('only the user speaks') }}"
     with pytest.raises(MegacompileError, match=r"the chat template refuses the conversation"):
-        strict = copy.deepcopy(tokenizer)
-        strict.chat_template = "{{ raise_exception('only the user speaks') }}"
         PromptEncoder(strict, raw=False).encode({"prompt": "hello"})
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
