@@ -254,6 +254,10 @@ class DeviceCopy:
             for name, value in vars(ours).items():
                 if name in _SHARED or _is_plain(value):
                     vars(theirs)[name] = value if name in _SHARED else copy.copy(value)
+        if self.slots is not None and (config := vars(native).get("generation_config")) is not None:
+            # transformers compiles generation with a static cache; here copies are issued between layers.
+            vars(native)["generation_config"] = copy.copy(config)
+            vars(native)["generation_config"].disable_compile = True
 
 
 def _is_plain(value: Any) -> bool:

@@ -200,6 +200,12 @@ def test_layers_that_do_not_fit_take_turns_with_the_same_tokens(
     elsewhere.release()
 
 
+def test_a_model_whose_layers_take_turns_is_not_compiled(staying: int, streamed: Any, elsewhere: DeviceCopy) -> None:
+    with streamed.megacompile.on_device(in_turns=True, more_bytes=-(1 << 10)) as native:
+        assert native.generation_config.disable_compile and not streamed.generation_config.disable_compile
+    elsewhere.release()
+
+
 def test_a_layer_crosses_the_link_once_for_each_call_whatever_the_sequences(
         staying: int, streamed: Any, elsewhere: DeviceCopy) -> None:
     generated(streamed, do_sample=False)
