@@ -6,8 +6,8 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
@@ -185,7 +185,7 @@ def staying(request: pytest.FixtureRequest, streamed: Any, elsewhere: DeviceCopy
     """How many layers stay on a device whose budget holds so many beside two slots."""
     layers = elsewhere._layers()
     budget = elsewhere._beside(layers) + slot_bytes(layers) + request.param * max(layer.bytes for layer in layers) + (1 << 30)
-    planner = SimpleNamespace(device_bytes=budget - (1 << 10), margin_bytes=1 << 30)
+    planner = mock.Mock(wraps=streamed.megacompile.streamed.planner, device_bytes=budget - (1 << 10), margin_bytes=1 << 30)
     monkeypatch.setattr(type(streamed.megacompile.streamed), "planner", property(lambda self: planner))
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
                         lambda model, args, kwargs, fits: [Way(Turns.SOME, -(1 << 10), kwargs)])
