@@ -239,6 +239,25 @@ def test_weights_that_several_layers_or_the_head_share_stay_on_the_device() -> N
     streamed.megacompile.close()
 
 
+def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
+    monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
+    monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
+                        lambda model, args, kwargs, fits: [Way(Turns.ALL, 0, kwargs)])
+    adapter = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    plain = peft.get_peft_model(tiny_models.build(num_hidden_layers=3), adapter).eval()
+    model = megacompile.stream(copy.deepcopy(plain), device="cpu")
+    with_adapter = generated(model, do_sample=False)
+    assert torch.equal(with_adapter, generated(plain, do_sample=False))
+    slots = model.megacompile.streamed.device_copy.slots
+    assert [len(layer.pieces) for layer in slots.layers] == [2] * 3, "the frozen tile, and the adapter's"
+    with model.disable_adapter(), plain.disable_adapter():
+        without = generated(model, do_sample=False)
+        assert torch.equal(without, generated(plain, do_sample=False)) and not torch.equal(without, with_adapter)
+    model.megacompile.close()
+
+
 @pytest.mark.parametrize("count", range(1, 9))
 def test_layers_that_stay_are_spread_evenly(count: int) -> None:
     layers = [LayerWeights(str(n), (Piece(torch.empty(10, dtype=torch.uint8), 0, {"w": 0}),)) for n in range(9)]
