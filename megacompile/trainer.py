@@ -30,7 +30,9 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch_concat import join
 from megacompile.inputs.token_counts import TokenRate
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
+from megacompile.streaming.statistics import compiled_variants
 from megacompile.streaming.streamed_module import StreamedModule
+from megacompile.system.long_lived import LongLived
 from megacompile.trainers.trainer_arguments import check_arguments, check_model, optimizer_asked, refuse_other_forwards
 
 #: The folder of the training state in one of Trainer's checkpoints.
@@ -54,6 +56,7 @@ class Trainer(transformers.Trainer):
         self._gathered: list[Mapping[str, Any]] = []  # batches of the current step that have not run yet
         self._parameters = 0  # number of parameters without embeddings, counted once
         self._token_rate = TokenRate()
+        self._long_lived = LongLived(lambda: compiled_variants(check_model(self.model)))
         super().__init__(*args, **kwargs)
         streamed = check_model(self.model)
         # A loss that is not a sum over tokens is a mean over each batch, and takes no such argument.
@@ -98,9 +101,19 @@ class Trainer(transformers.Trainer):
         return optimizer
 
     # ---------------------------------------------------------------- steps
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the class that it derives from."""
+        with self._long_lived:
+            return super().train(*args, **kwargs)
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of one batch, 0-d, detached. In a whole step, the last batch returns the loss of all batches, and the others
         return 0."""
+        loss = self._training_step(model, inputs, num_items_in_batch)
+        self._long_lived.after_step()
+        return loss
+
+    def _training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         streamed = check_model(self.model)
         self._token_rate.begin(streamed.step.tokens)
         if num_items_in_batch is None or not self.steps_are_whole():

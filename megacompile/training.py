@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.inputs.repacking import Wanted, present_tokens
 from megacompile.losses import IGNORED
+from megacompile.streaming.statistics import compiled_variants
+from megacompile.system.long_lived import LongLived
 from megacompile.system.regular_files import refuse_irregular
 from megacompile.tools.decay import Decay
 
@@ -177,8 +179,17 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
     Raises `MegacompileError` if a loss is not finite. `megacompile.AdamW` checks gradients before it updates; another optimizer
     has by then applied one bad update.
     """
+    handle = getattr(model, "megacompile", None)
+    with LongLived(lambda: None if handle is None else compiled_variants(handle.streamed)) as long_lived:
+        return _train(model, optimizer, batches, range(done + 1, steps + 1), schedule, on_step, stop, long_lived.after_step)
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mapping[str, Tensor]], numbers: Iterable[int],
+           schedule: torch.optim.lr_scheduler.LRScheduler | None, on_step: Callable[[Step], None], stop: Callable[[], bool],
+           after_step: Callable[[], None]) -> list[float]:
+    """As `train`, for the steps of these numbers."""
     parameters, losses = parameter_count(model), []
-    for number in range(done + 1, steps + 1):
+    for number in numbers:
         if stop():
             break
         begin, lr = time.perf_counter(), float(optimizer.param_groups[0]["lr"])
@@ -191,6 +202,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
             raise MegacompileError(
                 f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
         losses.append(loss)
+        after_step()
         taken = time.perf_counter() - begin
         useful, computed = _tokens(model, batch)
         device_bytes, host_bytes = memory(model)

@@ -6,12 +6,17 @@ from typing import Any
 from megacompile.streaming.streamed import Streamed
 
 
+def compiled_variants(streamed: Streamed) -> int:
+    """The number of kernels that were compiled, or loaded, so far."""
+    return sum(served.binder.variants for served in streamed.captures)
+
+
 def stats_of(streamed: Streamed) -> dict[str, Any]:
     """As `Handle.stats` describes them."""
     return dict(
         steps=streamed.step.count, skipped_steps=len(streamed.step.skipped), kept_tiles=len(streamed.step.kept),
         shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
-        compiled_variants=sum(served.binder.variants for served in streamed.captures),
+        compiled_variants=compiled_variants(streamed),
         variants_of_any_rows=sum(served.binder.variants_of_any_rows for served in streamed.captures),
         micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.captures),
         plan_searches=streamed.shapes.answers["searched"], plans_from_cache=streamed.shapes.answers["kept"],

@@ -1,0 +1,38 @@
+"""Keeps full garbage collections short while a loop trains.
+
+In a full collection Python looks at all objects. Those of torch, transformers, traces and programs take it half a second, and it
+may happen at any step. Objects that stay until the end of training need not be looked at.
+"""
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+
+class LongLived:
+    """A context around a training loop, which calls `after_step`. `made`: a value that changes when a step has made objects
+    that stay, such as the number of compiled kernels. The garbage of that moment is then collected, and what is left is not
+    looked at again until the context ends. Does nothing if collections are switched off, or if somebody else has excluded
+    objects from them."""
+
+    def __init__(self, made: Callable[[], object]) -> None:
+        self._made, self._seen = made, object()
+        self._own = False
+
+    def __enter__(self) -> Self:
+        self._own = gc.isenabled() and gc.get_freeze_count() == 0
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._own:
+            gc.unfreeze()
+
+    def after_step(self) -> None:
+        """To be called after each step."""
+        if not self._own or (made := self._made()) == self._seen:
+            return
+        self._seen = made
+        gc.collect()
+        gc.freeze()

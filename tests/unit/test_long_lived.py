@@ -1,0 +1,129 @@
+"""Full garbage collections are short while a loop trains, and afterwards everything can be collected again."""
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import transformers
+
+import megacompile
+from megacompile import training
+from megacompile.system.long_lived import LongLived
+
+
+class Node:
+    """Something that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed() -> None:
+    made, kept = [1], [Node() for _ in range(50_000)]
+    early, late = weakref.ref(Node()), None
+    with LongLived(lambda: made[0]) as long_lived:
+        long_lived.after_step()
+        assert early() is None, "garbage does not stay"
+        count = gc.get_freeze_count()
+        long_lived.after_step()
+        assert gc.get_freeze_count() == count > len(kept), "nothing new has been made"
+        late = weakref.ref(Node())
+        begun = time.thread_time()
+        gc.collect()
+        inside = time.thread_time() - begun
+        assert late() is None
+        made[0] = 2
+        kept += [Node() for _ in range(10_000)]
+        long_lived.after_step()
+        assert gc.get_freeze_count() > count + 9_000
+    begun = time.thread_time()
+    gc.collect()
+    assert inside < 0.2 * (time.thread_time() - begun)
+
+
+def test_objects_that_others_have_excluded_stay_excluded() -> None:
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with LongLived(lambda: 1) as long_lived:
+            long_lived.after_step()
+        assert gc.get_freeze_count() >= count - 100
+    finally:
+        gc.unfreeze()
+    gc.disable()
+    try:
+        with LongLived(lambda: 1) as long_lived:
+            long_lived.after_step()
+            assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
+
+
+def is_once(counts: list[int]) -> bool:
+    """Whether objects were excluded in the first step alone. Those that die are counted no longer."""
+    return counts == sorted(counts, reverse=True)
+
+
+class Frozen(transformers.TrainerCallback):
+    """How many objects are excluded at the end of each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.counts.append(gc.get_freeze_count())
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{name: tensor[0].tolist() for name, tensor in tiny_models.batch(seed, rows=1).items()} for seed in range(count)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trainer_excludes_what_stays_and_a_model_that_is_dropped_afterwards_is_freed(fails: bool, tmp_path: Path) -> None:
+    from megacompile.trainer import Trainer
+
+    model = megacompile.stream(tiny_models.build(), device="cpu")
+    noted = Frozen()
+
+    def collate(given: Any) -> dict[str, torch.Tensor]:
+        if fails and len(noted.counts) == 2:
+            raise RuntimeError("the data ended")
+        return {name: torch.tensor([row[name] for row in given]) for name in given[0]}
+
+    said = transformers.TrainingArguments(str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[],
+                                          save_strategy="no", use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(model=model, args=said, train_dataset=rows(8), data_collator=collate, callbacks=[noted])
+    if fails:
+        with pytest.raises(RuntimeError, match="the data ended"):
+            trainer.train()
+    else:
+        trainer.train()
+    assert noted.counts[0] > 100_000 and is_once(noted.counts)
+    assert gc.get_freeze_count() == 0
+    forgotten = weakref.ref(model.megacompile.streamed)
+    del trainer, model
+    gc.collect()
+    assert forgotten() is None
+
+
+def test_the_loop_of_the_command_excludes_what_stays() -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu")
+    counts: list[int] = []
+    training.train(model, megacompile.AdamW(model.parameters()), iter([tiny_models.batch(n) for n in range(3)]), 3,
+                   on_step=lambda _: counts.append(gc.get_freeze_count()))
+    assert counts[0] > 100_000 and is_once(counts)
+    model.megacompile.close()
