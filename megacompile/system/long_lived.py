@@ -1,7 +1,7 @@
 """Keeps full garbage collections short while a loop trains.
 
-In a full collection Python looks at all objects. Those of torch, transformers, traces and programs take it half a second, and it
-may happen at any step. Objects that stay until the end of training need not be looked at.
+In a full collection Python looks at all objects. Those of torch, transformers, traces and programs take it half a second, and
+that may happen at any step. Objects that stay until the end of training need not be looked at.
 """
 from __future__ import annotations
 
