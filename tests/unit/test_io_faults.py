@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from resumable import Run, Streamed, load
-from test_saving import USERS, names, read, shards, write
+from small_checkpoints import USERS, names, read, shards, write
 from tiny_models import same_bits
 
 from megacompile import latest_checkpoint, save_checkpoint
