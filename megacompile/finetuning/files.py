@@ -63,6 +63,14 @@ def read_rows(source: str) -> Iterator[Row]:
         raise MegacompileError(f"{source} has no rows: give data that has some, or leave it out")
 
 
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file that are not blank. Raises `MegacompileError` for one that cannot be read, with its number."""
+    with _opened(path) as file:
+        for row in _refusing(path, ({"line": utf8(line.rstrip("\n"))} for line in file)):
+            if row["line"].strip():
+                yield row["line"]
+
+
 def _refusing(path: Path, rows: Iterator[Any]) -> Iterator[Row]:
     for number in itertools.count(1):
         try:

@@ -61,23 +61,52 @@ def text_of(row: Row) -> str:
 def messages_of(row: Row, format: Format) -> list[Message]:
     """The messages of a conversation, at least one of them by the assistant. A column `system` becomes the first message.
     Raises `MegacompileError` with the reason if the row is invalid."""
-    if lost := next((column for column in _UNHEARD if row.get(column) not in (None, "", [], {})), None):
-        raise MegacompileError(f"{lost} is not empty, but would be ignored: put it into messages, or leave the column out")
-    messages = _READERS[format](row)
-    if row.get("system"):
-        if messages[0]["role"] == "system":
-            raise MegacompileError("there is both a column system and a first message by the system: leave one out")
-        messages.insert(0, {"role": "system", "content": _string(row, "system")})
+    messages = _read(row, _READERS[format])
     if not any(message["role"] == "assistant" for message in messages):
         raise MegacompileError("no message is by the assistant, so there is nothing to learn: add one, or remove the row")
     return messages
 
 
+def prompt_of(row: Row) -> list[Message]:
+    """The messages of a row that an answer follows: a `prompt` (text, or messages), a conversation without the answers at its
+    end, or an instruction, whose `output` is not read. A column `system` becomes the first message. Raises `MegacompileError`
+    with the reason if the row has none, or is invalid."""
+    asked = row.get("prompt")
+    if isinstance(asked, str):
+        return _read(row, lambda _: [{"role": "user", "content": asked}])
+    if isinstance(asked, list):
+        row = {**row, "messages": asked}
+    reader = next((_PROMPT_READERS[column] for column in _PROMPT_READERS if row.get(column) is not None), None)
+    messages = [] if reader is None else _read(row, reader)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise MegacompileError("the row has no prompt: give it a column prompt (text), messages (a list of objects with role "
+                               "and content) or instruction")
+    return messages
+
+
+def _read(row: Row, reader: Callable[[Row], list[Message]]) -> list[Message]:
+    """The messages that a reader finds, after that of a column `system`."""
+    if lost := next((column for column in _UNHEARD if row.get(column) not in (None, "", [], {})), None):
+        raise MegacompileError(f"{lost} is not empty, but would be ignored: put it into messages, or leave the column out")
+    messages = reader(row)
+    if row.get("system"):
+        if messages[0]["role"] == "system":
+            raise MegacompileError("there is both a column system and a first message by the system: leave one out")
+        messages.insert(0, {"role": "system", "content": _string(row, "system")})
+    return messages
+
+
 def _alpaca(row: Row) -> list[Message]:
-    instruction, answer = _string(row, "instruction"), _string(row, "output")
+    answer = _string(row, "output")
+    return [*_instruction(row), {"role": "assistant", "content": answer}]
+
+
+def _instruction(row: Row) -> list[Message]:
+    instruction = _string(row, "instruction")
     given = _string(row, "input") if row.get("input") is not None else ""
-    asked = f"{instruction}\n\n{given}" if given.strip() else instruction
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return [{"role": "user", "content": f"{instruction}\n\n{given}" if given.strip() else instruction}]
 
 
 def _sharegpt(row: Row) -> list[Message]:
@@ -114,6 +143,9 @@ def _messages(row: Row) -> list[Message]:
 
 _READERS: dict[Format, Callable[[Row], list[Message]]] = {
     Format.ALPACA: _alpaca, Format.SHAREGPT: _sharegpt, Format.MESSAGES: _messages}
+#: By the column that a prompt is read from.
+_PROMPT_READERS: dict[str, Callable[[Row], list[Message]]] = {
+    "messages": _messages, "conversations": _sharegpt, "instruction": _instruction}
 
 
 def _string(row: Any, column: str) -> str:

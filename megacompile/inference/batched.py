@@ -53,7 +53,6 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Prompt], output: Path
 
 
 def _opened(output: Path) -> IO[str]:
-    check_output(output)
     try:
         return output.open("x", encoding="utf-8")
     except OSError as error:
@@ -78,7 +77,8 @@ def answered(model: Any, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sa
         mask[row, length - len(prompt.tokens):] = 1
     device = model.megacompile.streamed.backend.device
     found = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **sampling.arguments(model, tokenizer))
-    return [_text(tokenizer, row.tolist(), sampling, end_tokens(model)) for row in found[:, length:].cpu()]
+    ends = end_tokens(model)
+    return [_text(tokenizer, row, sampling, ends) for row in found[:, length:].tolist()]
 
 
 def _text(tokenizer: Any, tokens: list[int], sampling: Sampling, ends: set[int]) -> tuple[str, int]:

@@ -67,10 +67,8 @@ def evaluate(
     data_format: Annotated[Format | None, typer.Option(
         "--format", help="Format of the rows.", show_default="by their columns")] = None,
 ) -> None:
-    """Print a model's loss (nats per token) and perplexity on texts or conversations. Of conversations only answers count."""
+    """Print a model's loss (nats per token) and perplexity on texts or conversations, of which only the answers count."""
     from rich.console import Console
 
     from megacompile.inference.evaluation import evaluate as measured
-    console = Console(stderr=True, highlight=False)
-    print(measured(lambda: opening.open_model(model), opening.open_tokenizer(model), data, data_format, length, batch,
-                   console).words)
+    print(measured(model, opening, data, data_format, length, batch, Console(stderr=True, highlight=False)).words)

@@ -3,18 +3,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
 from megacompile import training
-from megacompile.corpus import PretrainedTokenizer
 from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.formats import Format
 from megacompile.finetuning.rows import Batch, in_order
+from megacompile.inference.opening import Opening
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,16 @@ class Evaluation:
                 f"({self.tokens / self.seconds:,.0f} tokens/s)")
 
 
-def evaluate(open_model: Callable[[], Any], tokenizer: PretrainedTokenizer, data: Sequence[str], format: Format | None,
-             length: int, batch: int, console: Console) -> Evaluation:
-    """Evaluates a streamed model on the data of `megacompile train`: of conversations only answers count. The model is opened
-    once the data is known to exist. Raises what reading data raises, and `MegacompileError` for a length that the model does
+def evaluate(source: str, opening: Opening, data: Sequence[str], format: Format | None, length: int, batch: int,
+             console: Console) -> Evaluation:
+    """Evaluates a model on the data of `megacompile train`. Only the answers of conversations count. Reads the data before it
+    loads weights. Raises what reading data and opening a model raise, and `MegacompileError` for a length that the model does
     not have."""
     check_sources(data, format)
-    model = open_model()
-    training.check_length(model.config, length)
-    rows = read(data, tokenizer, format, length, False, model.config.vocab_size, console.print)
+    tokenizer, config = opening.open_tokenizer(source), opening.read_config(source)
+    training.check_length(config, length)
+    rows = read(data, tokenizer, format, length, False, config.vocab_size, console.print)
+    model = opening.open_model(source)
     batches: Iterator[Batch] = in_order(rows, batch)
     shown = track(batches, "evaluating", total=-(-len(rows) // batch), console=console, transient=True,
                   disable=not console.is_terminal)

@@ -37,11 +37,18 @@ class Opening:
         from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 
         base, adapter = self._found(source)
-        near = base if adapter is None or not (adapter / "tokenizer.json").exists() else adapter
-        found = PretrainedTokenizer(self.tokenizer) if self.tokenizer else load_tokenizer(near)
+        found = PretrainedTokenizer(self.tokenizer) if self.tokenizer else load_tokenizer(adapter or base)
+        if isinstance(found, ByteTokenizer) and adapter is not None:
+            found = load_tokenizer(base)
         if isinstance(found, ByteTokenizer):
             raise ArgumentError(f"{base} has no tokenizer: give --tokenizer")
         return found
+
+    def read_config(self, source: str) -> Any:
+        """The model's config. Raises what `load_model` raises."""
+        from megacompile import training
+
+        return training.load_model(self._found(source)[0], meta=True).config
 
     def open_model(self, source: str) -> Any:
         """The streamed model, in evaluation mode. Raises what `from_pretrained` raises, `ArgumentError` for a model without

@@ -1,4 +1,4 @@
-"""Prompts from files: rows with a `prompt`, a conversation (`messages`), or an instruction; or lines of a text file."""
+"""Prompts from files: rows with a `prompt`, a conversation or an instruction; or the lines of a text file."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.finetuning.files import is_text, placed, read_rows
-
-Message = dict[str, Any]
+from megacompile.finetuning.files import is_text, placed, read_lines, read_rows
+from megacompile.finetuning.formats import Message, prompt_of
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class PromptEncoder:
         if not is_text(source):
             yield from read_rows(source)
             return
-        text = Path(source).read_text(encoding="utf-8", errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = list(read_lines(Path(source)))
         if not lines:
             raise ArgumentError(f"{source} has no prompts: write one in each line")
         yield from ({"prompt": line} for line in lines)
@@ -47,7 +45,7 @@ class PromptEncoder:
         text = row.get("prompt")
         if isinstance(text, str) and self._raw:
             return self._checked(self._tokenizer(text)["input_ids"])
-        return self.of_messages(_messages(row))
+        return self.of_messages(prompt_of(row))
 
     def of_messages(self, messages: list[Message]) -> list[int]:
         """The tokens of a conversation that the assistant answers. Raises `MegacompileError` if the template refuses it."""
@@ -64,21 +62,3 @@ class PromptEncoder:
         if not tokens:
             raise MegacompileError("the prompt is empty: write some text, or remove the row")
         return list(tokens)
-
-
-def _messages(row: Mapping[str, Any]) -> list[Message]:
-    """The messages that a row asks with, without answers at its end. Raises `MegacompileError` if it has none."""
-    if isinstance(row.get("prompt"), str):
-        return [{"role": "user", "content": row["prompt"]}]
-    given = row.get("messages", row.get("prompt"))
-    if isinstance(given, list) and given and all(isinstance(each, dict) and "role" in each for each in given):
-        messages = list(given)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if messages:
-            return messages
-    if isinstance(row.get("instruction"), str):
-        further = row.get("input")
-        return [{"role": "user", "content": row["instruction"] + (f"\n\n{further}" if further else "")}]
-    raise MegacompileError("the row has no prompt: give it a column prompt (text), messages (a list of objects with role and "
-                           "content) or instruction")

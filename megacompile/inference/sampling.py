@@ -31,17 +31,15 @@ class Sampling:
     def arguments(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """Arguments of `generate`."""
         found: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "pad_token_id": filler(model)}
-        if self.temperature is not None:
-            found["do_sample"] = self.temperature > 0
-        if self.temperature:
-            found["temperature"] = self.temperature
+        chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         if self.temperature == 0:  # what the model comes with would not count, and transformers would warn
-            return found | self._stops(tokenizer) | {"temperature": None, "top_p": None, "top_k": None}
-        found |= {name: value for name in ("top_p", "top_k") if (value := getattr(self, name)) is not None}
-        return found | self._stops(tokenizer)
-
-    def _stops(self, tokenizer: Any) -> dict[str, Any]:
-        return {"stop_strings": list(self.stop), "tokenizer": tokenizer} if self.stop else {}
+            found |= {"do_sample": False, **dict.fromkeys(chosen)}
+        else:
+            found |= {name: value for name, value in chosen.items() if value is not None}
+            found |= {} if self.temperature is None else {"do_sample": True}
+        if self.stop:
+            found |= {"stop_strings": list(self.stop), "tokenizer": tokenizer}
+        return found
 
     def cut(self, text: str) -> str:
         """An answer without what follows the first stop text."""

@@ -113,6 +113,9 @@ def test_prompts_are_taken_as_people_write_them(model: Path, tokenizer: Any, tmp
                 {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "left out"}]},
                 {"prompt": [{"role": "user", "content": "hello"}]}):
         assert encoder.encode(row) == user, row
+    shared = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "left out"}]
+    assert encoder.encode({"conversations": shared}) == user
+    assert encoder.encode({"prompt": "hello", "system": "brief"}) == chatted(tokenizer, ("system", "brief"), ("user", "hello"))
     assert encoder.encode({"instruction": "add", "input": "1"}) == chatted(tokenizer, ("user", "add\n\n1"))
     assert PromptEncoder(tokenizer, raw=True).encode({"prompt": "hello"}) == tokenizer("hello")["input_ids"]
     lines = tmp_path / "lines.txt"
@@ -185,6 +188,9 @@ def test_prompts_that_are_none_are_refused(tokenizer: Any, tmp_path: Path) -> No
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(MegacompileError, match=r"has no prompts: write one in each line"):
         list(encoder.read(str(tmp_path / "empty.txt")))
+    (tmp_path / "bytes.txt").write_bytes(b"hello\n\xff\xfe\n")
+    with pytest.raises(MegacompileError, match=r"bytes.txt, row 2 cannot be read"):
+        list(encoder.read(str(tmp_path / "bytes.txt")))
     with pytest.raises(MegacompileError, match=r"the prompt is empty: write some text, or remove the row"):
         encoder.encode({"prompt": ""})
     strict = copy.deepcopy(tokenizer)
@@ -278,6 +284,14 @@ def test_the_loss_of_a_text_is_that_of_the_plain_model(batch: int, model: Path, 
     assert float(words[1].rstrip(",")) == pytest.approx(sum(losses) / len(losses), abs=2e-4)
     assert float(words[3].rstrip(",")) == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
     assert int(words[5].replace(",", "")) == 31 * len(whole)
+
+
+def test_data_that_cannot_be_read_is_refused_before_weights_are_loaded(
+        model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megacompile.loading.from_pretrained", None)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "?"}) + "\n")
+    result = command("evaluate", model, "--data", tmp_path / "rows.jsonl", "--length", 32, "--device", "cpu")
+    assert result.exit_code == cli.EXIT_FAILED and "the columns question fit no format" in result.stderr
 
 
 def test_a_length_that_the_model_does_not_have_is_refused(model: Path, text: Path) -> None:
