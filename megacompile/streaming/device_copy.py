@@ -73,15 +73,13 @@ class Owner(Protocol):
 
 
 class DeviceCopy:
-    """State: the `native` model, None where there is none, with the bytes that it takes, the `slots` of its layers that take
-    turns, and the versions of weights and of all tensors when it was current; and how many uses are open, during which the
-    streamed model does not run."""
+    """State: the `native` model, None where there is none, with the `slots` of its layers that take turns, and the versions of
+    weights and of all tensors when it was current; and how many uses are open, during which the streamed model does not run."""
 
     def __init__(self, streamed: Owner) -> None:
         self._streamed = streamed
         self.native: nn.Module | None = None
         self.slots: LayerSlots | None = None
-        self._taken = 0
         self._version, self._versions, self._open = -1, [0], 0
 
     @contextmanager
@@ -100,8 +98,9 @@ class DeviceCopy:
                                            "leave the block `with model.megacompile.on_device()` first")
                 self.release()
             if self.native is None:
-                staying = self._make_room(more_bytes, turns)
-                self.native = self._made(original, staying)
+                turning = self._layers_in_turns(more_bytes, turns)
+                self._make_room(self._bytes_with(turning) + more_bytes)
+                self.native = self._made(original, turning)
             elif self._version != streamed.step.version:
                 self._copy_changed(self.native)
             self._version, self._versions = streamed.step.version, [tensor._version for tensor in _tensors(streamed.model)]
@@ -120,7 +119,7 @@ class DeviceCopy:
         if self._open:
             raise MegacompileError("the model's weights are on the device for inference, and streaming needs the memory: leave "
                                    "the block `with model.megacompile.on_device()` first")
-        if self.native is not None and not self._holds((self.bytes if self.slots is None else self._taken) + needed):
+        if self.native is not None and not self._holds(self._taken + needed):
             self.release()
 
     def release(self) -> None:
@@ -140,22 +139,39 @@ class DeviceCopy:
         """Bytes of device memory that it takes with all layers."""
         return sum(tensor.nbytes for tensor in _tensors(self._streamed.model)) if self._takes_memory else 0
 
-    def fits(self, more_bytes: int = 0, turns: Turns = Turns.NONE) -> bool:
-        """Whether it fits the budget, with `more_bytes` for what its use takes."""
-        if turns == Turns.NONE or (turns == Turns.SOME and self.fits(more_bytes)):
-            return self._holds(self.bytes + more_bytes)
-        layers = self._layers()
-        return bool(layers) and self._holds(self._beside(layers) + slot_bytes(layers) + more_bytes)
+    @property
+    def _taken(self) -> int:
+        """Bytes of device memory that the copy takes."""
+        return self._bytes_with([] if self.slots is None else self.slots.layers)
 
-    def _serves(self, more_bytes: int, turns: Turns) -> bool:
-        """Whether the copy that is there can be used again."""
-        fewest = self.slots is not None and len(self.slots.layers) == len(self._layers())
-        wanted = self.slots is None if turns == Turns.NONE else fewest if turns == Turns.ALL else True
-        return wanted and self._holds(self._taken + more_bytes)
+    def _bytes_with(self, turning: Sequence[LayerWeights]) -> int:
+        """Bytes of device memory that it takes if these layers take turns."""
+        return self._beside(turning) + slot_bytes(turning)
+
+    def _beside(self, layers: Sequence[LayerWeights]) -> int:
+        """Bytes of everything but these layers."""
+        return self.bytes - sum(layer.bytes for layer in layers)
 
     def _holds(self, needed: int) -> bool:
         planner = self._streamed.planner
         return not self._takes_memory or needed + planner.margin_bytes <= planner.device_bytes
+
+    def fits(self, more_bytes: int = 0, turns: Turns = Turns.NONE) -> bool:
+        """Whether it fits the budget, with `more_bytes` for what its use takes."""
+        return self._turning(more_bytes, turns) is not None
+
+    def _turning(self, more_bytes: int, turns: Turns) -> Sequence[LayerWeights] | None:
+        """The layers that take turns; None if it does not fit."""
+        if turns != Turns.ALL and self._holds(self.bytes + more_bytes):
+            return []
+        layers = [] if turns == Turns.NONE else self._layers()
+        if not layers or not self._holds(self._bytes_with(layers) + more_bytes):
+            return None
+        planner, staying = self._streamed.planner, set()
+        if turns == Turns.SOME:
+            room = planner.device_bytes - planner.margin_bytes - more_bytes - self._beside(layers)
+            staying = {layer.name for layer in resident_layers(layers, room)}
+        return [layer for layer in layers if layer.name not in staying]
 
     def _layers(self) -> list[LayerWeights]:
         """The layers whose weights can take turns, in the order in which they run."""
@@ -163,53 +179,43 @@ class DeviceCopy:
         names = list(dict.fromkeys(call.again or call.name for call in streamed.captured.calls[1:-1]))
         return layer_weights(streamed.model, names, streamed.store.tiles.values())
 
-    def _beside(self, layers: Sequence[LayerWeights]) -> int:
-        """Bytes of everything else."""
-        return self.bytes - sum(layer.bytes for layer in layers)
+    def _serves(self, more_bytes: int, turns: Turns) -> bool:
+        """Whether the copy that is there can be used again."""
+        there = 0 if self.slots is None else len(self.slots.layers)
+        wanted = {Turns.NONE: not there, Turns.SOME: True, Turns.ALL: there and there == len(self._layers())}[turns]
+        return bool(wanted) and self._holds(self._taken + more_bytes)
 
-    def _staying(self, more_bytes: int, turns: Turns) -> list[LayerWeights] | None:
-        """The layers that stay on the device: None means all of them. Raises `InsufficientMemoryError`."""
-        planner = self._streamed.planner
-        if turns != Turns.ALL and self.fits(more_bytes):
-            return None
-        if turns != Turns.NONE and self.fits(more_bytes, turns):
-            layers = self._layers()
-            room = planner.device_bytes - planner.margin_bytes - more_bytes - self._beside(layers)
-            return resident_layers(layers, room) if turns == Turns.SOME else []
-        raise InsufficientMemoryError(
-            f"the weights take {format_bytes(self.bytes)} of device memory, their use {format_bytes(more_bytes)}, and "
-            f"{format_bytes(planner.margin_bytes)} stay free, of {format_bytes(planner.device_bytes)}: give a larger "
-            "device_memory, let layers take turns (on_device(in_turns=True)), or call the streamed model")
+    def _layers_in_turns(self, more_bytes: int, turns: Turns) -> Sequence[LayerWeights]:
+        """As `_turning`. Raises `InsufficientMemoryError` if it does not fit."""
+        found, planner = self._turning(more_bytes, turns), self._streamed.planner
+        if found is None:
+            raise InsufficientMemoryError(
+                f"the weights take {format_bytes(self.bytes)} of device memory, their use {format_bytes(more_bytes)}, and "
+                f"{format_bytes(planner.margin_bytes)} stay free, of {format_bytes(planner.device_bytes)}: give a larger "
+                "device_memory, let layers take turns (on_device(in_turns=True)), or call the streamed model")
+        return found
 
-    def _make_room(self, more_bytes: int, turns: Turns) -> list[LayerWeights] | None:
+    def _make_room(self, needed: int) -> None:
         """Frees slots if the budget does not hold both, but not those that an open forward's backward reads. With several
         ranks, state that is newer on the devices stays there: all ranks copy it back together, and one of them may generate
-        alone. Returns as `_staying`, and raises as it does."""
+        alone."""
         streamed = self._streamed
-        staying = self._staying(more_bytes, turns)
-        self._taken = self.bytes
-        if staying is not None:
-            layers = self._layers()
-            self._taken = self._beside(layers) + sum(layer.bytes for layer in staying) + slot_bytes(layers)
         training = max((shape.estimate.total for shape in streamed.shapes.table.values()), default=0)
-        if not self._takes_memory or self._holds(self._taken + more_bytes + training):
-            return staying
+        if self._holds(needed + training):
+            return
         if not streamed.forwards.open() and not (streamed.together.size > 1 and streamed.residency.state_ahead):
             streamed.evict()
             awaited = set(streamed.residency.awaited())
             streamed.runner.forget_slots([slot for slot in streamed.arena.slots
                                           if slot not in awaited and not streamed.arena.is_slab(slot)])
             streamed.backend.trim()
-        return staying
 
     # ---------------------------------------------------------------- the model
-    def _made(self, original: type[nn.Module], staying: Sequence[LayerWeights] | None) -> nn.Module:
-        """A copy of the model's structure, whose parameters and buffers are on the device. `staying`: its layers that do not
-        take turns; None: all."""
+    def _made(self, original: type[nn.Module], turning: Sequence[LayerWeights]) -> nn.Module:
+        """A copy of the model's structure, whose parameters and buffers are on the device. `turning`: its layers that take
+        turns."""
         model = self._streamed.model
-        if staying is not None:
-            names = {layer.name for layer in staying}
-            self.slots = LayerSlots([layer for layer in self._layers() if layer.name not in names], self._device)
+        self.slots = LayerSlots(turning, self._device) if turning else None
         in_slots = {} if self.slots is None else self.slots.views(model)
         memo: dict[int, Any] = {}
         for tensor in _tensors(model):

@@ -29,7 +29,7 @@ def ways_to_generate(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     whole = fits(cache + working, Turns.NONE)
     if whole:
         yield Way(Turns.NONE, cache + working, dict(kwargs))
-    in_turns = with_options(model, kwargs, disable_compile=True)  # copies are issued between layers
+    in_turns = with_options(kwargs, disable_compile=True)  # copies are issued between layers
     if fits(cache + working, Turns.ALL):
         if not whole:
             yield Way(Turns.SOME, cache + working, in_turns)
@@ -39,10 +39,10 @@ def ways_to_generate(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         return
     of_two = 2 * cache // layers
     if fits(of_two + working, Turns.ALL):
-        yield Way(Turns.ALL, of_two + working, with_options(model, in_turns, cache_implementation="offloaded"))
+        yield Way(Turns.ALL, of_two + working, with_options(in_turns, cache_implementation="offloaded"))
 
 
-def with_options(model: nn.Module, kwargs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+def with_options(kwargs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """Arguments of `generate` with these options too. transformers accepts options in a configuration or as arguments, and not
     both."""
     found = dict(kwargs)

@@ -181,7 +181,7 @@ class StreamedPretrained(StreamedModule):
                 warnings.warn("the device has too little memory for this generation with so many weights there: it starts "
                               f"again with fewer, and is slower ({str(error).splitlines()[0]})", stacklevel=2)
         with torch.no_grad(), base_calls_streamed(self, _for_generation):
-            return super().generate(*args, **with_options(self, kwargs, use_cache=False))  # type: ignore[misc]
+            return super().generate(*args, **with_options(kwargs, use_cache=False))  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]
