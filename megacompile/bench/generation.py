@@ -26,6 +26,7 @@ import megacompile
 from megacompile.bench import rows
 from megacompile.bench.shapes import SHAPES, random_model
 from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.layer_slots import LayerSlots
 from megacompile.streaming.streamed_module import original_class
 
 #: native: transformers' model on the device. user: `model.generate`. turns: all layers take turns in two slots.
@@ -59,17 +60,16 @@ def measure(given: argparse.Namespace) -> rows.Row:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     generate = _generate(model, given)
-    times = _timed(generate, given)
-    seconds = statistics.median(times[given.warm_up:])
-    found = dict(layers=model.config.num_hidden_layers, parameters=sum(p.numel() for p in model.parameters()), losses=[],
-                 tokens_per_s=round(given.batch * given.new_tokens / seconds), times_s=[round(t, 3) for t in times],
-                 setup_s=round(setup_s, 1),
-                 peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0)
+    found = rows.timed(lambda ids: generate(ids, given.new_tokens), given)
+    seconds = found["step_s"]
+    found |= dict(layers=model.config.num_hidden_layers, parameters=sum(p.numel() for p in model.parameters()),
+                  tokens_per_s=round(given.batch * given.new_tokens / seconds), setup_s=round(setup_s, 1),
+                  peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0)
     if given.through == "native":
         return found
     slots = model.megacompile.streamed.device_copy.slots
     if slots is not None:
-        link = _link_rate(slots, given.device)
+        link = _link_rate(slots)
         bound = given.new_tokens * sum(layer.bytes for layer in slots.layers) / link
         found |= dict(turns=len(slots.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=round(bound / seconds, 3))
     if given.switches:
@@ -78,13 +78,14 @@ def measure(given: argparse.Namespace) -> rows.Row:
     return found
 
 
-def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], None]:
-    """A function that generates so many tokens for some prompts."""
+def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], float]:
+    """A function that generates so many tokens for some prompts. Returns 0, where a training step returns its loss."""
     how: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
     if given.cache != "dynamic":
         how["cache_implementation"] = given.cache
 
-    def generate(ids: Tensor, count: int) -> None:
+    def generate(ids: Tensor, count: int) -> float:
+        ids = ids.to(given.device)
         if given.through == "turns":
             device_copy = model.megacompile.streamed.device_copy
             with torch.no_grad(), device_copy.use(original_class(model), 0, Turns.ALL) as native:
@@ -93,26 +94,12 @@ def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], 
             model.generate(ids, max_new_tokens=count, **how)
         if given.device == "cuda":
             torch.cuda.synchronize()
+        return 0.0
 
     return generate
 
 
-def _prompts(given: argparse.Namespace, seed: int) -> Tensor:
-    generator, vocabulary = torch.Generator().manual_seed(seed), SHAPES[given.shape]["vocab_size"]
-    return torch.randint(0, vocabulary, (given.batch, given.length), generator=generator).to(given.device)
-
-
-def _timed(generate: Callable[[Tensor, int], None], given: argparse.Namespace) -> list[float]:
-    times = []
-    for number in range(given.warm_up + given.steps):
-        ids = _prompts(given, number)
-        begun = time.perf_counter()
-        generate(ids, given.new_tokens)
-        times.append(time.perf_counter() - begun)
-    return times
-
-
-def _link_rate(slots: Any, device: str) -> float:
+def _link_rate(slots: LayerSlots) -> float:
     """Bytes per second of copies of all layers that take turns, one after another."""
     rates = []
     for _ in range(3):
@@ -125,28 +112,28 @@ def _link_rate(slots: Any, device: str) -> float:
     return statistics.median(rates)
 
 
-def _switching(model: Any, generate: Callable[[Tensor, int], None], given: argparse.Namespace) -> rows.Row:
+def _switching(model: Any, generate: Callable[[Tensor, int], float], given: argparse.Namespace) -> rows.Row:
     """Seconds from the end of a training step to the first token, and back; and the memory that is reserved after each."""
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5)
-    cuda = given.device == "cuda"
+    cuda, vocabulary = given.device == "cuda", SHAPES[given.shape]["vocab_size"]
 
     def step() -> float:
-        ids = torch.randint(0, SHAPES[given.shape]["vocab_size"], (TRAINED_ROWS, TRAINED_LENGTH))
+        ids = torch.randint(0, vocabulary, (TRAINED_ROWS, TRAINED_LENGTH))
         begun = time.perf_counter()
         model.megacompile.train_step(dict(input_ids=ids, labels=ids), optimizer).item()
         return time.perf_counter() - begun
 
     steady = statistics.median([step() for _ in range(5)][2:])
     first, back, reserved = [], [], []
-    for number in range(given.switches):
-        ids = _prompts(given, number)
+    for _ in range(given.switches):
+        ids = torch.randint(0, vocabulary, (given.batch, given.length))
         begun = time.perf_counter()
         generate(ids, 1)
         first.append(time.perf_counter() - begun)
         back.append(step() - steady)
         reserved.append(round(torch.cuda.memory_reserved() / 2**30, 2) if cuda else 0.0)
     return dict(first_token_s=round(statistics.median(first), 3), back_s=round(statistics.median(back), 3),
-                step_s=round(steady, 3), first_tokens_s=[round(t, 3) for t in first], backs_s=[round(t, 3) for t in back],
+                train_step_s=round(steady, 3), first_tokens_s=[round(t, 3) for t in first], backs_s=[round(t, 3) for t in back],
                 reserved_gib=reserved)
 
 
