@@ -180,36 +180,28 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
     has by then applied one bad update.
     """
     handle = getattr(model, "megacompile", None)
-    with LongLived(lambda: None if handle is None else compiled_variants(handle.streamed)) as long_lived:
-        return _train(model, optimizer, batches, range(done + 1, steps + 1), schedule, on_step, stop, long_lived.after_step)
-
-
-def _train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mapping[str, Tensor]], numbers: Iterable[int],
-           schedule: torch.optim.lr_scheduler.LRScheduler | None, on_step: Callable[[Step], None], stop: Callable[[], bool],
-           after_step: Callable[[], None]) -> list[float]:
-    """As `train`, for the steps of these numbers."""
     parameters, losses = parameter_count(model), []
-    for number in numbers:
-        if stop():
-            break
-        begin, lr = time.perf_counter(), float(optimizer.param_groups[0]["lr"])
-        batch = next(batches)
-        found = _step(model, optimizer, batch)
-        if schedule is not None:
-            schedule.step()
-        loss = float(found)  # waits for the device, not for the update, which overlaps the next step
-        if not math.isfinite(loss):
-            raise MegacompileError(
-                f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
-        losses.append(loss)
-        after_step()
-        taken = time.perf_counter() - begin
-        useful, computed = _tokens(model, batch)
-        device_bytes, host_bytes = memory(model)
-        norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
-        rate = useful / taken
-        on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes, taken,
-                     norm))
+    with LongLived(lambda: None if handle is None else compiled_variants(handle.streamed)) as long_lived:
+        for number in range(done + 1, steps + 1):
+            if stop():
+                break
+            begin, lr = time.perf_counter(), float(optimizer.param_groups[0]["lr"])
+            batch = next(batches)
+            found = _step(model, optimizer, batch)
+            if schedule is not None:
+                schedule.step()
+            loss = float(found)  # waits for the device, not for the update, which overlaps the next step
+            if not math.isfinite(loss):
+                raise MegacompileError(f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
+            losses.append(loss)
+            long_lived.after_step()
+            taken = time.perf_counter() - begin
+            useful, computed = _tokens(model, batch)
+            device_bytes, host_bytes = memory(model)
+            norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
+            rate = useful / taken
+            on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes,
+                         taken, norm))
     return losses
 
 

@@ -30,7 +30,7 @@ class LongLived:
             gc.unfreeze()
 
     def after_step(self) -> None:
-        """To be called after each step."""
+        """Call this after each step."""
         if not self._own or (made := self._made()) == self._seen:
             return
         self._seen = made

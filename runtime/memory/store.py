@@ -49,7 +49,7 @@ class Store:
 
     def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout]) -> list[Tensor]:
         """From now on tiles and what is streamed of them have these layouts, which differ from those of before in the
-        optimizer's state alone. State that is kept in another way restarts. Returns the memory that is no longer used."""
+        optimizer's state alone. State that is kept in another way restarts. Returns memory that can be freed now."""
         unused = [part for name, layout in host.items() for part in self.tiles[name].keep(layout)]
         for name, part in self.parts.items():
             part.layout = streamed[name]

@@ -286,7 +286,7 @@ class HostTile:
 
     def keep(self, layout: TileLayout) -> list[Tensor]:
         """From now on the optimizer's state is laid out so. Moments restart if they were kept in another way, and a master
-        whose remainder is not kept is rounded to its weight. Returns the memory that is no longer used."""
+        whose remainder is not kept is rounded to its weight. Returns memory that can be freed now."""
         before, self.layout = self.layout, layout
         held = self.state()
         if layout.state_layout != before.state_layout:

@@ -35,7 +35,7 @@ struct UpdateLoop {
   Segment segment;
 
   ALWAYS_INLINE void operator()(int64_t begin, int64_t end) const {
-    // Copies whose address nothing has: the compiler keeps them in registers, although elements are stored in between.
+    // The compiler keeps local copies in registers. It would read members again after every store of an element.
     const Segment at = segment;
     Scalars scalars;
     static_assert(sizeof scalars <= sizeof at.scalars);
