@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import sys
@@ -29,6 +30,16 @@ SOON_S = 5.0
 
 class InjectedError(Exception):
     """What tests throw into lanes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_own_threads() -> None:
+    """Models that earlier tests in this process have forgotten end their threads now, not during a test that counts threads."""
+    gc.collect()
+    before, now = None, lane_threads()
+    while before != now:
+        time.sleep(0.1)
+        before, now = now, lane_threads()
 
 
 @pytest.fixture(scope="module")
