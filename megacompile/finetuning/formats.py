@@ -99,8 +99,7 @@ def _read(row: Row, reader: Callable[[Row], list[Message]]) -> list[Message]:
 
 
 def _alpaca(row: Row) -> list[Message]:
-    answer = _string(row, "output")
-    return [*_instruction(row), {"role": "assistant", "content": answer}]
+    return [*_instruction(row), {"role": "assistant", "content": _string(row, "output")}]
 
 
 def _instruction(row: Row) -> list[Message]:
