@@ -5,26 +5,25 @@ import functools
 import gc
 import importlib
 import importlib.util
-import inspect
-import json
 import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 # Inductor tries out six instruction sets in each fresh cache, for longer than a small test takes: scalar code serves here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests are no package
 
+import alike_models
 import torch
-from torch import fx, nn
+from torch import fx
 
 from megacompile import api
-from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.joint import JointGraph
-from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import CallSpec, Program, Tile
@@ -47,10 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--interrupts", type=int, default=5, help="at how many lines Ctrl-C comes, in each kind of step")
 
 
-_lasting: dict[Hashable, CapturedModel] = {}  # see `shared_captures`
-#: What a config says of the file that a model was read from, and of its weights, whose dtypes count by themselves.
-_OF_FILES = ("_name_or_path", "architectures", "dtype", "initializer_range", "torch_dtype", "transformers_version")
-_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # what every module has, and no setting
 _frozen = [0, 0]  # how many modules and captures there were when the heap was frozen
 
 
@@ -62,7 +57,7 @@ def pytest_runtest_setup() -> None:
     """Modules and captures stay to the end, half a million objects and more: the collector, which would read them all each time
     (a tenth of the tests' time), need not look at them. Done between tests, so that no test's own objects are among them, and
     only when there are many new ones, since looking for them takes a tenth of a second."""
-    now = [len(sys.modules), len(_lasting)]
+    now = [len(sys.modules), len(alike_models.captured)]
     if now[0] >= _frozen[0] + 50 or now[1] >= _frozen[1] + 4:
         gc.collect()
         gc.freeze()
@@ -116,56 +111,10 @@ def make_schedule() -> Callable[..., Compiled]:
     return compiled_schedule
 
 
-def _alike(model: nn.Module) -> Hashable | None:
-    """The same for models that are built alike; None for one of which that cannot be said. A model's mode and device do not
-    count: a capture copies the model onto fakes, in a mode of its own."""
-    modules = list(model.modules())
-    if any("forward" in vars(each) for each in modules):
-        return None
-    known = all(type(each).__module__.startswith(("transformers.", "torch.", "peft.")) for each in modules)
-    if known and hasattr(model, "config"):
-        config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_FILES}
-        adapters = [repr({key: value for key, value in vars(each).items() if key not in _OF_MODULES and not callable(value)})
-                    for each in modules if type(each).__module__.startswith("peft.")]
-        settings: Hashable = json.dumps(config, default=str, sort_keys=True), model.config._attn_implementation, *adapters
-    else:
-        held = [(name, value) for each in modules for name, value in vars(each).items() if not name.startswith("_")]
-        if not all(_is_plain(value) for _, value in held):
-            return None
-        settings = repr(held)
-    first: dict[int, str] = {}
-    parameters = [(name, first.setdefault(id(p), name), tuple(p.shape), p.dtype, p.requires_grad)
-                  for name, p in model.named_parameters(remove_duplicate=False)]
-    buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
-    return settings, *parameters, *buffers, *((name, type(each)) for name, each in model.named_modules())
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, str | int | float | torch.dtype)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def shared_captures() -> Iterator[None]:
-    """Most of the time of a test that streams a tiny model is its capture, and most are captures of the same few models. What
-    is captured depends on no weight: one serves all models that are built alike."""
-    capture, signature = api.capture, inspect.signature(api.capture)
-
-    def shared(model: nn.Module, **options: Any) -> CapturedModel:
-        bound = signature.bind(model, **options)
-        bound.apply_defaults()
-        alike, example, layers = _alike(model), bound.arguments.pop("example") or {}, bound.arguments.pop("layers")
-        if alike is None:
-            return capture(model, **options)
-        lists = (layers.paths, layers.largest) if isinstance(layers, LayerStack) else layers
-        key = (alike, lists, *((name, tensor.shape, tensor.dtype) for name, tensor in example.items()), *bound.kwargs.values())
-        if key not in _lasting:
-            _lasting[key] = capture(model, **options)
-        return _lasting[key]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "capture", shared)
+        patch.setattr(api, "capture", alike_models.capture_once)
         yield
 
 

@@ -1,27 +1,88 @@
 """Starts the processes of a job as torchrun does, and collects what each rank has to say."""
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import multiprocessing
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What scripts may import from: the project, and modules beside the tests.
-PATHS = (ROOT, ROOT / "tests" / "unit", ROOT / "tests" / "ranks")
+PATHS = (ROOT, ROOT / "tests", ROOT / "tests" / "unit", ROOT / "tests" / "ranks")
+#: Ranks are forked from one process, which has imported `before_ranks`.
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+@functools.cache
+def _start_server() -> None:
+    _CONTEXT.set_forkserver_preload(["before_ranks"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, PATHS)), OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+
+
+class Process:
+    """A process that runs a Python script, used as `subprocess.Popen` is."""
+
+    def __init__(self, script: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
+        _start_server()
+        self._process = _CONTEXT.Process(target=_run, args=(script, arguments, dict(environment), output))
+        self._process.start()
+        self.pid: int = self._process.pid or 0
+
+    def poll(self) -> int | None:
+        """The exit code: negative, the number of a signal; None, if the process still runs."""
+        return self._process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        """The exit code. Raises `subprocess.TimeoutExpired` if the process still runs after so many seconds."""
+        self._process.join(seconds)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", seconds or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(script: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
+    """Runs a script as `python SCRIPT ...` does, with standard output and error in a file."""
+    assert "before_ranks" in sys.modules, "the server could not import it"
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [str(script), *arguments]
+    sys.path[:0] = map(str, (script.parent, *PATHS))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # a forked process leaves them out
 
 
 @dataclass
 class Job:
     """The processes of all ranks, in order. `folder`: where each rank writes `<rank>.json`, and its errors to `<rank>.txt`."""
 
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[Process]
     folder: Path
 
     def wait(self, seconds: float = 240.0) -> list[int]:
@@ -63,7 +124,5 @@ def start(script: Path, ranks: int, folder: Path, arguments: Sequence[str] = (),
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "RANK": str(rank),
             "LOCAL_RANK": str(rank - host_of.index(host_of[rank])), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "RESULTS": str(folder), **host, **environment}
-        with (folder / f"{rank}.txt").open("wb") as errors:
-            processes.append(subprocess.Popen([sys.executable, str(script), *arguments], env=of_rank, stdout=errors,
-                                              stderr=subprocess.STDOUT))
+        processes.append(Process(script, arguments, of_rank, folder / f"{rank}.txt"))
     return Job(processes, folder)

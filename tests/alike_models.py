@@ -1,0 +1,64 @@
+"""Most of the time of a test that streams a tiny model is its capture, and most are captures of the same few models. What is
+captured depends on no weight: one capture serves all models that are built alike."""
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.frontend.capture import CapturedModel, capture
+from megacompile.frontend.tracing.layers import LayerStack
+
+captured: dict[Hashable, CapturedModel] = {}
+#: What a config says of the file that a model was read from, and of its weights, whose dtypes count by themselves.
+_OF_FILES = ("_name_or_path", "architectures", "dtype", "initializer_range", "torch_dtype", "transformers_version")
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # what every module has, and no setting
+_signature = inspect.signature(capture)
+
+
+def capture_once(model: nn.Module, **options: Any) -> CapturedModel:
+    """`capture`, whose result is kept for models that are built alike."""
+    bound = _signature.bind(model, **options)
+    bound.apply_defaults()
+    alike, example, layers = _alike(model), bound.arguments.pop("example") or {}, bound.arguments.pop("layers")
+    if alike is None:
+        return capture(model, **options)
+    lists = (layers.paths, layers.largest) if isinstance(layers, LayerStack) else layers
+    key = (alike, lists, *((name, tensor.shape, tensor.dtype) for name, tensor in example.items()), *bound.kwargs.values())
+    if key not in captured:
+        captured[key] = capture(model, **options)
+    return captured[key]
+
+
+def _alike(model: nn.Module) -> Hashable | None:
+    """The same for models that are built alike; None for one of which that cannot be said. A model's mode and device do not
+    count: a capture copies the model onto fakes, in a mode of its own."""
+    modules = list(model.modules())
+    if any("forward" in vars(each) for each in modules):
+        return None
+    known = all(type(each).__module__.startswith(("transformers.", "torch.", "peft.")) for each in modules)
+    if known and hasattr(model, "config"):
+        config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_FILES}
+        adapters = [repr({key: value for key, value in vars(each).items() if key not in _OF_MODULES and not callable(value)})
+                    for each in modules if type(each).__module__.startswith("peft.")]
+        settings: Hashable = json.dumps(config, default=str, sort_keys=True), model.config._attn_implementation, *adapters
+    else:
+        held = [(name, value) for each in modules for name, value in vars(each).items() if not name.startswith("_")]
+        if not all(_is_plain(value) for _, value in held):
+            return None
+        settings = repr(held)
+    first: dict[int, str] = {}
+    parameters = [(name, first.setdefault(id(p), name), tuple(p.shape), p.dtype, p.requires_grad)
+                  for name, p in model.named_parameters(remove_duplicate=False)]
+    buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
+    return settings, *parameters, *buffers, *((name, type(each)) for name, each in model.named_modules())
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | int | float | torch.dtype)
