@@ -19,7 +19,8 @@ from megacompile.errors import MegacompileError  # noqa: E402  (after the path i
 from megacompile.version import __version__  # noqa: E402, F401  (public)
 
 __all__ = ["SGD", "AdamW", "CheckpointWriter", "Lion", "MegacompileError", "Muon", "explain_capture", "from_pretrained",
-           "latest_checkpoint", "layer_stack", "load_checkpoint", "register_layers", "save_checkpoint", "schedule", "stream"]
+           "latest_checkpoint", "layer_stack", "load_checkpoint", "quantize", "register_layers", "save_checkpoint", "schedule",
+           "stream"]
 
 #: The module of each public name. The imports under `TYPE_CHECKING` below tell type checkers the same; a test compares both.
 _MODULE_OF = {
@@ -33,6 +34,7 @@ _MODULE_OF = {
     "latest_checkpoint": "megacompile.checkpoint",
     "layer_stack": "megacompile.frontend.tracing.layers",
     "load_checkpoint": "megacompile.checkpoint",
+    "quantize": "megacompile.weights.quantizing",
     "register_layers": "megacompile.frontend.tracing.layers",
     "save_checkpoint": "megacompile.checkpoint",
     "schedule": "megacompile.scheduling",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from megacompile.streaming.optimizer.lion import Lion
     from megacompile.streaming.optimizer.muon import Muon
     from megacompile.streaming.optimizer.sgd import SGD
+    from megacompile.weights.quantizing import quantize
 else:
     def __getattr__(name: str) -> Any:
         """Imports a public name or a module of the package on first access."""

@@ -13,6 +13,7 @@ from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.pipeline import Watch
 from megacompile.frontend.tracing.layers import Layers, find_layers
+from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
 from megacompile.passes.template import Target
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget
@@ -37,7 +38,9 @@ from megacompile.streaming.user_tensors.owners import check_unclaimed, claim
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.under_way import under_way
 from megacompile.weights.empty_models import fill_buffers
-from megacompile.weights.tiling import Tiling, build_store, check_device_memory
+from megacompile.weights.moving import build_store
+from megacompile.weights.quantizing import adopt_bitsandbytes
+from megacompile.weights.tiling import Tiling, check_device_memory
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -62,6 +65,7 @@ def stream(model: M, *, layers: Layers | None = None, example: Mapping[str, Tens
     if getattr(model, "megacompile", None) is not None:
         raise MegacompileError("the model is streamed already: call model.megacompile.close() before streaming it with other "
                                "options")
+    adopt_bitsandbytes(model)
     config = StreamConfig.of(**options)
     if any(p.is_meta for p in model.parameters()) and (config.distributed is False or rank_in_job() == 0):
         raise UnsupportedError("the model is on the meta device and has no weights to train: load them first (with several "
@@ -145,7 +149,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
         raise MegacompileError(f"example[{wrong[0]!r}] must be an integer tensor [batch, length], not a "
                                f"{type((example or {})[wrong[0]]).__name__}")
-    dtypes = {config.dtype or p.dtype for p in model.parameters()}
+    dtypes = {streamed_dtype(p, config.dtype) for p in model.parameters() if p.is_floating_point() or p.requires_grad}
     if not dtypes <= {torch.float32, torch.bfloat16}:
         raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and "
                                "bfloat16; cast the model to one of them")

@@ -21,9 +21,13 @@ from megacompile.planning.config import StreamConfig
 from megacompile.planning.host_needs import least_bytes
 from megacompile.sizes import format_bytes
 from megacompile.system.regular_files import refuse_irregular
+from megacompile.weights.codes import FORMATS, Format
 from megacompile.weights.empty_models import put_adapter, replace_parameters
 from megacompile.weights.filling import fill
 from megacompile.weights.matching import Match, match
+from megacompile.weights.quantizing import format_of
+from megacompile.weights.quantizing import quantize as quantized
+from megacompile.weights.stored_codes import bytes_quantized, packed_tensors, quantize_empty
 from megacompile.weights.tiling import require_host_memory
 from megacompile.weights.weight_files import (
     CONFIG_FILE,
@@ -41,7 +45,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, config: Any = None, revision: str | None = None,
                     strict: bool = True, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
-                    adapter: Any = None, trainable: bool = True, **options: Any) -> Any:
+                    adapter: Any = None, trainable: bool = True, quantize: Any = None, **options: Any) -> Any:
     """A streamed causal language model from transformers, in evaluation mode.
 
     The result equals `stream(AutoModelForCausalLM.from_pretrained(source))`, but weights are read from the files directly into
@@ -60,36 +64,43 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         adapter: a `peft.LoraConfig`. The result is then a PEFT model with an adapter in the dtype of the weights. The weights
             are frozen and take no host memory for gradients and optimizer state.
         trainable: False: all weights are frozen, for generation and evaluation. They then take their own size in host memory.
+        quantize: stores the frozen linear layers in fewer bits ("nf4", "int8" or a `transformers.BitsAndBytesConfig`, see
+            `megacompile.quantize`) while they are read. A checkpoint that bitsandbytes has quantized is read as it is.
+            Quantized weights are frozen: give an `adapter`, or `trainable=False`.
 
     Raises `CheckpointError` if files cannot be read or do not fit the model, with a list of the mismatches;
     `InsufficientMemoryError` before weights are fetched or read, with the bytes that training takes; `ArgumentError` if there
     is no such checkpoint; and what `stream` raises.
     """
     stream_config = StreamConfig.of(**options)
+    wanted = None if quantize is None else format_of(quantize)
     folder, commit = _find(source, revision)
     config = config if config is not None else _config(folder)
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedError(f"{source} is quantized, and quantized weights cannot be trained: give the checkpoint that it "
-                               "was quantized from")
+    stored_as = _format(source, config, wanted)
+    if stored_as is not None and adapter is None and trainable:
+        raise ArgumentError("quantized weights are frozen, and nothing would be trained: give an adapter (LoraConfig), or "
+                            "trainable=False")
     known = dtype or config.dtype
     model = _empty_model(source, config, known or torch.bfloat16)
     model.requires_grad_(trainable)
     config._name_or_path = model.name_or_path = str(source)  # the files of an adapter refer to the model by this name
     if adapter is None and trainable:
         require_host_memory(least_bytes(model))
-    else:
-        require_host_memory(sum(p.nbytes for p in model.parameters()))  # the adapter adds little, and is counted later
+    else:  # the adapter adds little, and is counted later
+        frozen = model.requires_grad_(False)
+        require_host_memory(sum(p.nbytes for p in frozen.parameters()) if stored_as is None else
+                            bytes_quantized(frozen, stored_as))
     if commit is not None:
         folder = _fetch(str(source), commit, FILE_PATTERNS)
     files = weight_files(folder)
-    stored = stored_tensors(files)
-    if known is None:
-        model = _empty_model(source, config, _widest(stored.values())).requires_grad_(trainable)
     with WeightReader() as reader:
         reader.open(files)
+        stored = packed_tensors(stored_tensors(files), reader)
+        if known is None:
+            model = _empty_model(source, config, _widest(stored.values())).requires_grad_(trainable)
         found = match(model, stored, reader)
         if found.converted:
-            return _convert(folder, config, found, model, strict, adapter, trainable, dtype=dtype, layers=layers,
+            return _convert(folder, config, found, model, strict, adapter, trainable, quantize, dtype=dtype, layers=layers,
                             example=example, **options)
         found.check(source, model, strict)
         if problems := found.text():
@@ -100,8 +111,9 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         sources = found.sources
         if adapter is not None:
             model, sources = _adapted(model, adapter, sources)
+        coded = quantize_empty(model, sources, wanted)
         model.eval()
-        filled = functools.partial(fill, sources=sources, reader=reader)
+        filled = functools.partial(fill, sources=coded, reader=reader)
         return attach(model, filled, stream_config, layers, example)
 
 
@@ -153,6 +165,20 @@ def _read_generation_config(model: Any, folder: Path) -> None:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers may raise anything on a damaged file
             raise CheckpointError(f"{folder / GENERATION_FILE} cannot be read: fix or remove it\n{error}") from error
+
+
+def _format(source: str | Path, config: Any, wanted: Format | None) -> Format | None:
+    """The format of most linear layers: the one that is asked for, or that of a checkpoint of bitsandbytes."""
+    how = getattr(config, "quantization_config", None)
+    if not how:
+        return wanted
+    said = how if isinstance(how, dict) else how.to_dict()
+    if said.get("quant_method") != "bitsandbytes":
+        raise UnsupportedError(f"{source} is quantized by {said.get('quant_method')}, which is not supported: give the "
+                               "checkpoint that it was quantized from, with quantize='nf4' or 'int8', or one of bitsandbytes")
+    if wanted is not None:
+        raise ArgumentError(f"{source} is quantized already: leave quantize out")
+    return FORMATS["nf4" if said.get("load_in_4bit") else "int8"]
 
 
 # -------------------------------------------------------------------- a model without weights
@@ -233,7 +259,7 @@ def _adapted(model: Any, adapter: Any, sources: Mapping[str, StoredTensor]) -> t
 
 # -------------------------------------------------------------------- checkpoints in another layout
 def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, adapter: Any, trainable: bool,
-             **options: Any) -> Any:
+             quantize: Any, **options: Any) -> Any:
     """Streams the model after loading it with transformers, which can convert checkpoints in other layouts."""
     from transformers import AutoModelForCausalLM
 
@@ -250,4 +276,5 @@ def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, 
     Match({}, tuple(sorted(info["missing_keys"])), tuple(sorted(info["unexpected_keys"])), tuple(wrong)).check(
         folder, model, strict)
     model.requires_grad_(trainable)
-    return stream(model if adapter is None else put_adapter(model, adapter), **options)
+    model = model if adapter is None else put_adapter(model, adapter)
+    return stream(quantized(model, quantize) if quantize else model, **options)

@@ -40,11 +40,11 @@ def _alike(model: nn.Module) -> Hashable | None:
     modules = list(model.modules())
     if any("forward" in vars(each) for each in modules):
         return None
-    known = all(type(each).__module__.startswith(("transformers.", "torch.", "peft.")) for each in modules)
+    known = all(type(each).__module__.startswith(("transformers.", "torch.", "peft.", "megacompile.")) for each in modules)
     if known and hasattr(model, "config"):
         config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_FILES}
         adapters = [repr({key: value for key, value in vars(each).items() if key not in _OF_MODULES and not callable(value)})
-                    for each in modules if type(each).__module__.startswith("peft.")]
+                    for each in modules if type(each).__module__.startswith(("peft.", "megacompile."))]
         settings: Hashable = json.dumps(config, default=str, sort_keys=True), model.config._attn_implementation, *adapters
     else:
         held = [(name, value) for each in modules for name, value in vars(each).items() if not name.startswith("_")]

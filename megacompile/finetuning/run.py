@@ -257,18 +257,21 @@ def _words_of_optimizer(settings: Settings) -> str:
 
 def _words_of(lora: Lora) -> str:
     dropout = f", dropout {lora.lora_dropout:g}" if lora.lora_dropout else ""
-    return f"rank {lora.rank}, alpha {lora.alpha}, on {' '.join(lora.targets)}{dropout}"
+    frozen = f", frozen weights in {lora.quantize.value}" if lora.quantize else ""
+    return f"rank {lora.rank}, alpha {lora.alpha}, on {' '.join(lora.targets)}{dropout}{frozen}"
 
 
 def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: int) -> Any:
     """The streamed model: from safetensors files if there are any, otherwise from a config (random weights) or pickles. Packed
     rows are made long enough for the `longest` sequence, so that all steps have the same length."""
     path, dtype, adapter = Path(source), settings.weights_dtype.resolve(), lora.config()
+    stored = lora.quantize.value if lora.quantize else None
     options = {"repack": max(packed_layout.LENGTH, packed_layout.power_of_two(longest)), **knobs.given()}
     if path.is_file() or (path.is_dir() and not any(path.glob("*.safetensors"))):
         model = training.load_model(source, dtype=dtype)
-        return megacompile.stream(model if adapter is None else put_adapter(model, adapter), **options)
-    return megacompile.from_pretrained(source, dtype=dtype, adapter=adapter, **options)
+        model = model if adapter is None else put_adapter(model, adapter)
+        return megacompile.stream(megacompile.quantize(model, stored) if stored else model, **options)
+    return megacompile.from_pretrained(source, dtype=dtype, adapter=adapter, quantize=stored, **options)
 
 
 def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) -> Padding:

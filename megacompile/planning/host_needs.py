@@ -10,6 +10,7 @@ from torch import nn
 
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.tracing.layers import LayerStack
+from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.memory import slab_bytes
 from megacompile.planning.state_choices import EXACT, StateChoice, by_accuracy, bytes_each, with_choice
@@ -41,14 +42,15 @@ def check_tiles(tiling: Tiling, available: int) -> None:
 
 def _choices(model: nn.Module, config: StreamConfig) -> list[StateChoice]:
     """How an optimizer may keep its state of the model's parameters."""
-    return by_accuracy({config.dtype or p.dtype for p in model.parameters()})
+    return by_accuracy({streamed_dtype(p, config.dtype) for p in model.parameters() if p.is_floating_point()})
 
 
 def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: StateChoice, trained: bool | None = None) -> int:
     """Bytes of host memory that training takes for these modules' parameters, shared ones counted once. `trained`: count all of
     them as trained, or as frozen; None: each as it is."""
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-    return round(sum(p.numel() * _bytes(config.dtype or p.dtype, choice, p.requires_grad if trained is None else trained)
+    return round(sum(p.numel() * _bytes(streamed_dtype(p, config.dtype), choice,
+                                        p.requires_grad if trained is None or not p.is_floating_point() else trained)
                      for p in parameters))
 
 
@@ -85,7 +87,7 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
             found.append(f"with {other.options} in the optimizer it takes {format_bytes(size + HOST_MARGIN_BYTES)}, "
                          f"{_speed(other, choice.state, dtype)}")
             break
-    wide = any((config.dtype or p.dtype) == torch.float32 for p in model.parameters())
+    wide = any(streamed_dtype(p, config.dtype) == torch.float32 for p in model.parameters())
     narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16), choice)
     if wide and narrow <= room:
         found.append(f"in bfloat16 it takes {format_bytes(narrow + HOST_MARGIN_BYTES)}")

@@ -166,7 +166,7 @@ class Handle:
         streamed = self.streamed
         if torch.is_autocast_enabled(streamed.backend.device.type):
             dtype = torch.get_autocast_dtype(streamed.backend.device.type)
-            if any(p.dtype != dtype for p in streamed.parameters.values()):
+            if streamed.dtypes != {dtype}:
                 raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
                                        f"leave autocast out, or stream(model, dtype={dtype})")
         refuse_hooks(model)

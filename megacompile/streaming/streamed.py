@@ -64,6 +64,7 @@ class Streamed:
         self.model, self.captured, self.store, self.backend = model, captured, store, backend
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
+        self.dtypes = {p.dtype for p in self.parameters.values() if p.is_floating_point()}  # codes of weights are integers
         self.gradients = Gradients(self.parameters, tiling, store)
         before_write = weakref.WeakMethod(self._before_state_write)
         self.states = {name: StateMemory(name, tiling, store, before_write) for name in self.gradients}

@@ -55,7 +55,7 @@ class StreamedModule(nn.Module):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device, dtype, _, _ = parse_to(*args, **kwargs)
         here = self.megacompile.streamed.backend.device
-        if dtype is not None and any(p.dtype != dtype for p in self.megacompile.streamed.parameters.values()):
+        if dtype is not None and self.megacompile.streamed.dtypes != {dtype}:
             raise UnsupportedError(f"a streamed model cannot be cast to {dtype}: close() it first, or give dtype= to stream()")
         if device is not None and (device.type != here.type or device.index not in (None, here.index or 0)):
             raise UnsupportedError(f"a streamed model computes on {here} and cannot be moved to {device}: close() it first")
@@ -154,7 +154,11 @@ class StreamedPretrained(StreamedModule):
         once: the weights do not change before it takes part in the next step. Raises `CheckpointError` if it cannot be
         written."""
         self.megacompile.whole()
-        ranks = self.megacompile.streamed.together.ranks
+        streamed = self.megacompile.streamed
+        if streamed.tiling.quantized and not (hasattr(self, "peft_config") or getattr(self, "_hf_peft_config_loaded", False)):
+            raise UnsupportedError("quantized weights are not saved as a model: they have not changed, so keep the checkpoint "
+                                   "that they were read from")
+        ranks = streamed.together.ranks
         if ranks is not None and ranks.rank != 0:
             return None
         return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]

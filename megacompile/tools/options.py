@@ -184,12 +184,15 @@ class Planning:
         from megacompile.scheduling import schedule
         from megacompile.tools.frozen import freeze_lowest
         from megacompile.weights.empty_models import put_adapter
+        from megacompile.weights.quantizing import quantize
 
         lora.check()
         loaded = training.load_model(model, dtype=self.dtype.resolve(), meta=True)
         freeze_lowest(loaded, self.frozen_layers)
         if (adapter := lora.config()) is not None:
             loaded = put_adapter(loaded, adapter)
+        if lora.quantize is not None:
+            quantize(loaded, lora.quantize.value)
         here = knobs.device is not None or torch.cuda.is_available()
         hardware = self.hardware or (None if here else DEFAULT_HARDWARE)
         default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))

@@ -6,7 +6,7 @@ from typing import Any
 
 from megacompile.api import attach
 from megacompile.errors import UnsupportedError
-from megacompile.weights.tiling import build_store
+from megacompile.weights.moving import build_store
 
 
 def add_adapter(model: Any, adapter: Any, **options: Any) -> Any:

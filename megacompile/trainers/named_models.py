@@ -15,7 +15,6 @@ from megacompile.trainers.fused_head import refuse_dropout
 #: Keywords of a model's `from_pretrained` that are refused: the values that are allowed, the reason and the remedy.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((None, False), "code that comes with a model is not run: leave it out"),
-    "quantization_config": ((None,), "quantized weights cannot be trained: leave it out"),
     "device_map": ((None, "auto"), "streaming decides where weights are: leave it out, or pass use_cpu=True"),
     "attn_implementation": ((None, "eager", "sdpa"), "the attention kernel is chosen for the device: leave it out"),
     "use_kernels": ((None, False), "layers are compiled: leave it out"),
@@ -23,12 +22,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 _STREAMING = {field.name for field in fields(StreamConfig)} - {"dtype", "device"}
 
 
-def load_named(name: str, args: Any, options: Mapping[str, Any], adapter: Any = None) -> Any:
+def load_named(name: str, args: Any, options: Mapping[str, Any], adapter: Any = None, adapted_later: bool = False) -> Any:
     """Loads and streams the model with this name, on the device of the trainer's arguments.
 
     `options`: `model_init_kwargs`, which may also contain options of `stream` (device_memory, ...). TRL's default dtype is
     float32, and with bf16=True it computes in bfloat16; this corresponds to a model streamed in bfloat16, which has FP32
-    masters. `adapter`: a `peft.LoraConfig`, or None.
+    masters. `adapter`: a `peft.LoraConfig`, or None. `adapted_later`: the caller adds one, so the weights may be quantized
+    (`quantization_config`).
 
     Raises `UnsupportedError` for options that are not supported, and what `from_pretrained` raises."""
     given = dict(options)
@@ -39,16 +39,18 @@ def load_named(name: str, args: Any, options: Mapping[str, Any], adapter: Any = 
     dtype = torch.bfloat16 if args.bf16 else _dtype(dtypes[0] if dtypes else "float32")
     streaming = {key: given.pop(key) for key in list(given) if key in _STREAMING}
     revision = given.pop("revision", None)
+    quantize = given.pop("quantization_config", None)
     config = _config(name, revision, given) if given else None
     device = "cpu" if torch.device(args.device).type == "cpu" else None
-    return from_pretrained(name, dtype=dtype, config=config, revision=revision, adapter=adapter, device=device, **streaming)
+    return from_pretrained(name, dtype=dtype, config=config, revision=revision, adapter=adapter, device=device,
+                           quantize=quantize, trainable=not (adapted_later and quantize), **streaming)
 
 
 def loader(args: Any, adapter: Any, without_dropout: bool) -> Callable[[str, Mapping[str, Any]], Any]:
     """`load_named` for a trainer that adds the `adapter` itself. With `without_dropout`, the function raises `UnsupportedError`
     for a model or adapter with dropout."""
     def load(name: str, options: Mapping[str, Any]) -> Any:
-        loaded = load_named(name, args, options)
+        loaded = load_named(name, args, options, adapted_later=adapter is not None)
         if without_dropout:
             refuse_dropout(loaded, adapter)
         return loaded

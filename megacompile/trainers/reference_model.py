@@ -18,7 +18,7 @@ from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.trainers.trainer_arguments import check_model
-from megacompile.weights.tiling import build_store
+from megacompile.weights.moving import build_store
 
 
 def reference_of(policy: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ def _asks(name: str) -> Callable[[Any, Streamed], bool]:
 
 
 def _stays_fp32(args: Any, streamed: Streamed) -> bool:
-    return bool(args.bf16) and any(p.dtype != torch.bfloat16 for p in streamed.parameters.values())
+    return bool(args.bf16) and streamed.dtypes != {torch.bfloat16}
 
 
 def _elsewhere(args: Any, streamed: Streamed) -> bool:

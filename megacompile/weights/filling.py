@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tile_memory import TileMemory
-from megacompile.weights.tiling import Tiling, place
+from megacompile.weights.moving import place
+from megacompile.weights.stored_codes import Coded, CodedPart
+from megacompile.weights.tiling import Tiling
 from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 
 #: Elements that a thread reads at a time. All threads together take less than a gigabyte in addition to the tiles.
@@ -43,7 +45,7 @@ class Part:
             place(block, self.weights, self.remainder, threads=1)
 
 
-def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor], reader: WeightReader,
+def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor | Coded], reader: WeightReader,
          block: int = BLOCK_ELEMENTS, memory: TileMemory | None = None) -> Store:
     """Allocates the tiles of a model whose parameters are on the meta device, reads their values, and puts parameters over the
     tiles into the model. `sources`: stored tensors by the first name of a parameter, or the name of a buffer. Parameters
@@ -54,21 +56,30 @@ def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor], 
     with ThreadPoolExecutor(READERS, "megacompile-read") as pool:
         store = tiling.store(dict(zip(tiling.host, pool.map(memory.allocate, tiling.host.values()), strict=True)))
         made: dict[int, nn.Parameter] = {}
-        parts: list[Part] = []
+        parts: list[Part | CodedPart] = []
+        scales = {source.scales for source in sources.values() if isinstance(source, Coded)}
+        coded: dict[str, tuple[Coded, Tensor]] = {}
+        homes: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             value, weights, remainder = _home(name, parameter, tiling, store)
             made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
             shared = name in tiling.position  # by all ranks; else each has its own
-            if name in sources:
-                found = list(_parts(sources[name], weights, remainder, block))
+            source = sources.get(name)
+            if isinstance(source, Coded):
+                coded[name] = source, weights
+            elif name in scales:
+                homes[name] = weights
+            elif source is not None:
+                found = list(_parts(source, weights, remainder, block))
                 parts.extend(memory.share(found) if shared else found)
             elif memory.writes or not shared:
                 assert not parameter.is_meta, f"{name} has no values"
                 place(parameter.detach().flatten(), weights, remainder)
+        parts.extend(memory.share([CodedPart(source, codes, homes[source.scales]) for source, codes in coded.values()]))
         for name, buffer in model.named_buffers():
-            if name in sources:
+            if isinstance(source := sources.get(name), StoredTensor):
                 assert buffer.is_contiguous(), f"buffer {name} is not contiguous"
-                parts.extend(_parts(sources[name], buffer.view(-1), None, block))
+                parts.extend(_parts(source, buffer.view(-1), None, block))
         parts.sort(key=lambda part: (part.source.file, part.source.offset, part.start))  # sequential reads are faster
         try:
             for done in [pool.submit(part.read, reader) for part in parts]:

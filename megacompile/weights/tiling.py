@@ -1,4 +1,4 @@
-"""Parameters -> tiles: which tile holds which parameter, and moving a model's weights into tiles.
+"""Parameters -> tiles: which tile holds which parameter.
 
 A parameter belongs to the tile of the one call that reads it. A parameter that several calls read (tied weights) belongs to a
 tile that all of them read, so that it has one gradient and one update. Frozen parameters have their own tiles, since only
@@ -19,22 +19,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import InsufficientMemoryError, UnsupportedError
+from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.templates.template import Call, Template
+from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
 from megacompile.ir.program import CallSpec, Tile, slot_ranks
 from megacompile.ir.stack import boundary_tiles, differentiated_layers, first_trained
 from megacompile.predict import cost
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.memory.store import Store
-from megacompile.runtime.memory.tile_memory import TileMemory
 from megacompile.runtime.memory.tile_part import TilePart
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
-from megacompile.runtime.optimizer.host_kernels import split_fp32
 from megacompile.runtime.optimizer.state_format import BFLOAT16, BLOCK
 from megacompile.sizes import format_bytes
-from megacompile.system.host_memory import available_host_bytes, give_back_freed_memory
-from megacompile.weights.empty_models import replace_parameters, stand_ins
+from megacompile.system.host_memory import available_host_bytes
+from megacompile.weights.quantized_linear import weights_of_codes
 
 #: Host memory that training needs in addition to tiles: the interpreter, PyTorch, a batch.
 HOST_MARGIN_BYTES = 1 << 30
@@ -47,10 +46,12 @@ Kind = tuple[bool, torch.dtype]
 
 
 class Spec(NamedTuple):
-    """What a tile needs to know of a parameter, or of a share of one."""
+    """What a tile needs to know of a parameter, or of a share of one. `weights`: how many weights it stands for, if that is not
+    its number of elements."""
 
     kind: Kind
     shape: tuple[int, ...]
+    weights: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class Tiling:
     def trains(self) -> bool:
         """Whether any parameter is trained."""
         return any(layout.trainable for layout in self.layouts.values())
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any weights are in codes."""
+        return any(s.stands_for is not None for layout in self.host.values() for s in layout.slices)
 
     def _trains(self, tile: str) -> bool:
         return self.layouts[tile].trainable
@@ -242,7 +248,9 @@ def _groups(calls: Sequence[Call], readers: Mapping[str, tuple[str, ...]]) -> di
 
 def _specs(model: nn.Module, dtype: torch.dtype | None, shares: Mapping[str, Rows]) -> dict[str, Spec]:
     """What tiles need to know of each parameter of a model, in the model's own order, and of each share of one."""
-    specs = {name: Spec((p.requires_grad, dtype or p.dtype), tuple(p.shape)) for name, p in model.named_parameters()}
+    weights = weights_of_codes(model)
+    specs = {name: Spec((p.requires_grad, streamed_dtype(p, dtype)), tuple(p.shape), weights.get(id(p)))
+             for name, p in model.named_parameters()}
     for name, share in shares.items():
         of = specs[share.parameter]
         specs[name] = Spec(of.kind, (share.stop - share.first, *of.shape[1:]))
@@ -282,7 +290,7 @@ def _tiles(members: Mapping[str, Sequence[str]], specs: Mapping[str, Spec]) -> d
 
 def _layout(tile: str, names: Sequence[str], specs: Mapping[str, Spec], ranks: int) -> TileLayout:
     trainable, dtype = specs[names[0]].kind
-    return TileLayout.of(tile, dtype, [(name, specs[name].shape, trainable) for name in names], ranks)
+    return TileLayout.of(tile, dtype, [(name, specs[name].shape, trainable, specs[name].weights) for name in names], ranks)
 
 
 def _part(layout: TileLayout, shares: Mapping[str, Rows], host: Mapping[str, TileLayout],
@@ -332,60 +340,6 @@ def check_device_memory(tiling: Tiling, budget: int) -> None:
         raise InsufficientMemoryError(
             f"one layer needs {format_bytes(largest)} of device memory and {format_bytes(budget)} are available: "
             "use a larger device_memory, or a smaller model")
-
-
-def build_store(model: nn.Module, tiling: Tiling, memory: TileMemory | None = None) -> Store:
-    """Moves the model's parameters into tiles, one tile at a time, and points the parameters there, so that no second copy of
-    the model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder. Where another process writes the
-    tiles, parameters may be on the meta device; they are replaced.
-
-    Raises `UnsupportedError` if a parameter that is in no tile is on the meta device."""
-    if lost := [name for name, p in model.named_parameters() if p.is_meta and name not in tiling.position]:
-        raise UnsupportedError(f"the parameter {lost[0]} is on the meta device, and no call of the model reads it: give it a "
-                               "value on every rank, or remove it")
-    tiles: dict[str, HostTile] = {}
-    memory = memory or TileMemory()
-    replace_parameters(model, stand_ins(model))
-    parameters = dict(model.named_parameters())
-    for name, layout in tiling.host.items():
-        tile = tiles[name] = memory.allocate(layout)
-        flat = layout.flat(tile.weights)
-        for s in layout.slices if memory.writes else ():
-            place(parameters[s.name].data.flatten(), flat[s.start:s.stop],
-                  None if tile.remainder is None else tile.remainder[s.start:s.stop])
-        point_parameters(tile, parameters)
-        give_back_freed_memory()
-    move_rest(model, tiling)
-    return tiling.store(tiles)
-
-
-def move_rest(model: nn.Module, tiling: Tiling) -> None:
-    """Moves to the host what is in no tile: buffers, and parameters that no call reads. So after `close()` the whole model is
-    on the CPU."""
-    for name, parameter in model.named_parameters():
-        if name not in tiling.position and parameter.device.type != "cpu":
-            parameter.data = parameter.data.cpu()
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != "cpu":
-                module._buffers[name] = buffer.cpu()
-
-
-def place(value: Tensor, weights: Tensor, remainder: Tensor | None, threads: int | None = None) -> None:
-    """Writes values, 1-D of any floating dtype, into as many elements of a tile. The bits that bf16 cannot hold go to the
-    remainder, computed by `threads` threads (None: all cores)."""
-    if remainder is not None and value.dtype != torch.bfloat16:
-        high, low = split_fp32(value.detach().cpu().float().contiguous(), threads)
-        weights.copy_(high)
-        remainder.copy_(low)
-    else:
-        weights.copy_(value)
-
-
-def point_parameters(tile: HostTile, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Points each parameter at its part of the tile, on the CPU. The `Parameter` objects stay the same."""
-    for i, s in enumerate(tile.layout.slices):
-        parameters[s.name].data = tile.parameter_view(tile.weights, i)
 
 
 def named_gradients(store: Store) -> Iterator[tuple[str, Tensor]]:

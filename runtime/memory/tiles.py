@@ -38,12 +38,14 @@ SHARD_ALIGNMENT = 256  # elements: a block of state that has one scale is in one
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Where one parameter lies in its tile, in elements."""
+    """Where one parameter lies in its tile, in elements. `stands_for`: how many weights its elements are codes of; None: they
+    are weights."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     trainable: bool
+    stands_for: int | None = None
 
     @property
     def stop(self) -> int:
@@ -52,6 +54,10 @@ class ParameterSlice:
     @property
     def count(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def weights(self) -> int:
+        return self.count if self.stands_for is None else self.stands_for
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,12 @@ class TileLayout:
     states: tuple[ElementState, ...] = ()
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, parameters: Iterable[tuple[str, Sequence[int], bool]],
+    def of(cls, name: str, dtype: torch.dtype, parameters: Iterable[tuple[str, Sequence[int], bool, *tuple[int | None, ...]]],
            ranks: int = 1) -> TileLayout:
+        """`parameters`: name, shape, whether it is trained, and the number of weights if its elements are codes of them."""
         slices, position = [], 0
-        for parameter, shape, trainable in parameters:
-            slices.append(ParameterSlice(parameter, tuple(shape), position, trainable))
+        for parameter, shape, trainable, *weights in parameters:
+            slices.append(ParameterSlice(parameter, tuple(shape), position, trainable, *weights))
             position += aligned(slices[-1].count, ranks)
         return cls(name, dtype, tuple(slices), ranks=ranks)
 
@@ -96,7 +103,7 @@ class TileLayout:
 
     @property
     def parameters(self) -> int:
-        return sum(s.count for s in self.slices)
+        return sum(s.weights for s in self.slices)
 
     @property
     def trainable(self) -> bool:

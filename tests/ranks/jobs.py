@@ -71,6 +71,12 @@ def adapters() -> Any:
     return model
 
 
+def quantized_adapters() -> Any:
+    import megacompile
+
+    return megacompile.quantize(adapters(), "nf4")
+
+
 def even(rank: int, step: int) -> dict[str, Tensor]:
     """Three full rows for each rank."""
     ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -97,6 +103,7 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Tensor]]
     "experts": (experts, even, "step", {}),
     "expert pieces": (experts, even, "loop", {"expert_pieces": 2}),
     "adapters": (adapters, even, "loop", {}),
+    "quantized adapters": (quantized_adapters, even, "loop", {"micro_batch_size": 2}),
     "uneven rows": (qwen2, uneven, "loop", {}),
     "uneven rows, packed": (qwen2, uneven, "step", {"repack": 16}),
     "waves": (qwen2, even, "step", {"micro_batch_size": 1, "waves": 2}),

@@ -18,7 +18,8 @@ from megacompile.frontend.templates.template import Call, Source
 from megacompile.frontend.tracing.layers import find_layers
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.expert_split import expert_pieces
-from megacompile.weights.tiling import Tiling, build_store
+from megacompile.weights.moving import build_store
+from megacompile.weights.tiling import Tiling
 
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
           "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "num_experts_per_tok": 2}

@@ -596,3 +596,13 @@ def test_an_adapter_that_is_stopped_goes_on_to_the_bit_and_is_saved_as_peft_s(
     assert saved[0] == saved[1]
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "whole" / "model")
     assert any(float(p.detach().abs().max()) > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
+
+
+def test_an_adapter_over_quantized_weights_trains_and_resumes(model: Path, data: Path, tmp_path: Path) -> None:
+    arguments = ("train", model, "--data", data, *FLAGS, "--lora", "--lora-rank", 2, "--output", tmp_path / "run")
+    done = command(*arguments, "--quantize", "nf4", "--steps", 2, "--save-interval", 2)
+    assert done.exit_code == 0 and "rank 2, alpha 4, on all-linear, frozen weights in nf4" in done.output, done.output
+    other = command(*arguments, "--quantize", "int8", "--steps", 3, "--resume", "latest")
+    assert other.exit_code != 0 and "is from a run with other settings: lora (was rank 2" in other.output, other.output
+    refused = command("train", model, "--data", data, *FLAGS, "--quantize", "nf4")
+    assert "--quantize needs --lora: give both, or neither" in refused.output

@@ -26,7 +26,8 @@ from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.runtime.optimizer.host_kernels import join_fp32
 from megacompile.weights import tiling
-from megacompile.weights.tiling import Tiling, build_store
+from megacompile.weights.moving import build_store
+from megacompile.weights.tiling import Tiling
 
 INDEX = "model.safetensors.index.json"
 SHARDED = {"max_shard_size": "10KB"}
@@ -325,7 +326,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(saved: Path, monkeypatc
 
 def test_quantized_checkpoints_unknown_options_and_other_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     edit_config(saved, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UnsupportedError, match="is quantized, and quantized weights cannot be trained"):
+    with pytest.raises(UnsupportedError, match="is quantized by fp8, which is not supported: give the checkpoint that it was"):
         megacompile.from_pretrained(saved, device="cpu")
     with pytest.raises(MegacompileError, match=r"has no option depth"):
         megacompile.from_pretrained(saved, depth=3)
@@ -398,7 +399,7 @@ def test_neither_loading_nor_streaming_nor_saving_holds_the_model_twice(tmp_path
         import gc, sys
         import megacompile
         from megacompile import loading
-        from megacompile.weights.tiling import build_store
+        from megacompile.weights.moving import build_store
         from test_loading import two_tiles
         from tiny_models import build
 

@@ -13,7 +13,8 @@ from megacompile.trainers.named_models import load_named
 @pytest.mark.parametrize(("options", "reason"), [
     ({"dtype": "float16"}, "dtype='float16' cannot be trained: pass float32 or bfloat16"),
     ({"torch_dtype": "int8"}, "dtype='int8' cannot be trained: pass float32 or bfloat16"),
-    ({"quantization_config": object()}, "is not supported: quantized weights cannot be trained"),
+    ({"quantization_config": SimpleNamespace(load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type="fp4")},
+     "bnb_4bit_quant_type='fp4' is not supported: give 'nf4'"),
     ({"device_map": "balanced"}, "is not supported: streaming decides where weights are"),
     ({"trust_remote_code": True}, "is not supported: code that comes with a model is not run")])
 def test_what_a_model_by_name_cannot_have_is_refused(options: dict[str, Any], reason: str) -> None:

@@ -23,7 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import megacompile
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.ir.program import Lane
-from megacompile.weights.tiling import Tiling, move_rest
+from megacompile.weights.moving import move_rest
+from megacompile.weights.tiling import Tiling
 
 # ---------------------------------------------------------------- forwards and backwards in any order
 

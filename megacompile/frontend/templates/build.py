@@ -43,12 +43,15 @@ def build_template(
     trained = _run_model_passes(trained, target, pipeline, stages)
     has_gradient = section.has_gradient[:1] if epilogue else section.has_gradient
     carried = [index for index, source in enumerate(section.sources) if source.kind == "carried"]
+    placeholders = section.graph.graph.find_nodes(op="placeholder")
+    frozen = [index for index, (node, source) in enumerate(zip(placeholders, section.sources, strict=True))
+              if source.kind == "parameter" and not node.meta["example_value"].requires_grad]
     inference = None
     try:
         with _portable_attention(target), rounded_sizes():
             joint = joint_graph(trained, fakes, has_gradient, partition=not (epilogue or head), awaited=carried,
                                 decompositions=LOSSES_OF_TOKENS if tokens_at_once else None,
-                                device_type=target.device_type)
+                                device_type=target.device_type, frozen=frozen)
             if epilogue:  # with logits as a result, no loss can be fused
                 inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
     except MegacompileError:
@@ -65,7 +68,6 @@ def build_template(
         return (size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)).xreplace(renaming)
 
     inputs = []
-    placeholders = section.graph.graph.find_nodes(op="placeholder")
     for index, (node, source) in enumerate(zip(placeholders, section.sources, strict=True)):
         value = node.meta["example_value"]
         shape = tuple(map(symbolic, value.shape)) if isinstance(value, Tensor) else ()

@@ -64,9 +64,11 @@ def forward_graph(
 def joint_graph(
     graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool,
     awaited: Sequence[int] = (), decompositions: dict[Any, Any] | None = None, device_type: str = "cpu",
+    frozen: Sequence[int] = (),
 ) -> JointGraph:
     """Forward and backward of a Dynamo-level section, for a device of this type; residuals are chosen if `partition`. Each of
-    the `awaited` inputs that requires a gradient gets one: zero if it is read but not differentiated."""
+    the `awaited` inputs that requires a gradient gets one: zero if it is read but not differentiated. What depends on `frozen`
+    inputs alone (the values of quantized weights) is computed again, not saved."""
     examples = example_values(graph)
     if not any(has_gradient):
         alone = forward_graph(graph, fakes)
@@ -89,12 +91,22 @@ def joint_graph(
     outputs, gradients = results[: len(has_gradient)], results[len(has_gradient):]
     # Min-cut saves t(W), a view of a weight slot that holds another layer's weights by then. A view of an input is not a
     # residual: the backward views the input that it gets.
-    residuals = [n for n in joint.graph.nodes if n.name in saved and base_of(n).op != "placeholder"]
+    again = _made_of(joint.graph, [inputs[position] for position in frozen])
+    residuals = [n for n in joint.graph.nodes if n.name in saved and n not in again and base_of(n).op != "placeholder"]
     for position in awaited:
         if gradients[position] is None and examples[position].requires_grad:
             gradients[position] = _zeros_like(joint.graph, inputs[position])
     return JointGraph(
         joint, inputs, tangents, outputs, {i: g for i, g in enumerate(gradients) if g is not None}, residuals)
+
+
+def _made_of(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that are computed from these inputs alone."""
+    found = set(inputs)
+    for node in graph.nodes:
+        if node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _results(graph: fx.GraphModule) -> list[fx.Node]:

@@ -18,6 +18,7 @@ from megacompile.frontend.batches.pairs import argument, example_of, pairs_of, t
 from megacompile.frontend.ops.attention import register_with_transformers
 from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.layers import Layers, encoders, find_layers
+from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
 from megacompile.frontend.tracing.recorders import remove_hooks_for_gradients
 from megacompile.torch_compat.core import FakeTensorMode
 
@@ -40,7 +41,8 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
     memo: dict[int, object] = {}
     with fakes:
         for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(_fake_like(parameter, dtype), requires_grad=parameter.requires_grad)
+            fake = _fake_like(parameter, streamed_dtype(parameter, dtype))
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             memo[id(buffer)] = _fake_like(buffer)
     try:

@@ -1,0 +1,179 @@
+"""How frozen weights are stored in four or eight bits, and their values.
+
+    format        bytes per weight    values
+    FourBits      0.516               16 of a table, times a scale for each block of 64 weights. Scales are 8-bit codes
+                                      themselves ("double quantization"), with an FP32 scale for each 256 of them
+    EightBits     1                   integers from -127 to 127, times an FP32 scale for each row
+
+The layouts of codes are those of bitsandbytes, whose checkpoints can be read. NF4: Dettmers et al., "QLoRA" (arXiv 2305.14314),
+appendix E; 8-bit codes of scales: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
+"""
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+#: Quantiles of a normal distribution, from -1 to 1, with an exact zero.
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+       -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+       0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+#: Scales that share an FP32 scale.
+SCALES_IN_GROUP = 256
+_TABLE, _MAP = 16, 256
+#: Weights that are encoded at a time: what that takes in addition is some 50 bytes for each.
+_AT_ONCE = 1 << 22
+
+
+class Format(Protocol):
+    """A format of the weights of a linear layer. Codes and scales are uint8, 1-D."""
+
+    @property
+    def name(self) -> str: ...
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether a matrix of this shape can be stored so."""
+
+    def code_bytes(self, shape: tuple[int, int]) -> int: ...
+
+    def scale_bytes(self, shape: tuple[int, int]) -> int: ...
+
+    def piece(self, shape: tuple[int, int]) -> int:
+        """How many weights are encoded at a time. All pieces but the last one have so many."""
+
+    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
+        """Floats, 1-D, in pieces -> codes and scales."""
+
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Codes and scales -> FP32 `shape`. Written so that a compiler makes one kernel of it."""
+
+
+@dataclass(frozen=True)
+class FourBits:
+    """Two codes in a byte, the first one in the high bits. Scales: FP32 values of the 16 codes; then, if `nested`, FP32 values
+    of the 256 codes of scales, their mean, and a scale for each group, followed by the codes of scales; otherwise an FP32 scale
+    for each block. `block`: weights that share a scale."""
+
+    block: int = 64
+    nested: bool = True
+
+    name = "nf4"
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        return math.prod(shape) % self.block == 0
+
+    def code_bytes(self, shape: tuple[int, int]) -> int:
+        return math.prod(shape) // 2
+
+    def scale_bytes(self, shape: tuple[int, int]) -> int:
+        blocks = math.prod(shape) // self.block
+        if not self.nested:
+            return 4 * (_TABLE + blocks)
+        return 4 * (_TABLE + _MAP + 1 + _groups(blocks)) + blocks
+
+    def piece(self, shape: tuple[int, int]) -> int:
+        return max(1, _AT_ONCE // self.block) * self.block
+
+    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
+        at, maxima = 0, []
+        for piece in pieces:
+            blocks = piece.float().view(-1, self.block)
+            maxima.append(blocks.abs().amax(1))
+            numbers = _nearest(blocks * _inverse(maxima[-1])[:, None], torch.tensor(NF4)).view(-1, 2)
+            codes[at:at + len(numbers)] = numbers[:, 0] << 4 | numbers[:, 1]
+            at += len(numbers)
+        scales.copy_(self._scales(torch.cat(maxima)))
+
+    def _scales(self, maxima: Tensor) -> Tensor:
+        """The scales of blocks with these largest absolute values, FP32 [blocks]."""
+        table = torch.tensor(NF4)
+        if not self.nested:
+            return _bytes(table, maxima)
+        mean = maxima.mean()
+        groups = torch.nn.functional.pad(maxima - mean, (0, -len(maxima) % SCALES_IN_GROUP)).view(-1, SCALES_IN_GROUP)
+        largest = groups.abs().amax(1)
+        codes = _nearest(groups * _inverse(largest)[:, None], dynamic_map()).flatten()[:len(maxima)]
+        return torch.cat([_bytes(table, dynamic_map(), mean[None], largest), codes])
+
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+        blocks = math.prod(shape) // self.block
+        floats = (scales[:len(scales) - blocks] if self.nested else scales).view(torch.float32)
+        numbers = torch.stack((codes >> 4, codes & 15), dim=-1).view(blocks, self.block)
+        values = floats[:_TABLE][numbers.int()]
+        return (values * self._maxima(floats[_TABLE:], scales[len(scales) - blocks:], blocks)[:, None]).view(shape)
+
+    def _maxima(self, floats: Tensor, codes: Tensor, blocks: int) -> Tensor:
+        if not self.nested:
+            return floats
+        of_groups = floats[_MAP + 1:, None].expand(-1, SCALES_IN_GROUP).reshape(-1)[:blocks]
+        return floats[:_MAP][codes.int()] * of_groups + floats[_MAP]
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """A signed integer for each weight, and FP32 scales of rows."""
+
+    name = "int8"
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        return True
+
+    def code_bytes(self, shape: tuple[int, int]) -> int:
+        return math.prod(shape)
+
+    def scale_bytes(self, shape: tuple[int, int]) -> int:
+        return 4 * shape[0]
+
+    def piece(self, shape: tuple[int, int]) -> int:
+        return max(1, _AT_ONCE // shape[1]) * shape[1]
+
+    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
+        at, maxima, numbers, width = 0, [], codes.view(torch.int8), codes.numel() // (scales.numel() // 4)
+        for piece in pieces:
+            rows = piece.float().view(-1, width)
+            maxima.append(rows.abs().amax(1))
+            numbers[at:at + piece.numel()] = (rows * (127 * _inverse(maxima[-1]))[:, None]).round().flatten().to(torch.int8)
+            at += piece.numel()
+        scales.copy_(_bytes(torch.cat(maxima) / 127))
+
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+        return codes.view(torch.int8).view(shape).float() * scales.view(torch.float32)[:, None]
+
+
+#: By the name that users give.
+FORMATS: dict[str, Format] = {"nf4": FourBits(), "int8": EightBits()}
+
+
+@functools.cache
+def dynamic_map() -> Tensor:
+    """The values of 8-bit codes of scales, FP32 [256], ascending from -0.99 to 1: seven decades, each with twice as many linear
+    steps as the one below it, in both signs; 0 and 1."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** decade + 1)
+        middles = 10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
+        values += [*middles.tolist(), *(-middles).tolist()]
+    return torch.tensor(sorted(values))
+
+
+def _groups(blocks: int) -> int:
+    return -(-blocks // SCALES_IN_GROUP)
+
+
+def _nearest(values: Tensor, table: Tensor) -> Tensor:
+    """The number of the nearest value of an ascending table, uint8 of the shape of `values`."""
+    return torch.bucketize(values, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
+
+
+def _inverse(maximum: Tensor) -> Tensor:
+    """1 / maximum, and 0 for a block of zeros."""
+    return torch.where(maximum > 0, 1 / maximum, 0)
+
+
+def _bytes(*floats: Tensor) -> Tensor:
+    return torch.cat(floats).float().contiguous().view(torch.uint8)

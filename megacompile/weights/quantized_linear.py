@@ -1,0 +1,67 @@
+"""A linear layer whose frozen weight is stored in four or eight bits. It is expanded where the layer computes."""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megacompile.errors import UnsupportedError
+from megacompile.weights.codes import Format
+
+
+class QuantizedLinear(nn.Linear):
+    """`nn.Linear` whose `weight` is in codes, uint8 [bytes], with `scales`, uint8 [bytes]. Neither is trained.
+
+    An `nn.Linear`, so that PEFT puts adapters on it. The product is computed in the input's dtype."""
+
+    def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, stored: Format,
+                 device: torch.device | str | None = None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.stored = in_features, out_features, stored
+        self.weight = _bytes(stored.code_bytes(self.shape), device)
+        self.scales = _bytes(stored.scale_bytes(self.shape), device)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, stored: Format) -> QuantizedLinear:
+        """A layer with the values of this one, rounded, or on the meta device."""
+        device = "meta" if linear.weight.is_meta else "cpu"
+        made = cls(linear.in_features, linear.out_features, linear.bias, stored, device)
+        if not linear.weight.is_meta:
+            pieces = linear.weight.detach().cpu().flatten().split(stored.piece(made.shape))
+            stored.encode(pieces, made.weight.data, made.scales.data)
+        return made.train(linear.training)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight: (out, in)."""
+        return self.out_features, self.in_features
+
+    def put(self, codes: Tensor, scales: Tensor) -> None:
+        """Replaces codes and scales by these, uint8, 1-D."""
+        self.weight, self.scales = (nn.Parameter(each, requires_grad=False) for each in (codes, scales))
+
+    def values(self) -> Tensor:
+        """The weight, FP32 [out, in]."""
+        return self.stored.decode(self.weight, self.scales, self.shape)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, self.values().to(input.dtype), self.bias)
+
+    def reset_parameters(self) -> None:
+        raise UnsupportedError("quantized weights have no initial values: initialize the model before it is quantized")
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, stored={self.stored}"
+
+
+def weights_of_codes(model: nn.Module) -> dict[int, int]:
+    """How many weights each parameter of codes or scales stands for, by its `id`."""
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    return {id(layer.weight): math.prod(layer.shape) for layer in layers} | {id(layer.scales): 0 for layer in layers}
+
+
+def _bytes(count: int, device: torch.device | str | None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(count, dtype=torch.uint8, device=device), requires_grad=False)
