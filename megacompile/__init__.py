@@ -18,9 +18,9 @@ if (_checkout / "pyproject.toml").exists() and (_checkout / "passes").is_dir():
 from megacompile.errors import MegacompileError  # noqa: E402  (after the path is complete)
 from megacompile.version import __version__  # noqa: E402, F401  (public)
 
-__all__ = ["SGD", "AdamW", "CheckpointWriter", "Lion", "MegacompileError", "Muon", "explain_capture", "from_pretrained",
-           "latest_checkpoint", "layer_stack", "load_checkpoint", "quantize", "register_layers", "save_checkpoint", "schedule",
-           "stream"]
+__all__ = ["SGD", "AdamW", "CheckpointWriter", "Lion", "MegacompileError", "Muon", "dequantize", "explain_capture",
+           "from_pretrained", "latest_checkpoint", "layer_stack", "load_checkpoint", "quantize", "register_layers",
+           "save_checkpoint", "schedule", "stream"]
 
 #: The module of each public name. The imports under `TYPE_CHECKING` below tell type checkers the same; a test compares both.
 _MODULE_OF = {
@@ -29,6 +29,7 @@ _MODULE_OF = {
     "Lion": "megacompile.streaming.optimizer.lion",
     "Muon": "megacompile.streaming.optimizer.muon",
     "SGD": "megacompile.streaming.optimizer.sgd",
+    "dequantize": "megacompile.weights.quantizing",
     "explain_capture": "megacompile.capture_report",
     "from_pretrained": "megacompile.loading",
     "latest_checkpoint": "megacompile.checkpoint",
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from megacompile.streaming.optimizer.lion import Lion
     from megacompile.streaming.optimizer.muon import Muon
     from megacompile.streaming.optimizer.sgd import SGD
-    from megacompile.weights.quantizing import quantize
+    from megacompile.weights.quantizing import dequantize, quantize
 else:
     def __getattr__(name: str) -> Any:
         """Imports a public name or a module of the package on first access."""

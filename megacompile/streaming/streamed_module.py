@@ -156,8 +156,8 @@ class StreamedPretrained(StreamedModule):
         self.megacompile.whole()
         streamed = self.megacompile.streamed
         if streamed.tiling.quantized and not (hasattr(self, "peft_config") or getattr(self, "_hf_peft_config_loaded", False)):
-            raise UnsupportedError("quantized weights are not saved as a model: they have not changed, so keep the checkpoint "
-                                   "that they were read from")
+            raise UnsupportedError("quantized weights are not saved as a model: save the adapter, or close() the model and "
+                                   "call megacompile.dequantize(model) first")
         ranks = streamed.together.ranks
         if ranks is not None and ranks.rank != 0:
             return None

@@ -43,12 +43,12 @@ class QuantizedLinear(nn.Linear):
         """Replaces codes and scales by these, uint8, 1-D."""
         self.weight, self.scales = (nn.Parameter(each, requires_grad=False) for each in (codes, scales))
 
-    def values(self) -> Tensor:
+    def dequantized_weight(self) -> Tensor:
         """The weight, FP32 [out, in]."""
         return self.stored.decode(self.weight, self.scales, self.shape)
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, self.values().to(input.dtype), self.bias)
+        return functional.linear(input, self.dequantized_weight().to(input.dtype), self.bias)
 
     def reset_parameters(self) -> None:
         raise UnsupportedError("quantized weights have no initial values: initialize the model before it is quantized")

@@ -37,6 +37,21 @@ def quantize(model: M, stored: Any = "nf4", *, layers: Layers | None = None) -> 
     return model
 
 
+def dequantize(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
+    """Replaces quantized layers by ordinary ones with the same values in `dtype`: before an adapter is merged, or the model is
+    saved. Returns the same model. Raises `ArgumentError` for a streamed model."""
+    if getattr(model, "megacompile", None) is not None:
+        raise ArgumentError("the layers of a streamed model cannot be replaced: call model.megacompile.close() first")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, QuantizedLinear):
+                made = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
+                made.weight = nn.Parameter(child.dequantized_weight().to(dtype), requires_grad=False)
+                made.bias = child.bias
+                parent._modules[name] = made.train(child.training)
+    return model
+
+
 def format_of(given: Any) -> Format:
     """The format of this name, or that of a `BitsAndBytesConfig`. Raises `ArgumentError` for any other, and `UnsupportedError`
     for a config with options that have no effect here."""

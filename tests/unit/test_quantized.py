@@ -239,8 +239,36 @@ def test_an_adapter_is_saved_and_a_quantized_model_is_not(saved: Path, tmp_path:
     assert (tmp_path / "adapter_model.safetensors").exists() and not list(tmp_path.glob("model*.safetensors"))
     model.megacompile.close()
     model = megacompile.from_pretrained(saved, quantize="nf4", trainable=False, device="cpu", compile=False)
-    with pytest.raises(UnsupportedError, match="quantized weights are not saved as a model: they have not changed"):
+    with pytest.raises(UnsupportedError, match="quantized weights are not saved as a model: save the adapter, or"):
         model.save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="the layers of a streamed model cannot be replaced: call model"):
+        megacompile.dequantize(model)
+    model.megacompile.close()
+    megacompile.dequantize(model).save_pretrained(tmp_path / "whole")
+    rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
+    assert torch.equal(rounded(**batch()).loss, model(**batch()).loss)
+
+
+def test_an_adapter_is_merged_into_the_values_of_quantized_weights() -> None:
+    model = adapted("nf4").eval()
+    with torch.no_grad():
+        expected = model(**batch()).logits
+        merged = megacompile.dequantize(model, torch.float32).merge_and_unload()
+        torch.testing.assert_close(merged(**batch()).logits, expected)
+
+
+def test_dora_reads_the_values_of_quantized_weights() -> None:
+    config = peft.LoraConfig(r=2, target_modules="all-linear", use_dora=True)
+    model = megacompile.quantize(peft.get_peft_model(build(), config))
+    native = megacompile.dequantize(copy.deepcopy(model), torch.float32)
+    model = megacompile.stream(model, device="cpu", compile=False)
+    losses = [each(**batch()).loss for each in (model, native)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for ours, theirs in zip(trained(model), trained(native), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm() + 1e-9
     model.megacompile.close()
 
 
