@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from megacompile.errors import ArgumentError
 
-_QUANTIZED = "frozen weights are stored in four or eight bits with --lora --quantize nf4 or int8"
+_QUANTIZED = "give --lora --quantize nf4 or int8: frozen weights are then stored in four or eight bits"
 _PLACED = "one process trains on one GPU, and weights and optimizer state are in host memory already: leave it out"
 _RECOMPUTED = "the plan chooses what to recompute: leave it out, or set --checkpoint-interval and --saved-layers"
 _ATTENTION = "the attention kernel is chosen for the device and the dtype: leave it out"

@@ -99,7 +99,9 @@ def test_a_model_is_traced_once(make: Any, traces: list[Any]) -> None:
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("make", [functools.partial(build, num_hidden_layers=1, attention_dropout=0.1), with_states])
+@pytest.mark.parametrize("make", [
+    functools.partial(build, num_hidden_layers=1, attention_dropout=0.1),
+    pytest.param(with_states, marks=pytest.mark.on_demand)])
 def test_a_model_that_evaluates_otherwise_is_traced_once_for_that(make: Any, traces: list[Any]) -> None:
     plain = captured(make)
     with torch.no_grad():
