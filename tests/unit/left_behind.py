@@ -5,14 +5,14 @@ import gc
 from collections import Counter
 
 import torch
-from resumable import Decoder
+from tiny_models import build
 
 import megacompile
 
 
 def train_once(close: bool) -> None:
     """One model's life: streamed, trained for a step, and closed or merely forgotten."""
-    model = megacompile.stream(Decoder().bfloat16(), layers="layers", device="cpu")
+    model = megacompile.stream(build(), device="cpu")
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, 50, (2, 16))
     model(input_ids=ids, labels=ids).loss.backward()
