@@ -88,22 +88,29 @@ def held_out_loss(model: Any, tokens: Tensor) -> float:
     return statistics.mean(model(input_ids=part, labels=part).loss.item() for part in rows.split(16))
 
 
-def run(make: Make, streams: bool, seed: int, steps: int, learned: Tensor, held_out: Tensor) -> tuple[list[float], float]:
-    """(the losses of the steps, the loss on the held-out text)."""
-    model, data, losses = build(seed), batches(learned, seed), []
-    if streams:
-        model = megacompile.stream(model.bfloat16(), device="cpu")
-    optimizer = make(model.parameters())
-    schedule = training.warmup_then_decay(optimizer, steps, warmup=steps // 10, decay=training.Decay.COSINE, final=0.1)
+def learn(model: Any, optimizer: torch.optim.Optimizer, data: Iterator[dict[str, Tensor]], steps: int, clip: bool,
+          decay: training.Decay = training.Decay.COSINE) -> list[float]:
+    """The losses of the steps. `clip`: clips gradients to a norm of 1 before the optimizer sees them."""
+    losses, warmup = [], 0 if decay is training.Decay.CONSTANT else steps // 10
+    schedule = training.warmup_then_decay(optimizer, steps, warmup=warmup, decay=decay, final=0.1)
     for _ in range(steps):
         loss = model(**next(data)).loss
         loss.backward()
-        if not streams:
+        if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    return losses
+
+
+def run(make: Make, streams: bool, seed: int, steps: int, learned: Tensor, held_out: Tensor) -> tuple[list[float], float]:
+    """(the losses of the steps, the loss on the held-out text)."""
+    model, data = build(seed), batches(learned, seed)
+    if streams:
+        model = megacompile.stream(model.bfloat16(), device="cpu")
+    losses = learn(model, make(model.parameters()), data, steps, clip=not streams)
     if streams:
         model.megacompile.close()
     return losses, held_out_loss(model, held_out)

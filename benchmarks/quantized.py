@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from optimizer_state import batches, build, held_out_loss
+from optimizer_state import batches, build, held_out_loss, learn
 from peft import LoraConfig, get_peft_model
 from tabulate import tabulate
 from torch import Tensor
@@ -70,11 +70,7 @@ def base(seed: int, steps: int, folder: Path) -> None:
     """Trains the model that all adapters of a seed are put on."""
     model, data = build(seed), batches(text("docs", "*.md")[0], seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    for _ in range(steps):
-        model(**next(data)).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    learn(model, optimizer, data, steps, clip=True, decay=training.Decay.CONSTANT)
     model.bfloat16().save_pretrained(folder)
 
 
@@ -82,7 +78,7 @@ def adapt(load: Callable[[Path], Any], streams: bool, folder: Path, seed: int, s
           code: tuple[Tensor, Tensor]) -> tuple[list[float], float]:
     """(the losses of the steps, the loss on held-out code)."""
     torch.manual_seed(seed)
-    model, data, losses = load(folder), batches(code[0], seed), []
+    model, data = load(folder), batches(code[0], seed)
     torch.manual_seed(seed)
     model = get_peft_model(model, LoraConfig(**LORA)).train()
     kind: Any = torch.optim.AdamW
@@ -90,14 +86,7 @@ def adapt(load: Callable[[Path], Any], streams: bool, folder: Path, seed: int, s
         model, kind = megacompile.stream(model, device="cpu"), megacompile.AdamW
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = kind(trained, lr=2e-3, weight_decay=0.0)
-    schedule = training.warmup_then_decay(optimizer, steps, warmup=steps // 10, decay=training.Decay.COSINE, final=0.1)
-    for _ in range(steps):
-        loss = model(**next(data)).loss
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = learn(model, optimizer, data, steps, clip=False)
     if streams:
         model.megacompile.close()
     return losses, held_out_loss(model, code[1])

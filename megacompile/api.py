@@ -37,9 +37,9 @@ from megacompile.streaming.streamed_module import streamed_class
 from megacompile.streaming.user_tensors.owners import check_unclaimed, claim
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.under_way import under_way
+from megacompile.weights.bitsandbytes import adopt_bitsandbytes
 from megacompile.weights.empty_models import fill_buffers
 from megacompile.weights.moving import build_store
-from megacompile.weights.quantizing import adopt_bitsandbytes
 from megacompile.weights.tiling import Tiling, check_device_memory
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,11 +65,11 @@ def stream(model: M, *, layers: Layers | None = None, example: Mapping[str, Tens
     if getattr(model, "megacompile", None) is not None:
         raise MegacompileError("the model is streamed already: call model.megacompile.close() before streaming it with other "
                                "options")
-    adopt_bitsandbytes(model)
     config = StreamConfig.of(**options)
     if any(p.is_meta for p in model.parameters()) and (config.distributed is False or rank_in_job() == 0):
         raise UnsupportedError("the model is on the meta device and has no weights to train: load them first (with several "
                                "ranks, on rank 0), or call megacompile.schedule(model, ...) to inspect its schedule")
+    adopt_bitsandbytes(model)
     return attach(model, build_store, config, layers, example)
 
 

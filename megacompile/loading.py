@@ -27,7 +27,7 @@ from megacompile.weights.filling import fill
 from megacompile.weights.matching import Match, match
 from megacompile.weights.quantizing import format_of
 from megacompile.weights.quantizing import quantize as quantized
-from megacompile.weights.stored_codes import bytes_quantized, packed_tensors, quantize_empty
+from megacompile.weights.stored_codes import least_bytes_quantized, packed_tensors, quantize_empty
 from megacompile.weights.tiling import require_host_memory
 from megacompile.weights.weight_files import (
     CONFIG_FILE,
@@ -87,9 +87,8 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
     if adapter is None and trainable:
         require_host_memory(least_bytes(model))
     else:  # the adapter adds little, and is counted later
-        frozen = model.requires_grad_(False)
-        require_host_memory(sum(p.nbytes for p in frozen.parameters()) if stored_as is None else
-                            bytes_quantized(frozen, stored_as))
+        require_host_memory(sum(p.nbytes for p in model.parameters()) if stored_as is None else
+                            least_bytes_quantized(model, stored_as))
     if commit is not None:
         folder = _fetch(str(source), commit, FILE_PATTERNS)
     files = weight_files(folder)
@@ -111,7 +110,7 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         sources = found.sources
         if adapter is not None:
             model, sources = _adapted(model, adapter, sources)
-        coded = quantize_empty(model, sources, wanted)
+        coded = quantize_empty(model, sources, wanted, layers)
         model.eval()
         filled = functools.partial(fill, sources=coded, reader=reader)
         return attach(model, filled, stream_config, layers, example)

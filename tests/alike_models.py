@@ -35,8 +35,8 @@ def capture_once(model: nn.Module, **options: Any) -> CapturedModel:
 
 
 def _alike(model: nn.Module) -> Hashable | None:
-    """The same for models that are built alike; None for one of which that cannot be said. A model's mode and device do not
-    count: a capture copies the model onto fakes, in a mode of its own."""
+    """A key that models have in common if they are built alike; None for a model that may hold anything. A model's mode and
+    device do not count: a capture copies the model onto fakes, in a mode of its own."""
     modules = list(model.modules())
     if any("forward" in vars(each) for each in modules):
         return None

@@ -37,7 +37,7 @@ class Format(Protocol):
     def name(self) -> str: ...
 
     def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether a matrix of this shape can be stored so."""
+        """Whether a matrix of this shape can be stored in this format."""
 
     def code_bytes(self, shape: tuple[int, int]) -> int: ...
 
@@ -50,7 +50,7 @@ class Format(Protocol):
         """Floats, 1-D, in pieces -> codes and scales."""
 
     def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Codes and scales -> FP32 `shape`. Written so that a compiler makes one kernel of it."""
+        """Codes and scales -> FP32 `shape`. A compiler should make one kernel of this."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class FourBits:
         """The scales of blocks with these largest absolute values, FP32 [blocks]."""
         table = torch.tensor(NF4)
         if not self.nested:
-            return _bytes(table, maxima)
+            return as_bytes(table, maxima)
         mean = maxima.mean()
         groups = torch.nn.functional.pad(maxima - mean, (0, -len(maxima) % SCALES_IN_GROUP)).view(-1, SCALES_IN_GROUP)
         largest = groups.abs().amax(1)
         codes = _nearest(groups * _inverse(largest)[:, None], dynamic_map()).flatten()[:len(maxima)]
-        return torch.cat([_bytes(table, dynamic_map(), mean[None], largest), codes])
+        return torch.cat([as_bytes(table, dynamic_map(), mean, largest), codes])
 
     def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
         blocks = math.prod(shape) // self.block
@@ -139,7 +139,7 @@ class EightBits:
             maxima.append(rows.abs().amax(1))
             numbers[at:at + piece.numel()] = (rows * (127 * _inverse(maxima[-1]))[:, None]).round().flatten().to(torch.int8)
             at += piece.numel()
-        scales.copy_(_bytes(torch.cat(maxima) / 127))
+        scales.copy_(as_bytes(torch.cat(maxima) / 127))
 
     def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
         return codes.view(torch.int8).view(shape).float() * scales.view(torch.float32)[:, None]
@@ -175,5 +175,6 @@ def _inverse(maximum: Tensor) -> Tensor:
     return torch.where(maximum > 0, 1 / maximum, 0)
 
 
-def _bytes(*floats: Tensor) -> Tensor:
-    return torch.cat(floats).float().contiguous().view(torch.uint8)
+def as_bytes(*floats: Tensor) -> Tensor:
+    """FP32 numbers, one tensor after the other, as uint8 [bytes] on the CPU."""
+    return torch.cat([each.detach().float().cpu().flatten() for each in floats]).view(torch.uint8)

@@ -58,16 +58,13 @@ def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor | 
         made: dict[int, nn.Parameter] = {}
         parts: list[Part | CodedPart] = []
         scales = {source.scales for source in sources.values() if isinstance(source, Coded)}
-        coded: dict[str, tuple[Coded, Tensor]] = {}
-        homes: dict[str, Tensor] = {}
+        homes: dict[str, Tensor] = {}  # of codes and scales
         for name, parameter in model.named_parameters():
             value, weights, remainder = _home(name, parameter, tiling, store)
             made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
             shared = name in tiling.position  # by all ranks; else each has its own
             source = sources.get(name)
-            if isinstance(source, Coded):
-                coded[name] = source, weights
-            elif name in scales:
+            if isinstance(source, Coded) or name in scales:
                 homes[name] = weights
             elif source is not None:
                 found = list(_parts(source, weights, remainder, block))
@@ -75,7 +72,10 @@ def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor | 
             elif memory.writes or not shared:
                 assert not parameter.is_meta, f"{name} has no values"
                 place(parameter.detach().flatten(), weights, remainder)
-        parts.extend(memory.share([CodedPart(source, codes, homes[source.scales]) for source, codes in coded.values()]))
+        coded = {name: CodedPart(source, homes[name], homes[source.scales])
+                 for name, source in sources.items() if isinstance(source, Coded)}
+        parts.extend(memory.share([part for name, part in coded.items() if name in tiling.position]))
+        parts.extend(part for name, part in coded.items() if name not in tiling.position)
         for name, buffer in model.named_buffers():
             if isinstance(source := sources.get(name), StoredTensor):
                 assert buffer.is_contiguous(), f"buffer {name} is not contiguous"

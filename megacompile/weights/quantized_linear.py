@@ -20,24 +20,19 @@ class QuantizedLinear(nn.Linear):
                  device: torch.device | str | None = None) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.stored = in_features, out_features, stored
-        self.weight = _bytes(stored.code_bytes(self.shape), device)
-        self.scales = _bytes(stored.scale_bytes(self.shape), device)
+        self.weight = _bytes(stored.code_bytes(shape_of(self)), device)
+        self.scales = _bytes(stored.scale_bytes(shape_of(self)), device)
         self.register_parameter("bias", bias)
 
     @classmethod
     def of(cls, linear: nn.Linear, stored: Format) -> QuantizedLinear:
-        """A layer with the values of this one, rounded, or on the meta device."""
+        """A layer with the rounded values of this one; on the meta device, if this one is there."""
         device = "meta" if linear.weight.is_meta else "cpu"
         made = cls(linear.in_features, linear.out_features, linear.bias, stored, device)
         if not linear.weight.is_meta:
-            pieces = linear.weight.detach().cpu().flatten().split(stored.piece(made.shape))
+            pieces = linear.weight.detach().cpu().flatten().split(stored.piece(shape_of(made)))
             stored.encode(pieces, made.weight.data, made.scales.data)
         return made.train(linear.training)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the weight: (out, in)."""
-        return self.out_features, self.in_features
 
     def put(self, codes: Tensor, scales: Tensor) -> None:
         """Replaces codes and scales by these, uint8, 1-D."""
@@ -45,7 +40,7 @@ class QuantizedLinear(nn.Linear):
 
     def dequantized_weight(self) -> Tensor:
         """The weight, FP32 [out, in]."""
-        return self.stored.decode(self.weight, self.scales, self.shape)
+        return self.stored.decode(self.weight, self.scales, shape_of(self))
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.linear(input, self.dequantized_weight().to(input.dtype), self.bias)
@@ -57,10 +52,15 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, stored={self.stored}"
 
 
+def shape_of(linear: nn.Linear) -> tuple[int, int]:
+    """The shape of a layer's weight (out, in), also of a weight in codes."""
+    return linear.out_features, linear.in_features
+
+
 def weights_of_codes(model: nn.Module) -> dict[int, int]:
     """How many weights each parameter of codes or scales stands for, by its `id`."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    return {id(layer.weight): math.prod(layer.shape) for layer in layers} | {id(layer.scales): 0 for layer in layers}
+    return {id(layer.weight): math.prod(shape_of(layer)) for layer in layers} | {id(layer.scales): 0 for layer in layers}
 
 
 def _bytes(count: int, device: torch.device | str | None) -> nn.Parameter:

@@ -1,16 +1,16 @@
-"""Replaces a model's linear layers by quantized ones: those of bitsandbytes as they are, others by rounding their weights."""
+"""Replaces a model's linear layers by quantized ones, and quantized ones by ordinary ones."""
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megacompile.errors import ArgumentError, UnsupportedError
 from megacompile.frontend.tracing.layers import Layers, find_layers
-from megacompile.weights.codes import FORMATS, SCALES_IN_GROUP, EightBits, Format, FourBits
-from megacompile.weights.quantized_linear import QuantizedLinear
+from megacompile.weights.codes import FORMATS, EightBits, Format, FourBits
+from megacompile.weights.quantized_linear import QuantizedLinear, shape_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -23,12 +23,11 @@ def quantize(model: M, stored: Any = "nf4", *, layers: Layers | None = None) -> 
         stored: "nf4", 0.52 bytes per weight; "int8", 1 byte; or a `transformers.BitsAndBytesConfig`.
         layers: as for `stream`.
 
-    Embeddings, heads, norms and adapters keep their dtype, and so do weights that are no `nn.Linear` (experts of some models).
-    Raises `ArgumentError` for another format, and `UnsupportedError` if no layer has a frozen `nn.Linear`.
+    Embeddings, heads, norms and adapters keep their dtype, and so do weights that are not an `nn.Linear` (experts of some
+    models). Raises `ArgumentError` for another format, and `UnsupportedError` if no layer has a frozen `nn.Linear`.
     """
     form = format_of(stored)
-    found = [(parent, name, linear) for parent, name, linear in frozen_linears(model, layers)
-             if form.fits((linear.out_features, linear.in_features))]
+    found = [(parent, name, linear) for parent, name, linear in frozen_linears(model, layers) if form.fits(shape_of(linear))]
     if not found:
         raise UnsupportedError(f"no layer of {type(model).__name__} has a frozen nn.Linear to quantize: freeze the weights "
                                "first (peft.get_peft_model does), and train an adapter")
@@ -77,59 +76,3 @@ def frozen_linears(model: nn.Module, layers: Layers | None = None) -> Iterator[t
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear and id(child) not in adapters and not child.weight.requires_grad:
                     yield parent, name, child
-
-
-# ---------------------------------------------------------------- bitsandbytes
-def adopt_bitsandbytes(model: nn.Module) -> None:
-    """Replaces the linear layers of bitsandbytes in a model by ours, which have the same values. Raises `UnsupportedError`,
-    before the model has changed, for layers whose weights are not quantized yet, or not as we store them."""
-    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()
-             if any(base.__module__.startswith("bitsandbytes.nn") for base in type(child).__mro__)]
-    made = [(parent, name, _adopted(f"{type(child).__name__} {name}", child)) for parent, name, child in found]
-    for parent, name, layer in made:
-        parent._modules[name] = layer
-
-
-def _adopted(what: str, layer: Any) -> QuantizedLinear:
-    if not isinstance(layer, nn.Linear):
-        raise UnsupportedError(f"{what} of bitsandbytes cannot be streamed: only its linear layers can; leave it in bfloat16")
-    stored, codes, scales = _four_bits(what, layer) if hasattr(layer.weight, "quant_state") else _eight_bits(what, layer)
-    made = QuantizedLinear(layer.in_features, layer.out_features, layer.bias, stored, "meta")
-    made.put(codes, scales)
-    return made.train(layer.training)
-
-
-def _four_bits(what: str, layer: Any) -> tuple[Format, Tensor, Tensor]:
-    state = layer.weight.quant_state
-    if state is None:
-        raise UnsupportedError(f"{what} of bitsandbytes is not quantized yet: load the model with a BitsAndBytesConfig, or "
-                               "move it to a device once")
-    stored = FourBits(int(state.blocksize), bool(state.nested))
-    floats = [state.code]
-    if stored.nested:
-        if int(state.state2.blocksize) != SCALES_IN_GROUP:
-            raise UnsupportedError(f"{what} of bitsandbytes has nested blocks of {state.state2.blocksize} scales, not "
-                                   f"{SCALES_IN_GROUP}: quantize the model again")
-        floats += [state.state2.code, state.offset.reshape(1), state.state2.absmax]
-    else:
-        floats.append(state.absmax)
-    scales = torch.cat([each.detach().float().cpu().flatten() for each in floats]).view(torch.uint8)
-    if stored.nested:
-        scales = torch.cat([scales, state.absmax.detach().cpu()])
-    codes = layer.weight.detach().as_subclass(Tensor).cpu().flatten().view(torch.uint8)
-    shape = (layer.out_features, layer.in_features)
-    if not stored.fits(shape) or codes.numel() != stored.code_bytes(shape) or scales.numel() != stored.scale_bytes(shape):
-        raise UnsupportedError(f"{what} of bitsandbytes has a weight of {list(shape)} in blocks of {stored.block}, which "
-                               "do not divide it: leave the layer in bfloat16 (llm_int8_skip_modules)")
-    return stored, codes, scales
-
-
-def _eight_bits(what: str, layer: Any) -> tuple[Format, Tensor, Tensor]:
-    weight, state = layer.weight, getattr(layer, "state", None)
-    codes = next((each for each in (getattr(weight, "CB", None), getattr(state, "CB", None)) if each is not None), weight)
-    scales = next((each for each in (getattr(weight, "SCB", None), getattr(state, "SCB", None)) if each is not None), None)
-    if scales is None or codes.dtype != torch.int8:
-        raise UnsupportedError(f"{what} of bitsandbytes is not quantized yet: load the model with a BitsAndBytesConfig, or "
-                               "move it to a device once")
-    codes = codes.detach().as_subclass(Tensor).cpu().contiguous().view(torch.uint8).flatten()
-    return EightBits(), codes, (scales.detach().float().cpu() / 127).contiguous().view(torch.uint8)

@@ -11,23 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile import schema
 from megacompile.errors import CheckpointError, UnsupportedError
-from megacompile.weights.codes import SCALES_IN_GROUP, EightBits, Format, FourBits
-from megacompile.weights.quantized_linear import QuantizedLinear
+from megacompile.frontend.tracing.layers import Layers
+from megacompile.weights.bitsandbytes import four_bits
+from megacompile.weights.codes import EightBits, Format, as_bytes
+from megacompile.weights.quantized_linear import QuantizedLinear, shape_of
 from megacompile.weights.quantizing import frozen_linears
 from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 
 _STATE = ".quant_state.bitsandbytes__"
+#: What is read of the state that bitsandbytes stores of a four-bit weight. Other entries are ignored.
+_FLAT = {"shape": schema.sequence(schema.whole(1, 2**31)), "blocksize": schema.whole(1, 2**20)}
+_NESTED = {**_FLAT, "nested_blocksize": schema.whole(1, 2**20), "nested_offset": schema.finite()}
 
 
 @dataclass(frozen=True)
 class PackedTensor(StoredTensor):
-    """A weight that is stored in codes. `shape`: of the weight. `file`, `offset`, `bytes`: of its codes. `scales`: the stored
-    tensors whose values, times `factor`, follow each other in our scales; `mean` follows where one is None."""
+    """A weight that is stored in codes. `shape` is that of the weight; `file`, `offset` and `bytes` say where the codes are.
+    `scales`: the stored tensors, and numbers, that our scales consist of, in order. FP32 numbers are multiplied by `factor`."""
 
     stored: Format
-    scales: tuple[StoredTensor | None, ...]
-    mean: float = 0.0
+    scales: tuple[StoredTensor | float, ...]
     factor: float = 1.0
 
 
@@ -61,13 +66,13 @@ class CodedPart:
         else:
             self.coded.stored.encode(self._pieces(reader), self.codes, self.scales)
 
-    def _bytes(self, stored: StoredTensor | None, reader: WeightReader) -> Tensor:
+    def _bytes(self, part: StoredTensor | float, reader: WeightReader) -> Tensor:
         assert isinstance(self.source, PackedTensor)
-        if stored is None:
-            return torch.tensor([self.source.mean]).view(torch.uint8)
-        found = torch.empty(math.prod(stored.shape), dtype=DTYPES[stored.dtype])
-        reader.read(stored, 0, found)
-        return found if found.dtype == torch.uint8 else (found.float() * self.source.factor).view(torch.uint8)
+        if isinstance(part, float):
+            return as_bytes(torch.tensor(part))
+        found = torch.empty(math.prod(part.shape), dtype=DTYPES[part.dtype])
+        reader.read(part, 0, found)
+        return found if found.dtype == torch.uint8 else as_bytes(found * self.source.factor)
 
     def _pieces(self, reader: WeightReader) -> Iterator[Tensor]:
         count, size = math.prod(self.coded.shape), self.coded.stored.piece(self.coded.shape)
@@ -80,7 +85,8 @@ class CodedPart:
 def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader) -> dict[str, StoredTensor]:
     """The stored tensors, in which one `PackedTensor` takes the place of all tensors that bitsandbytes stores of a weight.
 
-    Raises `UnsupportedError` for a weight in a form that is not known, and `CheckpointError` if a part of one is missing."""
+    Raises `UnsupportedError` for a weight that is not in a format of ours, and `CheckpointError` if a part of one is missing or
+    has another size."""
     found = dict(stored)
     for name in stored:
         if _STATE in name:
@@ -93,41 +99,48 @@ def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader) -> 
 
 
 def _gather(found: dict[str, StoredTensor], weight: str, packed: PackedTensor, others: tuple[str, ...]) -> None:
-    for each in (*others, *(part.name for part in packed.scales if part is not None)):
+    parts = [part for part in packed.scales if isinstance(part, StoredTensor)]
+    shape, numbers = (packed.shape[0], packed.shape[1]), len(packed.scales) - len(parts)
+    there = packed.bytes, 4 * numbers + sum(math.prod(part.shape) * (1 if part.dtype == "U8" else 4) for part in parts)
+    needed = packed.stored.code_bytes(shape), packed.stored.scale_bytes(shape)
+    if there != needed:
+        raise CheckpointError(f"{weight} of {list(shape)} has {there[0]:,} bytes of codes and {there[1]:,} bytes of scales, "
+                              f"not {needed[0]:,} and {needed[1]:,}: copy or download the checkpoint again")
+    for each in (*others, *(part.name for part in parts)):
         found.pop(each, None)
     found[weight] = packed
 
 
 def _four_bits(weight: str, kind: str, stored: Mapping[str, StoredTensor], reader: WeightReader) -> PackedTensor:
     state = _state(stored[f"{weight}{_STATE}{kind}"], reader)
-    names = ["quant_map", "absmax"]
-    nested = "nested_blocksize" in state
-    if nested:
-        if state["nested_blocksize"] != SCALES_IN_GROUP:
-            raise UnsupportedError(f"{weight} has nested blocks of {state['nested_blocksize']} scales, not {SCALES_IN_GROUP}: "
-                                   "quantize the model again")
-        names = ["quant_map", "nested_quant_map", "", "nested_absmax", "absmax"]
-    parts = tuple(_part(stored, f"{weight}.{name}") if name else None for name in names)
-    form, shape = FourBits(int(state["blocksize"]), nested), tuple(state["shape"])
-    codes = _part(stored, weight)
-    if len(shape) != 2 or not form.fits((shape[0], shape[1])) or codes.bytes != form.code_bytes((shape[0], shape[1])):
-        raise UnsupportedError(f"{weight} of {list(shape)} is stored in blocks of {form.block}, which do not divide it: leave "
-                               "the layer in bfloat16 (llm_int8_skip_modules)")
-    return PackedTensor(weight, codes.file, "BF16", shape, codes.offset, codes.bytes, form, parts,
-                        float(state.get("nested_offset", 0.0)))
+    shape, codes = tuple(state["shape"]), _part(stored, weight)
+    form = four_bits(weight, shape, state["blocksize"], state.get("nested_blocksize"))
+
+    def part(name: str) -> StoredTensor:
+        return _part(stored, f"{weight}.{name}")
+
+    scales: tuple[StoredTensor | float, ...] = part("quant_map"), part("absmax")
+    if form.nested:
+        mean = float(state["nested_offset"])
+        scales = part("quant_map"), part("nested_quant_map"), mean, part("nested_absmax"), part("absmax")
+    return PackedTensor(weight, codes.file, "BF16", shape, codes.offset, codes.bytes, form, scales)
 
 
 def _eight_bits(weight: str, scales: str, stored: Mapping[str, StoredTensor]) -> PackedTensor:
     codes = _part(stored, weight)
+    if len(codes.shape) != 2:
+        raise UnsupportedError(f"{weight} of {list(codes.shape)} is not a matrix: only quantized matrices are supported")
     return PackedTensor(weight, codes.file, "BF16", codes.shape, codes.offset, codes.bytes, EightBits(), (stored[scales],),
-                        factor=1 / 127)
+                        1 / 127)
 
 
 def _state(stored: StoredTensor, reader: WeightReader) -> dict[str, Any]:
     text = torch.empty(stored.bytes, dtype=torch.uint8)
     reader.read(stored, 0, text)
     try:
-        return dict(json.loads(bytes(text.tolist())))
+        found = json.loads(bytes(text.tolist()))
+        schema.record(_NESTED if "nested_blocksize" in found else _FLAT, others=schema.anything)(found, stored.name)
+        return dict(found)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{stored.name} in {stored.file} is not the state of a quantized weight: copy or download it "
                               "again") from error
@@ -139,23 +152,23 @@ def _part(stored: Mapping[str, StoredTensor], name: str) -> StoredTensor:
     return stored[name]
 
 
-def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor],
-                   stored: Format | None) -> dict[str, StoredTensor | Coded]:
+def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored: Format | None,
+                   layers: Layers | None) -> dict[str, StoredTensor | Coded]:
     """Replaces linear layers on the meta device by quantized ones: those with packed sources, and with a format `stored` all
     frozen ones in the model's layers. Returns the sources of all parameters.
 
     Raises `UnsupportedError` for a packed weight that belongs to no frozen linear layer."""
     made: dict[str, StoredTensor | Coded] = dict(sources)
+    if stored is None and not any(isinstance(source, PackedTensor) for source in sources.values()):
+        return made
     names = {id(module): name for name, module in model.named_modules()}
-    for parent, child, linear in frozen_linears(model):
+    for parent, child, linear in frozen_linears(model, layers):
         name = ".".join(filter(None, (names[id(parent)], child)))
         source = sources.get(f"{name}.weight")
         form = source.stored if isinstance(source, PackedTensor) else stored
-        shape = (linear.out_features, linear.in_features)
-        if form is None or source is None or not form.fits(shape):
-            continue
-        parent._modules[child] = QuantizedLinear.of(linear, form)
-        made[f"{name}.weight"] = Coded(source, form, shape, f"{name}.scales")
+        if form is not None and source is not None and form.fits(shape_of(linear)):
+            parent._modules[child] = QuantizedLinear.of(linear, form)
+            made[f"{name}.weight"] = Coded(source, form, shape_of(linear), f"{name}.scales")
     for name, found in made.items():
         if isinstance(found, PackedTensor):
             raise UnsupportedError(f"{name} is quantized, and is not the weight of a frozen nn.Linear in a layer: leave it in "
@@ -163,11 +176,10 @@ def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor],
     return made
 
 
-def bytes_quantized(model: nn.Module, stored: Format) -> int:
-    """Bytes of a model's parameters once its frozen linear layers are quantized."""
+def least_bytes_quantized(model: nn.Module, stored: Format) -> int:
+    """Bytes that a model's parameters take at least: those once all its linear layers are quantized."""
     total = sum(p.nbytes for p in model.parameters())
-    for _, _, linear in frozen_linears(model):
-        shape = (linear.out_features, linear.in_features)
-        if stored.fits(shape):
+    for linear in model.modules():
+        if type(linear) is nn.Linear and stored.fits(shape := shape_of(linear)):
             total += stored.code_bytes(shape) + stored.scale_bytes(shape) - linear.weight.nbytes
     return total

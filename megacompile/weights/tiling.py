@@ -46,8 +46,8 @@ Kind = tuple[bool, torch.dtype]
 
 
 class Spec(NamedTuple):
-    """What a tile needs to know of a parameter, or of a share of one. `weights`: how many weights it stands for, if that is not
-    its number of elements."""
+    """What a tile needs to know of a parameter, or of a share of one. `weights`: the number of weights that its elements are
+    codes of; None: they are weights."""
 
     kind: Kind
     shape: tuple[int, ...]

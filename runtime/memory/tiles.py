@@ -38,8 +38,8 @@ SHARD_ALIGNMENT = 256  # elements: a block of state that has one scale is in one
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Where one parameter lies in its tile, in elements. `stands_for`: how many weights its elements are codes of; None: they
-    are weights."""
+    """Where one parameter lies in its tile, in elements. `stands_for`: the number of weights that its elements are codes
+    of; None: they are weights."""
 
     name: str
     shape: tuple[int, ...]

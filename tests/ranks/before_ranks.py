@@ -1,5 +1,5 @@
-"""What the process that ranks are forked from does first, which would take each rank about eight seconds: it imports what they
-import, and captures the models that most of them stream. It imports no module that reads a rank's environment."""
+"""Runs first in the process that ranks are forked from. It imports what ranks import, and captures the models that most of them
+stream, which would take each rank about eight seconds. It imports no module that reads a rank's environment."""
 from __future__ import annotations
 
 import alike_models

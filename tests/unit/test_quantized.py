@@ -194,16 +194,57 @@ def test_damaged_and_foreign_checkpoints_of_bitsandbytes_are_refused(packed: Pat
     change(packed, f"{name}{PACKED}", torch.tensor(list(changed), dtype=torch.uint8))
     with pytest.raises(UnsupportedError, match="is stored in blocks of 48, which do not divide it: leave the layer in"):
         read()
+    changed = bytes(state.tolist()).replace(b'"nested_offset"', b'"another_offset"')
+    change(packed, f"{name}{PACKED}", torch.tensor(list(changed), dtype=torch.uint8))
+    with pytest.raises(CheckpointError, match="is not the state of a quantized weight: copy or download it again"):
+        read()
     change(packed, f"{name}{PACKED}", state[1:].clone())
     with pytest.raises(CheckpointError, match="is not the state of a quantized weight: copy or download it again"):
         read()
     change(packed, f"{name}{PACKED}", state)
+    absmax = load_file(packed / "model.safetensors")[f"{name}.absmax"]
+    change(packed, f"{name}.absmax", absmax[1:].clone())
+    with pytest.raises(CheckpointError, match=r"bytes of codes and .* bytes of scales, not .*: copy or download"):
+        read()
     change(packed, f"{name}.absmax", None)
     with pytest.raises(CheckpointError, match=r"absmax is in no file, and belongs to a quantized weight"):
         read()
 
 
-def test_a_quantized_weight_that_is_no_layer_s_is_refused(packed: Path) -> None:
+def test_a_stack_of_matrices_in_eight_bits_is_refused(saved: Path, tmp_path: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    tensors |= {f"{name}.weight": torch.zeros(2, 3, 4, dtype=torch.int8), f"{name}.SCB": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((saved / "config.json").read_text())
+    how = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    with pytest.raises(UnsupportedError, match=r"of \[2, 3, 4\] is not a matrix: only quantized matrices are supported"):
+        megacompile.from_pretrained(tmp_path, trainable=False, device="cpu", compile=False)
+
+
+def test_named_layers_are_quantized_while_they_are_read(saved: Path) -> None:
+    options: dict[str, Any] = dict(layers="model.layers", device="cpu", compile=False)
+    model = megacompile.from_pretrained(saved, quantize="int8", trainable=False, **options)
+    assert len(quantized(model)) == 7 * 2
+    model.megacompile.close()
+
+
+def test_a_refused_option_leaves_layers_of_bitsandbytes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacompile import api
+
+    monkeypatch.setattr(api, "adopt_bitsandbytes", lambda model: pytest.fail("the model was changed first"))
+    with pytest.raises(megacompile.MegacompileError, match="has no option depth"):
+        megacompile.stream(build(), depth=3)
+
+
+def test_the_command_s_formats_are_those_of_quantize() -> None:
+    from megacompile.tools.lora import Stored
+
+    assert [each.value for each in Stored] == list(FORMATS)
+
+
+def test_a_quantized_weight_outside_the_layers_is_refused(packed: Path) -> None:
     tensors = load_file(packed / "model.safetensors")
     up = "model.layers.0.mlp.up_proj.weight"
     moved = {key.replace(up, "lm_head.weight"): value.clone() for key, value in tensors.items() if key.startswith(up)}
@@ -302,7 +343,7 @@ class Linear4bit(nn.Linear):
 
 
 def test_layers_of_bitsandbytes_that_cannot_be_adopted_are_refused() -> None:
-    from megacompile.weights.quantizing import adopt_bitsandbytes
+    from megacompile.weights.bitsandbytes import adopt_bitsandbytes
 
     model = nn.Sequential(Linear4bit(4, 4))
     with pytest.raises(UnsupportedError, match="Linear4bit 0 of bitsandbytes is not quantized yet: load the model with a Bits"):
