@@ -13,8 +13,8 @@ from megacompile.weights.quantized_linear import QuantizedLinear
 
 
 def four_bits(what: str, shape: Sequence[int], block: int, group: int | None) -> FourBits:
-    """The format of a weight of this shape. `block`: the number of weights that share a scale. `group`: the number of scales that
-    share one; None: scales are not nested. Raises `UnsupportedError` for a weight that is not in a format of ours."""
+    """The format of a weight of this shape. `block`: the number of weights that share a scale. `group`: the number of scales
+    that share one; None: scales are not nested. Raises `UnsupportedError` for a weight that is not in a format of ours."""
     if group not in (None, SCALES_IN_GROUP):
         raise UnsupportedError(f"{what} has nested blocks of {group} scales, not {SCALES_IN_GROUP}: quantize the model again")
     found = FourBits(block, group is not None)
