@@ -1,0 +1,36 @@
+"""Frozen weights in four and eight bits on CUDA: losses and gradients are those of the unstreamed model."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_cuda import batch, build
+from torch import nn
+
+import megacompile
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("stored", ["nf4", "int8"])
+def test_a_model_with_quantized_weights_trains_as_it_does_natively(stored: str, compiled: bool) -> None:
+    native = build(torch.float32)
+    for module in native.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.requires_grad_(False)
+    native = megacompile.quantize(native, stored)
+    model = megacompile.stream(copy.deepcopy(native), device="cuda", compile=compiled)
+    native = native.cuda()
+    losses = [model(**batch(0)).loss, native(**{name: each.cuda() for name, each in batch(0).items()}).loss]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    gradients = {name: p.grad for name, p in native.named_parameters() if p.requires_grad}
+    assert len(gradients) > 10
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            theirs = gradients[name].cpu()
+            assert (parameter.grad - theirs).norm() <= 1e-4 * theirs.norm() + 1e-7, name
+    model.megacompile.close()
