@@ -146,10 +146,12 @@ class LayerSlots:
     def _enter(self, position: int) -> None:
         slot, following = self._slot(position), (position + 1) % len(self.layers)
         self.fetch(position)
-        if slot.copied is not None:
-            torch.cuda.current_stream(slot.memory.device).wait_event(slot.copied)
         if self._slot(following) is not slot:
             self.fetch(following)
+        if slot.copied is not None:
+            # The host waits, not the device's queue: transformers' offloaded cache copies keys and values on a stream of its
+            # own, which is right only if the device is at most a little behind the host.
+            slot.copied.synchronize()
 
     def _leave(self, position: int) -> None:
         slot, following = self._slot(position), (position + 1) % len(self.layers)

@@ -104,12 +104,13 @@ INLINE float load(uint8_t code, float scale) {
 }
 
 // `inverse`: 1 / scale. A second moment is never stored as 0 unless it is 0: an update divides by its root. NaN is stored as
-// the largest number.
+// the largest number. Numbers that are not negative are compared as integers: the device flushes denormals to zero where it
+// compares or selects floats.
 template <bool is_signed>
 INLINE uint8_t stored(float value, float inverse, uint32_t random) {
   constexpr float kMost = 1.0f - 1.0f / 16777216.0f;
   float number = VALUE(Exact(magnitude(value)) * Exact(inverse));
-  number = number < kMost ? number : kMost;
+  number = static_cast<int32_t>(BITS(number)) < static_cast<int32_t>(BITS(kMost)) ? number : kMost;
   if (is_signed)
     return static_cast<uint8_t>(static_cast<uint32_t>(encoded<6, true>(number, random)) | (BITS(value) >> 24 & 128u));
   const int32_t code = encoded<7, false>(number, random);
