@@ -104,13 +104,13 @@ INLINE float load(uint8_t code, float scale) {
 }
 
 // `inverse`: 1 / scale. A second moment is never stored as 0 unless it is 0: an update divides by its root. NaN is stored as
-// the largest number. Numbers that are not negative are compared as integers: the device flushes denormals to zero where it
-// compares or selects floats.
+// the largest number. Numbers are compared as unsigned integers: the device flushes denormals to zero where it compares
+// floats, and infinity times 0 has the sign bit on the host alone.
 template <bool is_signed>
 INLINE uint8_t stored(float value, float inverse, uint32_t random) {
-  constexpr float kMost = 1.0f - 1.0f / 16777216.0f;
-  float number = VALUE(Exact(magnitude(value)) * Exact(inverse));
-  number = static_cast<int32_t>(BITS(number)) < static_cast<int32_t>(BITS(kMost)) ? number : kMost;
+  const uint32_t most = 0x3F7FFFFFu;  // the largest number below 1
+  const uint32_t product = BITS(VALUE(Exact(magnitude(value)) * Exact(inverse)));
+  const float number = FLOAT(product < most ? product : most);
   if (is_signed)
     return static_cast<uint8_t>(static_cast<uint32_t>(encoded<6, true>(number, random)) | (BITS(value) >> 24 & 128u));
   const int32_t code = encoded<7, false>(number, random);
