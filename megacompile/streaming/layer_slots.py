@@ -3,9 +3,9 @@
     slot 0    layer 4    layer 6    layer 8
     slot 1       layer 5    layer 7    layer 9
 
-A layer's parameters are views of its slot, so the model itself does not change. A hook before a layer waits for the layer's
-weights and issues the copy of the layer that comes next; a hook after it says that its slot may be written. Weights cross the
-link once for each call of the model, whatever the number of sequences, and while other layers compute.
+A layer's parameters are views of its slot, so the model itself does not change. A hook before a layer issues the copy of the
+layer that comes next and waits for the layer's own weights; a hook after it says that its slot may be written. Weights cross
+the link once for each call of the model, whatever the number of sequences, and while other layers compute.
 """
 from __future__ import annotations
 

@@ -108,9 +108,9 @@ INLINE float load(uint8_t code, float scale) {
 // floats, and infinity times 0 has the sign bit on the host alone.
 template <bool is_signed>
 INLINE uint8_t stored(float value, float inverse, uint32_t random) {
-  const uint32_t most = 0x3F7FFFFFu;  // the largest number below 1
+  constexpr uint32_t kMost = 0x3F7FFFFFu;  // the largest number below 1
   const uint32_t product = BITS(VALUE(Exact(magnitude(value)) * Exact(inverse)));
-  const float number = FLOAT(product < most ? product : most);
+  const float number = FLOAT(product < kMost ? product : kMost);
   if (is_signed)
     return static_cast<uint8_t>(static_cast<uint32_t>(encoded<6, true>(number, random)) | (BITS(value) >> 24 & 128u));
   const int32_t code = encoded<7, false>(number, random);
