@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import assert_same_gradients
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -46,10 +47,7 @@ def test_what_the_caller_differentiates_is_native_pytorchs(values_of: Callable[.
     targets = next_tokens(ids)
     for own, values in ((native, of_logits), (model, values_of)):
         (values(own, batch, targets)[:, -9:-1].sum(1) * 0.1).exp().sum().backward()
-    theirs = dict(native.named_parameters())
-    for name, parameter in model.named_parameters():
-        expected = theirs[name].grad.cpu()
-        assert (parameter.grad.cpu() - expected).norm() <= 1e-3 * expected.norm(), name  # float32 products by TensorFloat32
+    assert_same_gradients(model, native, 1e-3)  # float32 products by TensorFloat32
     model.megacompile.close()
 
 

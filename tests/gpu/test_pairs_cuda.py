@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gradients import assert_same_gradients
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -103,9 +104,5 @@ def test_a_model_trains_as_native_pytorch_does(what: str) -> None:
     assert abs(float(loss.detach()) - float(expected.detach())) < 2e-2
     loss.backward()
     expected.backward()
-    theirs = dict(native.named_parameters())
-    for name, parameter in model.named_parameters():
-        gradient = theirs[name].grad.cpu()
-        assert torch.isfinite(parameter.grad).all()
-        assert (parameter.grad.cpu().float() - gradient).norm() <= 0.05 * gradient.norm(), name
+    assert_same_gradients(model, native, 0.05)
     model.megacompile.close()

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from gradients import assert_same_gradients
 from test_cuda import batch, build
 from torch import nn
 
@@ -27,10 +28,5 @@ def test_a_model_with_quantized_weights_trains_as_it_does_natively(stored: str, 
     for loss in losses:
         loss.backward()
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
-    gradients = {name: p.grad for name, p in native.named_parameters() if p.requires_grad}
-    assert len(gradients) > 10
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            theirs = gradients[name].cpu()
-            assert (parameter.grad - theirs).norm() <= 1e-4 * theirs.norm() + 1e-7, name
+    assert_same_gradients(model, native, 1e-4, least=1e-7)
     model.megacompile.close()
