@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each rank had at the end of each job."""
     found = tmp_path_factory.mktemp("ranks")
     names = [f"{name}|" for name in JOBS] + ["qwen2|again"]
-    start(SCRIPT, 2, found, names, JOB_DEVICE="cuda").results(420)
+    start(SCRIPT, 2, found, names, fork=False, JOB_DEVICE="cuda").results(420)
     return found
 
 
@@ -63,7 +63,7 @@ for step in range(10**6):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_or_stopped_rank_ends_the_other_in_thirty_seconds(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS)
-    job = start(tmp_path / "endless.py", 2, tmp_path / "job")
+    job = start(tmp_path / "endless.py", 2, tmp_path / "job", fork=False)
     limit = time.monotonic() + 120
     while not all((tmp_path / "job" / f"{rank}.begun").exists() for rank in range(2)):
         assert time.monotonic() < limit and all(p.poll() is None for p in job.processes), job.errors(0) + job.errors(1)

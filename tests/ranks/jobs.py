@@ -195,6 +195,11 @@ def train_native(name: str, ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    import alike_models
+
+    from megacompile import api
+
+    api.capture = alike_models.capture_once  # most jobs train the same model
     rank, folder = int(os.environ["RANK"]), Path(os.environ["RESULTS"])
     for name in sys.argv[1:]:
         name, _, kind = name.partition("|")

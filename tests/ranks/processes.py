@@ -82,7 +82,7 @@ def _run(script: Path, arguments: Sequence[str], environment: Mapping[str, str],
 class Job:
     """The processes of all ranks, in order. `folder`: where each rank writes `<rank>.json`, and its errors to `<rank>.txt`."""
 
-    processes: list[Process]
+    processes: list[Process | subprocess.Popen[bytes]]
     folder: Path
 
     def wait(self, seconds: float = 240.0) -> list[int]:
@@ -113,10 +113,19 @@ def free_port() -> int:
     return port
 
 
-def start(script: Path, ranks: int, folder: Path, arguments: Sequence[str] = (), hosts: int = 1, **environment: str) -> Job:
-    """Runs a script in one process for each rank, on the CPU. `hosts`: on how many hosts the ranks say that they are."""
+def _unforked(script: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("wb") as file:
+        return subprocess.Popen([sys.executable, str(script), *arguments], env=dict(environment), stdout=file,
+                                stderr=subprocess.STDOUT)
+
+
+def start(script: Path, ranks: int, folder: Path, arguments: Sequence[str] = (), hosts: int = 1, fork: bool = True,
+          **environment: str) -> Job:
+    """Runs a script in one process for each rank. `hosts`: on how many hosts the ranks say that they are. `fork`: off for
+    ranks that use GPUs, since CUDA does not start in a process that was forked from one that has asked for GPUs."""
     folder.mkdir(parents=True, exist_ok=True)
-    processes, port = [], free_port()
+    processes: list[Process | subprocess.Popen[bytes]] = []
+    port = free_port()
     host_of = [rank * hosts // ranks for rank in range(ranks)]
     for rank in range(ranks):
         host = {"MEGACOMPILE_HOST": f"node{host_of[rank]}"} if hosts > 1 else {}
@@ -124,5 +133,5 @@ def start(script: Path, ranks: int, folder: Path, arguments: Sequence[str] = (),
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "RANK": str(rank),
             "LOCAL_RANK": str(rank - host_of.index(host_of[rank])), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "RESULTS": str(folder), **host, **environment}
-        processes.append(Process(script, arguments, of_rank, folder / f"{rank}.txt"))
+        processes.append((Process if fork else _unforked)(script, arguments, of_rank, folder / f"{rank}.txt"))
     return Job(processes, folder)
