@@ -1,9 +1,9 @@
-"""Plans of packed rows: searched once for a length, and derived for the number of rows that a step has.
+"""Plans of packed rows: searched once, and derived for the rows that a step has.
 
-A search simulates dozens of programs and takes seconds, while steps of packed rows differ only in their number of
-micro-batches. So a plan is searched for micro-batches with full kernels, and a step with another number of rows takes all its
-other choices. The last rows form micro-batches of powers of two, so that kernels are compiled for few sizes. Where kernels
-serve any number of rows, all micro-batches have about the same size instead.
+A search simulates dozens of programs and takes seconds, while steps of packed rows differ only in the number and length of
+their rows. So a plan is searched for full micro-batches of the usual length, and a step with other rows takes all its other
+choices. The last rows form micro-batches of powers of two, so that kernels are compiled for few sizes. Where kernels serve any
+size, all micro-batches have about the same number of rows instead.
 """
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MORE_MICRO_BATCHES = 2
 
 
 class PackedPlans:
-    """State: the plans that were searched, by shape; and the shape that is searched for in place of another. `balanced`: a
-    step's micro-batches have about the same size, which may be any number."""
+    """State: the plans that were searched, by shape; and the shape that is searched for in place of another. `length`: tokens
+    of a usual row; `balanced`: a step's micro-batches have about the same size, which may be any number."""
 
-    def __init__(self, balanced: bool = False) -> None:
-        self.balanced = balanced
+    def __init__(self, length: int, balanced: bool = False) -> None:
+        self.length, self.balanced = length, balanced
         self._searched: dict[Shape, Plan] = {}
         self._instead: dict[Shape, Shape] = {}
 
@@ -33,10 +33,25 @@ class PackedPlans:
 
         It depends on the shape and not on earlier steps: a resumed run, whose first step has another number of rows, gives the
         same bits as one that was not interrupted."""
-        full = max(1, FULL_TOKENS // shape.length)
+        # The number of rows in a micro-batch may be the user's, and says nothing about rows of another length.
+        usual = self.length if planner.config.micro_batch_size is None else shape.length
+        if usual != shape.length:
+            try:
+                if (found := self._derived(planner, shape, usual)) is not None:
+                    return found
+            except InsufficientMemoryError:  # usual rows may be longer than those of this step
+                pass
+        found = self._derived(planner, shape, shape.length)
+        assert found is not None, "a plan for no fewer rows fits, and so do its choices for these"
+        return found
+
+    def _derived(self, planner: Planner, shape: Shape, length: int) -> Choice | None:
+        """A plan with the choices of one for full micro-batches of rows of this length. None if none of these fits."""
+        full = max(1, FULL_TOKENS // length)
+        rows = -(-shape.batch * shape.length // length)
         # About as much work as the step, which decides how much of the update is hidden; or at least as much.
-        counts = _power_of_two_in(max(1, shape.batch // full)), -(-shape.batch // full)
-        alike, enough = (replace(shape, batch=full * count) for count in counts)
+        counts = _power_of_two_in(max(1, rows // full)), -(-rows // full)
+        alike, enough = (replace(shape, batch=full * count, length=length) for count in counts)
         answers = Counter[str]()
         if alike not in self._instead:
             choice = self._with_room(planner, alike)
@@ -50,7 +65,7 @@ class PackedPlans:
             for plan in derived(base, shape, self.balanced):
                 if planner.fits(plan):
                     return Choice(plan, planner.stateful, answers)
-        raise AssertionError("a plan for no fewer rows fits, and so do its choices for these")
+        return None
 
     def _with_room(self, planner: Planner, usual: Shape) -> Choice:
         """The plan for steps with the `usual` number of rows, whose choices also fit half as many rows again.
@@ -88,26 +103,35 @@ def _search(planner: Planner, wanted: Shape) -> Choice:
 
 
 def derived(base: Plan, shape: Shape, balanced: bool = False) -> list[Plan]:
-    """Plans with the choices of `base` for a shape with another number of rows.
+    """Plans with the choices of `base` for a shape with other rows. Empty if its micro-batches hold less than such a row.
 
-    Micro-batches have the size of those of `base`, and smaller ones of powers of two follow; or they are `balanced`, as few as
-    possible, and in later plans a few more, which need less memory. For a whole step, the first plan has about as many rows per
-    wave as `base`, the second at most as many micro-batches per wave."""
-    size = max(base.micro_batches)
-    if balanced:
-        fewest = -(-shape.batch // size)
-        divisions = [_parts(shape.batch, count) for count in range(fewest, min(fewest + MORE_MICRO_BATCHES, shape.batch) + 1)]
-    else:
-        divisions = [(size,) * (shape.batch // size) + _powers_of_two(shape.batch % size)]
+    Micro-batches have as many tokens as those of `base`, and smaller ones of powers of two follow; or they are `balanced`, as
+    few as possible, and in later plans a few more, which need less memory. For a whole step, the first plan has about as many
+    tokens per wave as `base`, the second at most as many micro-batches per wave."""
+    size = max(base.micro_batches) * base.length // shape.length
+    if size == 0 or (base.token_chunk and base.length != shape.length):  # a chunk is some tokens of each row
+        return []
     plans = []
-    for micro_batches in divisions:
-        alike = round(shape.batch * base.waves / base.batch)
+    for micro_batches in _divisions(shape.batch, size) if balanced else [
+            (size,) * (shape.batch // size) + _powers_of_two(shape.batch % size)]:
+        alike = round(shape.batch * shape.length * base.waves / (base.batch * base.length))
         no_more = math.ceil(len(micro_batches) * base.waves / len(base.micro_batches))
         counts = (alike, no_more) if shape.whole_step else (1,)
-        plans += [replace(base, batch=shape.batch, micro_batches=micro_batches, waves=waves,
+        plans += [replace(base, batch=shape.batch, length=shape.length, micro_batches=micro_batches, waves=waves,
                           host_sums=base.host_sums if waves > 1 else ())
                   for waves in (min(max(1, count), len(micro_batches)) for count in counts)]
     return list(dict.fromkeys(plans))
+
+
+def _divisions(number: int, size: int) -> list[tuple[int, ...]]:
+    """Rows in balanced micro-batches of at most `size`, the fewest first.
+
+    A single row among larger micro-batches needs kernels of its own. If there would be one, a division into one micro-batch
+    less comes first, which exceeds `size` by a row."""
+    fewest = -(-number // size)
+    found = [_parts(number, count) for count in range(fewest, min(fewest + MORE_MICRO_BATCHES, number) + 1)]
+    first = found[0]
+    return [_parts(number, fewest - 1), *found] if min(first) == 1 < max(first) else found
 
 
 def _power_of_two_in(number: int) -> int:

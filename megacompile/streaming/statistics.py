@@ -17,7 +17,7 @@ def stats_of(streamed: Streamed) -> dict[str, Any]:
         steps=streamed.step.count, skipped_steps=len(streamed.step.skipped), kept_tiles=len(streamed.step.kept),
         shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
         compiled_variants=compiled_variants(streamed),
-        variants_of_any_rows=sum(served.binder.variants_of_any_rows for served in streamed.captures),
+        variants_of_any_size=sum(served.binder.variants_of_any_size for served in streamed.captures),
         micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.captures),
         plan_searches=streamed.shapes.answers["searched"], plans_from_cache=streamed.shapes.answers["kept"],
         **streamed.step.tokens.stats(),

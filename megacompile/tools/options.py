@@ -123,7 +123,7 @@ class Knobs:
         show_default=_PLANNER)] = None
     dynamic: Annotated[bool | None, typer.Option(
         rich_help_panel=_PLAN_PANEL,
-        help="Compile kernels of packed rows once for any number of rows, instead of once for each of a few sizes.",
+        help="Compile kernels of packed rows once for rows of any number and length, instead of once for each of a few sizes.",
         show_default="on if kernels are compiled, as on a GPU")] = None
     weight_slots: Annotated[int | None, typer.Option(
         min=1, rich_help_panel=_PLAN_PANEL, help="Number of device buffers for streamed weights.",

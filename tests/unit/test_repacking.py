@@ -17,6 +17,7 @@ import megacompile
 from megacompile.errors import InsufficientMemoryError
 from megacompile.inputs.packed_layout import LENGTH, Span, lay_out, spans_of
 from megacompile.ir.plan import Plan, Shape
+from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import PackedPlans, derived
 from megacompile.planning.planner import Choice
 
@@ -219,10 +220,22 @@ def test_plans_are_searched_once_for_steps_of_like_size(model: Any) -> None:
     assert answered(model) == before + 1
 
 
+def test_one_search_serves_packed_rows_of_all_lengths() -> None:
+    model = megacompile.stream(tiny_models.build(max_position_embeddings=8192), device="cpu")
+    try:
+        for longest in (40, 3000, 5000, 40):
+            compiled = model.megacompile.compiled(padded([longest, 3] + [40] * 400))
+            assert compiled.plan.length == compiled.shape.length > longest
+        assert answered(model) == 1
+    finally:
+        model.megacompile.close()
+
+
 class Planner:
     """Plans whose every choice depends on the number of rows; those that fit have few of them in a wave."""
 
     stateful = None
+    config = StreamConfig()
 
     def resident_state(self) -> tuple[str, ...]:
         return ()
@@ -240,7 +253,7 @@ class Planner:
 def test_the_plan_of_a_step_is_the_same_whatever_steps_came_before() -> None:
     """So a run that is resumed has the bits of one that was not interrupted."""
     def plans(rows: list[int]) -> dict[int, Plan]:
-        packed, planner = PackedPlans(), Planner()
+        packed, planner = PackedPlans(LENGTH), Planner()
         return {each: packed.choose(planner, shape_of(each, whole_step=True)).plan  # type: ignore[arg-type]
                 for each in rows}
 
@@ -267,7 +280,7 @@ class SmallDevice(Planner):
 
 def test_where_memory_is_short_a_plan_leaves_room_for_half_more_rows() -> None:
     """So that a step with more rows than usual does not stop training for another search."""
-    packed, planner = PackedPlans(balanced=True), SmallDevice(most=100)
+    packed, planner = PackedPlans(LENGTH, balanced=True), SmallDevice(most=100)
     plans = [packed.choose(planner, shape_of(rows, whole_step=True)).plan  # type: ignore[arg-type]
              for rows in (16, 22, 17, 24)]
     assert planner.searched == [16, 24] and {plan.checkpoint_interval for plan in plans} == {3}
@@ -276,7 +289,7 @@ def test_where_memory_is_short_a_plan_leaves_room_for_half_more_rows() -> None:
 
 
 def test_where_nothing_leaves_room_for_more_rows_the_plan_is_that_of_the_usual_number() -> None:
-    packed, planner = PackedPlans(balanced=True), SmallDevice(most=20)
+    packed, planner = PackedPlans(LENGTH, balanced=True), SmallDevice(most=20)
     plan = packed.choose(planner, shape_of(17, whole_step=True)).plan  # type: ignore[arg-type]
     assert plan.checkpoint_interval == 2 and planner.searched == [16, 24]
 

@@ -1,4 +1,4 @@
-"""Running variants: as the fx graph itself, or compiled by inductor, for one concrete shape or for any number of rows.
+"""Running variants: as the fx graph itself, or compiled by inductor, for one concrete shape or for any size of packed rows.
 
 If a variant runs a chunk of tokens at a time, the loops' bodies are compiled: one kernel for all chunks, and one for a shorter
 last chunk. The few ops around the loops, attention and views, run one by one.
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from megacompile.codegen.inductor import Inductor
 from megacompile.errors import CompilationError, MegacompileError, UnsupportedError, named_line
 from megacompile.frontend.templates.joint import tolerate_strides
-from megacompile.frontend.templates.symbolic_rows import CodeForAnyRows, Runnable, SymbolicRows
+from megacompile.frontend.templates.symbolic_sizes import CodeForAnySize, Runnable, SymbolicSizes
 from megacompile.frontend.templates.template import BATCH, Variant
 from megacompile.ir.token_loop import TokenLoop, token_loops
 from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
@@ -48,23 +48,24 @@ def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None
     return _compile_graph(variant.graph, variant.reads, [example_args[i] for i in variant.reads], inductor)
 
 
-def compile_for_any_rows(variant: Variant, example_args: Sequence[Tensor | int | torch.SymInt | None], rows: SymbolicRows,
-                         inductor: Inductor) -> CodeForAnyRows | None:
-    """`compile_variant` by inductor, for any number of rows; the examples have `rows` rows. None if the variant or inductor's
-    code only holds for one number of rows, or if it runs a chunk of tokens at a time."""
+def compile_for_any_size(variant: Variant, example_args: Sequence[Tensor | int | torch.SymInt | None], sizes: SymbolicSizes,
+                         inductor: Inductor) -> CodeForAnySize | None:
+    """`compile_variant` by inductor, for any number that the symbols of `sizes` may be; the examples have these sizes. None if
+    the variant or inductor's code only holds for one number, or if it runs a chunk of tokens at a time."""
     if token_loops(variant.graph):
         return None
-    traced = _specialise(variant.graph, variant.reads, [example_args[i] for i in variant.reads], rows)
-    if rows.is_fixed:
+    traced = _specialise(variant.graph, variant.reads, [example_args[i] for i in variant.reads], sizes)
+    if sizes.are_fixed:
         return None
     try:
         compiled = _compile_traced(traced, inductor)
     except CompilationError:  # symbolic sizes are harder for inductor; with a number it may still compile
         return None
-    if rows.is_fixed:
+    if sizes.are_fixed:
         return None
-    strides = tuple(tuple(rows.written(one) for one in example.stride()) for example in traced.tensors)
-    return CodeForAnyRows(compiled, strides, rows.conditions(), functools.partial(_runnable, traced.positions, traced.dtypes))
+    strides = tuple(tuple(sizes.written(one) for one in example.stride()) for example in traced.tensors)
+    return CodeForAnySize(compiled, sizes.symbols, strides, sizes.conditions(),
+                          functools.partial(_runnable, traced.positions, traced.dtypes))
 
 
 def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | None],
@@ -163,8 +164,8 @@ def _compile_body(variant: Variant, loop: TokenLoop, batch: int, length: int, co
 
 @dataclass(frozen=True)
 class _Traced:
-    """`graph`: reads only live tensors. `examples`: its inputs, fakes of one mode; the number of rows comes first if it is a
-    symbol. `positions`: which arguments of the variant the tensors are."""
+    """`graph`: reads only live tensors. `examples`: its inputs, fakes of one mode; numbers that are symbols come first.
+    `positions`: which arguments of the variant the tensors are."""
 
     graph: fx.GraphModule
     examples: list[Any]
@@ -180,35 +181,35 @@ class _Traced:
 
 
 def _specialise(variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | torch.SymInt | None],
-                rows: SymbolicRows | None = None) -> _Traced:
-    """The variant's graph, reading only the live tensors, with the sizes of `live`. The number of `rows` may be a symbol.
+                sizes: SymbolicSizes | None = None) -> _Traced:
+    """The variant's graph, reading only the live tensors, with the sizes of `live`, some of which may be symbols.
 
     A template's symbols mean "at least 2", so that a batch of one must be traced again; and inductor makes better code
     for sizes that it knows."""
     count = len(variant.graph.find_nodes(op="placeholder"))
     tensors = [i for i, value in enumerate(live) if isinstance(value, Tensor)]
     # Without an environment inductor looks nothing up in its cache, though no size is symbolic.
-    fakes = FakeTensorMode(shape_env=ShapeEnv()) if rows is None else rows.fakes
+    fakes = FakeTensorMode(shape_env=ShapeEnv()) if sizes is None else sizes.fakes
     with fakes:  # only shapes, strides, dtypes and devices matter: examples may be fakes themselves
         examples = [torch.empty_strided(value.shape, _without_overlap(value), dtype=value.dtype, device=value.device)
                     for value in live if isinstance(value, Tensor)]
-    # An input of its own: inductor's cache only keeps conditions on symbols that are inputs.
-    number = [] if rows is None else [rows.count]
+    # Inputs of their own: inductor's cache only keeps conditions on symbols that are inputs.
+    numbers = [] if sizes is None else sizes.numbers
 
     def function(*given: Any) -> tuple[Any, ...]:
         args: list[Any] = [None] * count
         for position, value in zip(reads, live, strict=True):
             args[position] = value if not isinstance(value, Tensor) else None
-        for i, value in zip(tensors, given[len(number):], strict=True):
+        for i, value in zip(tensors, given[len(numbers):], strict=True):
             args[reads[i]] = value
         return variant(*args)  # type: ignore[no-any-return]
 
     # Some ops have sizes that are symbols only in Python.
-    dispatching = contextlib.nullcontext() if rows is None else enable_python_dispatcher()
+    dispatching = contextlib.nullcontext() if sizes is None else enable_python_dispatcher()
     with fakes, torch.no_grad(), dispatching:
-        specialised = make_fx(function, tracing_mode="real")(*number, *examples)
+        specialised = make_fx(function, tracing_mode="real")(*numbers, *examples)
     tolerate_strides(specialised)  # inductor's decompositions use other layouts than the ops do
-    return _Traced(specialised, [*number, *examples], tuple(reads[i] for i in tensors))
+    return _Traced(specialised, [*numbers, *examples], tuple(reads[i] for i in tensors))
 
 
 def _without_overlap(value: Tensor) -> Sequence[int]:

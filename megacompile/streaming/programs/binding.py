@@ -3,16 +3,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 
 from megacompile.codegen.inductor import Inductor
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.templates.symbolic_rows import CodeForAnyRows, SymbolicRows
+from megacompile.frontend.templates.symbolic_sizes import UNITS, CodeForAnySize, SymbolicSizes, can_be_symbols
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template, Variant
-from megacompile.frontend.templates.variants import compile_for_any_rows, compile_variant
+from megacompile.frontend.templates.variants import compile_for_any_size, compile_variant
+from megacompile.inputs.packed_layout import LENGTH as PACKED_LENGTH
 from megacompile.inputs.packed_layout import power_of_two
 from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import FULL_TOKENS, Plan
@@ -22,39 +23,42 @@ from megacompile.system.under_way import at, under_way
 from megacompile.torch_compat.core import FakeTensorMode
 from megacompile.weights.tiling import Tiling
 
+#: A variant of packed rows, and its rows and length, None for any.
+AnySize: TypeAlias = tuple[Variant, int | None, int | None]
+
 
 @dataclass
 class Binder:
-    """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length). With `symbolic_rows`, also
-    variants of packed rows that serve any number of rows, by (variant, length), with the number of rows that inductor tuned for
-    (None: the variant cannot serve any number). `inductor` counts compilations. `usual_rows`: the number of rows to tune for;
-    None: the rows of full kernels."""
+    """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length). With `symbolic_sizes`, also
+    variants of packed rows that serve any number of rows, any length, or both, by (variant, rows, length) with None for what is
+    any; each with the sizes that inductor tuned for (None: the variant cannot serve any). `inductor` counts compilations.
+    `usual_rows`, `usual_length`: the packed rows to tune for; `usual_rows` None: the rows of full kernels."""
 
     captured: CapturedModel
     tiling: Tiling
     device: torch.device
     compiling: bool
-    symbolic_rows: bool = False
+    symbolic_sizes: bool = False
     usual_rows: int | None = None
+    usual_length: int = PACKED_LENGTH
     compiled: dict[tuple[Variant, str, int, int], Callable[..., Any]] = field(default_factory=dict)
-    for_any_rows: dict[tuple[Variant, int], dict[int, CodeForAnyRows | None]] = field(default_factory=dict)
+    for_any_size: dict[AnySize, dict[tuple[int, int], CodeForAnySize | None]] = field(default_factory=dict)
     inductor: Inductor = field(default_factory=Inductor)
 
     @property
-    def variants_of_any_rows(self) -> int:
-        """Number of variants that serve any number of rows."""
-        return sum(code is not None for codes in self.for_any_rows.values() for code in codes.values())
+    def variants_of_any_size(self) -> int:
+        """Number of variants that serve any number of rows, or any length."""
+        return sum(code is not None for codes in self.for_any_size.values() for code in codes.values())
 
     @property
-    def sizes(self) -> set[tuple[int | None, int]]:
-        """Micro-batch sizes that kernels exist for: (rows, length), with rows None for any number."""
-        any_rows = {(None, length) for (_, length), codes in self.for_any_rows.items() if any(codes.values())}
-        return {key[2:] for key in self.compiled} | any_rows
+    def sizes(self) -> set[tuple[int | None, int | None]]:
+        """Micro-batch sizes that kernels exist for: (rows, length), with None for any number."""
+        return {key[2:] for key in self.compiled} | {key[1:] for key, codes in self.for_any_size.items() if any(codes.values())}
 
     @property
     def variants(self) -> int:
         """Number of compiled variants, counted for each batch and length."""
-        return len(self.compiled) + self.variants_of_any_rows
+        return len(self.compiled) + self.variants_of_any_size
 
     def bind(self, program: Program, section: str, plan: Plan, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
         """The kernels of a section, by (call, op, micro-batch). Shapes that will not come again run uncompiled (`steady` False:
@@ -85,7 +89,7 @@ class Binder:
             else:
                 assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
                 carried[source.index] = gradient.results[0]
-        function = self._for_any_rows(template, variant, batch, plan.length, mode)
+        function = self._for_any_size(template, variant, batch, plan.length, mode)
         return Kernel(
             function or self._compile(template, variant, batch, plan.length, mode),
             tuple(self._input(call, i) for i in range(len(call.sources))),
@@ -99,23 +103,34 @@ class Binder:
             return Input("parameter", source.name, self.tiling.tiles_of[call.name].index(tile), position)
         return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
 
-    def _for_any_rows(self, template: Template, variant: Variant, batch: int, length: int,
+    def _for_any_size(self, template: Template, variant: Variant, batch: int, length: int,
                       mode: str) -> Callable[..., Any] | None:
-        """Code for `batch` rows that also serves other numbers of rows. None if that is impossible or disabled."""
-        if not (self.symbolic_rows and self.captured.key.packed and mode == "inductor" and batch > 1):
+        """Code for `batch` rows of `length` that also serves other sizes. None if that is impossible or disabled."""
+        if not (self.symbolic_sizes and self.captured.key.packed and mode == "inductor"):
             return None
-        codes = self.for_any_rows.setdefault((variant, length), {})
+        possible = can_be_symbols(batch, length)
+        # A variant that fixes the length may still serve any number of rows.
+        for symbols in dict.fromkeys((possible, possible[:1])):
+            if symbols and (made := self._with_symbols(template, variant, batch, length, symbols)) is not None:
+                return made
+        return None
+
+    def _with_symbols(self, template: Template, variant: Variant, batch: int, length: int,
+                      symbols: tuple[sympy.Symbol, ...]) -> Callable[..., Any] | None:
+        rows_fixed, length_fixed = (None if BATCH in symbols else batch), (None if UNITS in symbols else length)
+        codes = self.for_any_size.setdefault((variant, rows_fixed, length_fixed), {})
+        usual = length_fixed or self.usual_length
         # Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one.
-        for hint in (max(2, self.usual_rows or FULL_TOKENS // length), power_of_two(batch)):
+        for hint in ((rows_fixed or max(2, self.usual_rows or FULL_TOKENS // usual), usual), (power_of_two(batch), length)):
             if hint not in codes:
-                rows = SymbolicRows(hint)
-                with rows.fakes:
-                    examples = example_inputs(template, variant, rows.size, length, self.device)
-                codes[hint] = compile_for_any_rows(variant, examples, rows, self.inductor)
+                sizes = SymbolicSizes(*hint, symbols)
+                with sizes.fakes:
+                    examples = example_inputs(template, variant, sizes.size, self.device)
+                codes[hint] = compile_for_any_size(variant, examples, sizes, self.inductor)
             code = codes[hint]
             if code is None:
                 return None
-            if (made := code.of(batch)) is not None:
+            if (made := code.of(batch, length)) is not None:
                 return made
         return None
 
@@ -123,20 +138,21 @@ class Binder:
         key = variant, mode, batch, length
         if key not in self.compiled:
             examples: list[Any] = []
+            numbers = {BATCH: sympy.Integer(batch), LENGTH: sympy.Integer(length)}
             if mode == "inductor":
                 with FakeTensorMode():
-                    examples = example_inputs(template, variant, lambda size: int(size.subs(BATCH, batch)), length, self.device)
+                    examples = example_inputs(template, variant, lambda size: int(size.xreplace(numbers)), self.device)
             self.compiled[key] = compile_variant(variant, examples, mode, self.inductor)
         return self.compiled[key]
 
 
-def example_inputs(template: Template, variant: Variant, size_of: Callable[[sympy.Expr], int | torch.SymInt], length: int,
+def example_inputs(template: Template, variant: Variant, size_of: Callable[[sympy.Expr], int | torch.SymInt],
                    device: torch.device) -> list[Any]:
-    """Tensors, numbers and None with the shapes that a variant sees at this length. `size_of` evaluates sizes that are written
-    in terms of B. Returns fakes within a fake mode."""
+    """Tensors, numbers and None with the shapes that a variant sees. `size_of` evaluates sizes that are written in terms of B
+    and T. Returns fakes within a fake mode."""
 
     def size(value: Any) -> Any:
-        return size_of(template.symbolic(value).subs(LENGTH, length))
+        return size_of(template.symbolic(value))
 
     reads = set(variant.reads)
     examples: list[Any] = []

@@ -65,10 +65,10 @@ class ModelCaptures:
                           fused=compiling, host_bytes=host_bytes, output=captured.main_output,
                           keeping=True,
                           simulator=simulator_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes))
-        binder = Binder(captured, tiling, backend.device, compiling, compiling and config.dynamic is not False,
-                        config.micro_batch_size)
         self.adapters = AdapterStates(model)
         self.repacking = Repacking(self, config.repack)
+        binder = Binder(captured, tiling, backend.device, compiling, compiling and config.dynamic is not False,
+                        config.micro_batch_size, self.repacking.least)
         self._known = {PLAIN: Served(captured, planner, binder)}
         self._reads_masks: dict[CaptureKey, bool] = {}
 
@@ -153,7 +153,7 @@ class ModelCaptures:
         hardware = planner.simulator.durations.hardware if planner.simulator is not None else None
         simulator = simulator_of(captured, self.tiling, hardware, binder.compiling, planner.config.passes)
         return Served(captured, replace(planner, captured=captured, simulator=simulator),
-                      replace(binder, captured=captured, compiled={}, for_any_rows={}))
+                      replace(binder, captured=captured, compiled={}, for_any_size={}))
 
     def _reads_as_planned(self, captured: CapturedModel, key: CaptureKey) -> bool:
         """Whether there are the same calls, and each reads parameters of its own tiles, of each of them; where adapters are

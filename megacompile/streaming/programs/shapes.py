@@ -87,7 +87,7 @@ class Shapes:
         self.captures, self.limit = captures, limit
         self.captured, self.binder = captures.first.captured, captures.first.binder
         self.table: dict[Shape, CompiledShape] = {}
-        self.packed = PackedPlans(balanced=self.binder.symbolic_rows)
+        self.packed = PackedPlans(self.captures.repacking.least, balanced=self.binder.symbolic_sizes)
         self.planned = self.slot_bytes = 0
         self.stateful: tuple[str, ...] | None = None
         self.answers = Counter[str]()
@@ -237,5 +237,5 @@ class Shapes:
         for served in self.captures:
             for key in [k for k in served.binder.compiled if k[2:4] not in used]:
                 del served.binder.compiled[key]
-            for any_rows in [k for k in served.binder.for_any_rows if k[1] not in packed]:
-                del served.binder.for_any_rows[any_rows]
+            for any_size in [k for k in served.binder.for_any_size if not packed or k[2] not in {None, *packed}]:
+                del served.binder.for_any_size[any_size]

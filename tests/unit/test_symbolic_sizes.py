@@ -1,4 +1,4 @@
-"""Kernels of packed rows for any number of rows (`dynamic=True`): the results of kernels for one number, compiled once."""
+"""Kernels of packed rows for any size (`dynamic=True`): the results of kernels for one size, compiled once."""
 from __future__ import annotations
 
 import contextlib
@@ -21,8 +21,8 @@ import megacompile
 from megacompile.codegen.inductor import Inductor
 from megacompile.errors import MegacompileError
 from megacompile.frontend.templates import variants
-from megacompile.frontend.templates.symbolic_rows import CodeForAnyRows, SymbolicRows
-from megacompile.frontend.templates.template import BATCH
+from megacompile.frontend.templates.symbolic_sizes import UNIT, UNITS, CodeForAnySize, SymbolicSizes, can_be_symbols
+from megacompile.frontend.templates.template import BATCH, LENGTH
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import derived
@@ -33,11 +33,11 @@ OPTIONS: dict[str, Any] = dict(device="cpu", compile=True, repack=64, micro_batc
 TRAINING = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import test_symbolic_rows as tests
+import test_symbolic_sizes as tests
 model = tests.streamed(dynamic=None)
 packed, before = [tests.bits(model, tests.filling(rows)) for rows in (7, 2)], model.megacompile.stats
 plain, after = tests.bits(model, tests.tiny_models.batch()), model.megacompile.stats
-variants = [[stats[name] for name in ("variants_of_any_rows", "compiled_variants")] for stats in (before, after)]
+variants = [[stats[name] for name in ("variants_of_any_size", "compiled_variants")] for stats in (before, after)]
 print(json.dumps([[packed, plain, variants, tests.held(model)], after["compiled"], after["compiled_from_cache"]]))
 """
 
@@ -81,8 +81,8 @@ def packed_binder(model: Any) -> Binder:
 
 def held(model: Any) -> list[list[int]]:
     """For which of some numbers of rows each variant's code holds."""
-    return [[rows for rows in (2, 64, 65, 4096) if code is not None and code.of(rows)]
-            for codes in packed_binder(model).for_any_rows.values() for code in codes.values()]
+    return [[rows for rows in (2, 64, 65, 4096) if code is not None and code.of(rows, 64)]
+            for codes in packed_binder(model).for_any_size.values() for code in codes.values()]
 
 
 @pytest.fixture(scope="module")
@@ -93,25 +93,42 @@ def dynamic() -> Iterator[Any]:
     model.megacompile.close()
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.booleans())
-def test_rows_are_split_into_as_few_micro_batches_as_can_be_about_as_large(rows: int, size: int, whole_step: bool) -> None:
+@given(st.integers(1, 40), st.integers(1, 9), st.sampled_from([1024, 2048, 4096]), st.booleans())
+def test_rows_are_split_into_as_few_micro_batches_as_can_be_about_as_large(rows: int, size: int, length: int,
+                                                                          whole_step: bool) -> None:
     base = Plan(4 * size, 2048, (size,) * 4, saved_layers=3, waves=2 if whole_step else 1,
                 host_sums=("a",) if whole_step else ())
-    shape = Shape(rows, 2048, labels=True, training=True, whole_step=whole_step, further=("position_ids",))
+    shape = Shape(rows, length, labels=True, training=True, whole_step=whole_step, further=("position_ids",))
     plans = derived(base, shape, balanced=True)
-    fewest = -(-rows // size)
-    assert len(plans[0].micro_batches) == fewest
+    most = size * 2048 // length
+    if most == 0:
+        assert not plans, "a micro-batch holds less than a row"
+        return
+    fewest = -(-rows // most)
+    within = [plan for plan in plans if max(plan.micro_batches) <= most]
+    assert len(within[0].micro_batches) == fewest
     assert [len(plan.micro_batches) for plan in plans] == sorted(len(plan.micro_batches) for plan in plans)
     for plan in plans:
         sizes = plan.micro_batches
-        assert sum(sizes) == rows and fewest <= len(sizes) <= fewest + 2 and max(sizes) <= size
+        assert sum(sizes) == rows and len(sizes) <= fewest + 2
         assert max(sizes) - min(sizes) <= 1 and list(sizes) == sorted(sizes, reverse=True)
-        assert replace(plan, batch=base.batch, micro_batches=base.micro_batches, waves=base.waves,
+        assert replace(plan, batch=base.batch, length=base.length, micro_batches=base.micro_batches, waves=base.waves,
                        host_sums=base.host_sums) == base
+    first = within[0].micro_batches
+    if min(first) == 1 < max(first):
+        assert min(plans[0].micro_batches) > 1 and max(plans[0].micro_batches) <= most + 1, "no row alone, if there is memory"
+    else:
+        assert within == plans
+
+
+def test_plans_that_compute_some_tokens_of_each_row_at_a_time_serve_no_rows_of_another_length() -> None:
+    base = Plan(1, 2048, (1,), token_chunk=512)
+    shapes = [Shape(2, length, labels=True, training=True, further=("position_ids",)) for length in (1024, 2048)]
+    assert [bool(derived(base, shape, balanced=True)) for shape in shapes] == [False, True]
 
 
 @pytest.mark.parametrize("otherwise", [{"compile": False}, {"dynamic": False}], ids=str)
-def test_without_kernels_for_any_rows_micro_batches_are_powers_of_two(dynamic: Any, otherwise: dict[str, Any]) -> None:
+def test_without_kernels_for_any_size_micro_batches_are_powers_of_two(dynamic: Any, otherwise: dict[str, Any]) -> None:
     assert dynamic.megacompile.compiled(filling(8)).plan.micro_batches == (4, 4)
     model = megacompile.stream(build(), **{**OPTIONS, **otherwise})
     try:
@@ -126,7 +143,7 @@ def test_kernels_for_any_number_of_rows_train_as_native_pytorch(rows: int, dynam
     torch.testing.assert_close(train(dynamic, filling(rows)), train(native, filling(rows)), rtol=1e-6, atol=0)
     tiny_models.assert_same_gradients(dynamic, native)
     assert dynamic.megacompile.plan.batch == rows
-    assert {batch for _, _, batch, _ in packed_binder(dynamic).compiled} <= {1}
+    assert not packed_binder(dynamic).compiled
 
 
 def test_kernels_for_any_number_of_rows_give_what_those_for_one_number_give(dynamic: Any) -> None:
@@ -134,22 +151,39 @@ def test_kernels_for_any_number_of_rows_give_what_those_for_one_number_give(dyna
     try:
         assert bits(model, filling(5)) == bits(dynamic, filling(5))
         assert model.megacompile.plan.micro_batches == dynamic.megacompile.plan.micro_batches == (5,)
-        assert model.megacompile.stats["variants_of_any_rows"] == 0 < dynamic.megacompile.stats["variants_of_any_rows"]
+        assert model.megacompile.stats["variants_of_any_size"] == 0 < dynamic.megacompile.stats["variants_of_any_size"]
     finally:
         model.megacompile.close()
 
 
 def test_steps_of_random_lengths_compile_each_variant_twice_at_most(dynamic: Any) -> None:
-    """For any number of rows, and for one."""
+    """For any number of rows of any length, and for one row of any length."""
     source = random.Random(5)
-    counts = set()
-    for _ in range(30):
-        dynamic.zero_grad()
-        dynamic(**padded([source.randint(2, 60) for _ in range(source.randint(2, 17))])).loss.backward()
-        counts.update(dynamic.megacompile.plan.micro_batches)
-    assert counts >= {1, 2, 3, 4, 5}
+    seen = set()
+    for longest in 3 * (60, 120, 60, 250, 30):
+        for _ in range(3):
+            dynamic.zero_grad()
+            rows = [source.randint(2, longest) for _ in range(source.randint(2, 17))]
+            dynamic(**padded([longest, *rows])).loss.backward()
+            plan = dynamic.megacompile.plan
+            seen.update((size, plan.length) for size in plan.micro_batches)
+    assert {rows for rows, _ in seen} >= {1, 2, 3, 4, 5} and {length for _, length in seen} == {64, 128, 256}
     stats, binder = dynamic.megacompile.stats, packed_binder(dynamic)
-    assert stats["compiled"] + stats["compiled_from_cache"] == stats["compiled_variants"] == 2 * len(binder.for_any_rows)
+    assert {key[1:] for key in binder.for_any_size} == {(None, None), (1, None)}
+    assert stats["compiled"] + stats["compiled_from_cache"] == stats["compiled_variants"] == len(binder.for_any_size)
+    assert stats["micro_batch_shapes"] == 2
+
+
+@pytest.mark.parametrize("lengths", [[100] * 7 + [30, 28], [250, 3, 120, 60], [125, 3], [200, 5]], ids=str)
+def test_kernels_of_one_length_train_rows_of_another_as_native_pytorch(lengths: list[int], dynamic: Any) -> None:
+    train(dynamic, filling(5))
+    train(dynamic, filling(1))
+    before, native = dynamic.megacompile.stats, build()
+    torch.testing.assert_close(train(dynamic, padded(lengths)), train(native, padded(lengths)), rtol=1e-6, atol=0)
+    tiny_models.assert_same_gradients(dynamic, native)
+    assert dynamic.megacompile.plan.length in (128, 256)
+    after = dynamic.megacompile.stats
+    assert [after[name] - before[name] for name in ("compiled", "compiled_from_cache", "compiled_variants")] == [0, 0, 0]
 
 
 def test_a_second_process_compiles_nothing_and_computes_the_same_bits(tmp_path: Path) -> None:
@@ -163,21 +197,32 @@ def test_a_second_process_compiles_nothing_and_computes_the_same_bits(tmp_path: 
     assert second == [found, 0, compiled]
 
 
-def test_code_is_not_used_for_a_number_of_rows_that_breaks_what_it_assumes() -> None:
-    code = CodeForAnyRows(lambda rows, x: (rows, x), ((BATCH * 2, 1),), (sympy.Le(BATCH * 64, 320),),
-                          lambda function, strides: lambda x: function((x, strides)))
-    assert code.of(6) is None
-    made = code.of(5)
-    assert made is not None and made("x") == (5, ("x", [(10, 1)]))
-    assert code.of(5) is made
+def test_code_is_not_used_for_sizes_that_break_what_it_assumes() -> None:
+    code = CodeForAnySize(lambda rows, units, x: (rows, units, x), (BATCH, UNITS), ((BATCH * UNITS, 1),),
+                          (sympy.Le(BATCH * UNITS, 10),), lambda function, strides: lambda x: function((x, strides)))
+    assert code.of(6, 2 * UNIT) is None and code.of(5, 3 * UNIT) is None
+    assert code.of(5, 2 * UNIT + 1) is None and code.of(1, 2 * UNIT) is None and code.of(2, UNIT) is None
+    made, longer = code.of(5, 2 * UNIT), code.of(3, 3 * UNIT)
+    assert made is not None and made("x") == (5, 2, ("x", [(10, 1)]))
+    assert longer is not None and longer("x") == (3, 3, ("x", [(9, 1)]))
+    assert code.of(5, 2 * UNIT) is made
 
 
-def test_a_number_of_rows_that_something_asks_for_is_fixed() -> None:
-    rows = SymbolicRows(8)
-    assert rows.count != 1 and not rows.is_fixed and not rows.conditions(), "sizes of at least 2 are not 1"
-    assert rows.size(BATCH * 64) <= 4096 and not rows.is_fixed
-    assert [condition.subs(BATCH, 65) == sympy.false for condition in rows.conditions()] == [True]
-    assert int(rows.count) == 8 and rows.is_fixed  # type: ignore[arg-type]
+def test_a_size_that_something_asks_for_is_fixed() -> None:
+    sizes = SymbolicSizes(8, 64, (BATCH, UNITS))
+    rows, units = sizes.numbers
+    assert rows != 1 and units != 1 and not sizes.are_fixed and not sizes.conditions(), "sizes of at least 2 are not 1"
+    assert sizes.size(LENGTH) % 16 == 0 and not sizes.conditions(), "what divides a length is known"
+    assert sizes.size(BATCH * LENGTH) <= 4096 and not sizes.are_fixed
+    (condition,) = sizes.conditions()
+    assert [bool(condition.subs({BATCH: 2, UNITS: units})) for units in (64, 65)] == [True, False]
+    assert int(units) == 2 and sizes.are_fixed  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "symbols"), [((2, 64), (BATCH, UNITS)), ((1, 64), (UNITS,)), ((2, 32), (BATCH,)),
+                                               ((2, 65), (BATCH,)), ((1, 32), ())])
+def test_numbers_from_two_on_can_be_symbols(size: tuple[int, int], symbols: tuple[sympy.Symbol, ...]) -> None:
+    assert can_be_symbols(*size) == symbols
 
 
 @pytest.fixture
@@ -195,8 +240,9 @@ def test_variants_that_fix_the_number_of_rows_are_compiled_for_each(fixing_model
         torch.testing.assert_close(train(fixing_model, filling(rows)), train(native, filling(rows)), rtol=1e-6, atol=0)
         tiny_models.assert_same_gradients(fixing_model, native)
     binder = packed_binder(fixing_model)
-    fixed = {variant for (variant, _), codes in binder.for_any_rows.items() if None in codes.values()}
-    assert "loss" in {variant.name for variant in fixed} and len(fixed) < len(binder.for_any_rows)
+    fixed = {variant for (variant, *_), codes in binder.for_any_size.items() if None in codes.values()}
+    assert "loss" in {variant.name for variant in fixed}
+    assert len(fixed) < len({variant for variant, *_ in binder.for_any_size})
     assert {(variant, batch) for variant, _, batch, _ in binder.compiled} == {(v, rows) for v in fixed for rows in (2, 3)}
 
 
@@ -212,21 +258,21 @@ def test_variants_that_do_not_compile_with_a_symbol_are_compiled_for_each_number
     model, native = streamed(dynamic=None), build()
     torch.testing.assert_close(train(model, filling(5)), train(native, filling(5)), rtol=1e-6, atol=0)
     tiny_models.assert_same_gradients(model, native)
-    assert model.megacompile.stats["variants_of_any_rows"] == 0 < model.megacompile.stats["compiled_variants"]
+    assert model.megacompile.stats["variants_of_any_size"] == 0 < model.megacompile.stats["compiled_variants"]
     model.megacompile.close()
 
 
-def test_code_is_kept_while_a_packed_shape_of_its_length_lives(dynamic: Any) -> None:
+def test_code_is_kept_while_a_packed_shape_lives(dynamic: Any) -> None:
     shapes, binder = dynamic.megacompile.streamed.shapes, packed_binder(dynamic)
     shapes.limit = 2
     train(dynamic, filling(5))
     for rows in (2, 3, 4):
         dynamic.megacompile.compiled(filling(rows))
-    assert {length for _, length in binder.for_any_rows} == {64}
+    assert {key[1:] for key in binder.for_any_size} >= {(None, None)}
     dynamic(**tiny_models.batch(rows=2, length=6)).loss.backward()  # what was trained last stays
     for length in (7, 8):
         dynamic.megacompile.compiled(tiny_models.batch(rows=2, length=length))
-    assert not binder.for_any_rows and not binder.compiled
+    assert not binder.for_any_size and not binder.compiled
 
 
 def test_forms_with_positions_alone_are_packed() -> None:

@@ -1,0 +1,104 @@
+"""Sizes of packed rows that are symbols: kernels are compiled once, for any number of rows and any length.
+
+The number of rows is a symbol from 2 on. The length is a multiple of `UNIT` tokens, and the number of units is a symbol from 2
+on: inductor then knows what divides strides, as it does for a number. The environment of the symbols records what the graph's
+ops, and then inductor, assume of them. Code is not used for sizes that break one of these conditions.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+from megacompile.frontend.templates.template import BATCH, LENGTH
+from megacompile.torch_compat.core import FakeTensorMode
+from megacompile.torch_compat.dynamo import ConstantSource
+from megacompile.torch_compat.symbols import DimDynamic, ShapeEnv
+
+#: Tokens. The shortest packed rows have two units.
+UNIT = 32
+#: The number of units in a row.
+UNITS = sympy.Symbol("U", integer=True, positive=True)
+#: A size, or a stride: a number, or an expression in B and U.
+Size: TypeAlias = int | sympy.Expr
+#: Compiled code of a variant: its positional arguments -> its flat results.
+Runnable: TypeAlias = Callable[..., tuple[Any, ...]]
+
+
+def can_be_symbols(rows: int, length: int) -> tuple[sympy.Symbol, ...]:
+    """Which of B and U can stand for the sizes [rows, length]: PyTorch never makes a symbol of a size of 1."""
+    units = (UNITS,) if length % UNIT == 0 and length // UNIT > 1 else ()
+    return ((BATCH,) if rows > 1 else ()) + units
+
+
+class SymbolicSizes:
+    """The sizes of one variant that is being compiled. `rows`, `length`: numbers, for which inductor chooses kernels;
+    `symbols`: which of B and U are symbols, the others being these numbers. `fakes`: the mode of all fakes with such sizes;
+    `numbers`: the symbols as sizes. State: the environment, with the conditions so far."""
+
+    def __init__(self, rows: int, length: int, symbols: Sequence[sympy.Symbol]) -> None:
+        possible = can_be_symbols(rows, length)
+        assert symbols and all(symbol in possible for symbol in symbols), f"{symbols} for {rows} x {length}"
+        self.symbols, self._environment = tuple(symbols), ShapeEnv()
+        hints = {BATCH: sympy.Integer(rows), UNITS: sympy.Integer(length // UNIT)}
+        create = self._environment.create_symbol
+        self._own = {symbol: create(int(hints[symbol]), ConstantSource(symbol.name), DimDynamic.DYNAMIC)
+                     for symbol in self.symbols}
+        self._hints: dict[sympy.Expr, Any] = {BATCH: hints[BATCH], LENGTH: sympy.Integer(length), UNITS: hints[UNITS]}
+        self._sizes: dict[sympy.Expr, Any] = self._hints | self._own
+        if UNITS in self._own:
+            self._sizes[LENGTH] = self._own[UNITS] * UNIT
+        self.fakes = FakeTensorMode(shape_env=self._environment)
+        self.numbers = [self.size(symbol) for symbol in self.symbols]
+
+    def size(self, expression: sympy.Expr) -> int | torch.SymInt:
+        """An expression in B, T and U, as the size of a fake."""
+        size = expression.xreplace(self._sizes)
+        hint = int(expression.xreplace(self._hints))
+        return self._environment.create_symintnode(size, hint=hint) if size.free_symbols else hint
+
+    @property
+    def are_fixed(self) -> bool:
+        """Whether something asked for a symbol's number, so that the traced or compiled code only holds for the hint."""
+        return any(self._environment.simplify(own) != own for own in self._own.values())
+
+    def written(self, size: int | torch.SymInt) -> Size:
+        """A fake's size or stride, free of the environment."""
+        return self._free(size.node.expr) if isinstance(size, torch.SymInt) else size
+
+    def conditions(self) -> tuple[sympy.Basic, ...]:
+        """What is assumed of B and U so far."""
+        return tuple(self._free(guard.expr) for guard in self._environment.guards)
+
+    def _free(self, expression: sympy.Basic) -> sympy.Basic:
+        return expression.xreplace({own: symbol for symbol, own in self._own.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class CodeForAnySize:
+    """Compiled code that holds wherever its `conditions` do. `function`: takes the numbers of `symbols`, then tensors;
+    `prepare`: makes what runs of it, for these strides. State: what it has made, by the numbers."""
+
+    function: Callable[..., Any]
+    symbols: tuple[sympy.Symbol, ...]
+    strides: tuple[tuple[Size, ...], ...]
+    conditions: tuple[sympy.Basic, ...]
+    prepare: Callable[[Callable[..., Any], list[tuple[int, ...]]], Runnable]
+    _made: dict[tuple[int, ...], Runnable] = field(default_factory=dict)
+
+    def of(self, rows: int, length: int) -> Runnable | None:
+        """The code for rows of this length. None if it does not hold for them."""
+        if not set(self.symbols) <= set(can_be_symbols(rows, length)):
+            return None
+        known = {BATCH: sympy.Integer(rows), UNITS: sympy.Integer(length // UNIT)}
+        numbers = tuple(int(known[symbol]) for symbol in self.symbols)
+        if numbers not in self._made:
+            if not all(condition.xreplace(known) == sympy.true for condition in self.conditions):
+                return None
+            strides = [tuple(int(sympy.sympify(one).xreplace(known)) for one in stride) for stride in self.strides]
+            self._made[numbers] = self.prepare(functools.partial(self.function, *numbers), strides)
+        return self._made[numbers]
