@@ -95,8 +95,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--cold", action="store_true",
                         help="start with an empty cache: a new --cache folder, or a temporary one")
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction,
-                        help="megacompile: compile kernels of packed rows once for any number and length of rows, or for each of a few "
-                             "sizes (default: once if kernels are compiled)")
+                        help="megacompile: compile kernels of packed rows once for rows of any number and length, or for each "
+                             "of a few sizes (default: once if kernels are compiled)")
     parser.add_argument("--attention", default="sdpa", help="native: attn_implementation (default: sdpa)")
     parser.add_argument("--checkpointing", action="store_true",
                         help="native: keep only the inputs of layers and recompute the rest")

@@ -44,8 +44,8 @@ class StreamConfig:
         dtype: compute dtype; None: that of the model's parameters.
         compile: compile templates with inductor; None: on cuda.
         dynamic: compile kernels of packed rows once for any number and length of rows, and split a step's rows into
-            micro-batches that differ by at most one row. False: compile kernels for each of a few sizes, powers of two. None: True where
-            templates are compiled.
+            micro-batches that differ by at most one row. False: compile kernels for each of a few sizes, powers of two. None:
+            True where templates are compiled.
         saved_layers: how many of the last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
         residuals: which residuals those layers keep: "all", or only the results of "attention", a fourteenth of a 7B layer's.
             The rest is then recomputed, but not attention, which takes longest in long sequences. Requires
