@@ -34,7 +34,7 @@ def question(space: SearchSpace, batch: int, length: int, update: str, whole_ste
     return {
         "torch": torch.__version__, "batch": batch, "length": length, "update": update, "whole_step": whole_step,
         "output": space.output, "stateful": space.stateful,
-        "hardware": dataclasses.asdict(simulator.durations.hardware),
+        "hardware": dataclasses.asdict(simulator.durations.hardware), "caution": simulator.caution,
         "device_bytes": None if config.device_memory is None else space.device_bytes,
         "host_room": None if config.host_memory is None else space.host_room,
         "pinned_bytes": space.pinned_bytes, "margin_bytes": space.margin_bytes, "fused": space.fused,

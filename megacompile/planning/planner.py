@@ -101,9 +101,9 @@ class Planner(SearchSpace):
 
     def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int],
                  simulator: StepSimulator) -> Plan:
-        """The fastest plan in simulation, on a host that is slower than its rates by `CAUTION`. Plans are simulated in the
-        order of their lower bounds, until no other can be faster than the best. Among plans that are nearly as fast, the one
-        that computes least wins."""
+        """The fastest plan in simulation, on a host that is slower than its rates (`StepSimulator.caution`). Plans are
+        simulated in the order of their lower bounds, until no other can be faster than the best. Among plans that are nearly as
+        fast, the one that computes least wins."""
         found = self._with_each_state(batch, length, update, whole_step, counts)
         may_defer = self.config.deferred_moments is None
         orders: dict[Plan, list[Plan]] = {}

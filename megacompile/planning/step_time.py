@@ -21,6 +21,9 @@ from megacompile.weights.tiling import Tiling
 #: rates are the least certain, since everything on the host shares its memory. So a plan that lower rates would hurt must gain
 #: more.
 CAUTION = 0.95
+#: The same where steps have rows of uneven length: a step with few tokens hides less of the host's updates than the one that a
+#: plan is made for.
+UNEVEN_CAUTION = 0.75
 #: If at least this share of a step waits for the host's updates, another order of updates is tried.
 HELD_UP = 0.01
 
@@ -28,17 +31,22 @@ HELD_UP = 0.01
 def simulator_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
                  passes: Sequence[Pass] = PIPELINE) -> StepSimulator | None:
     """A simulator of steps on `hardware`; None where the machine's rates are unknown."""
-    return None if hardware is None else StepSimulator(Durations(captured, tiling.layouts, hardware, fused), tiling, passes)
+    if hardware is None:
+        return None
+    caution = UNEVEN_CAUTION if captured.key.packed else CAUTION
+    return StepSimulator(Durations(captured, tiling.layouts, hardware, fused), tiling, passes, caution)
 
 
 @dataclass
 class StepSimulator:
-    """Simulates steps of one model on one machine. State: the results of simulations so far, by plan and whether a step is one
-    program (`known`, and `cautious` ones), and the program that was made last."""
+    """Simulates steps of one model on one machine. `caution`: the share of the host's rates that plans are chosen with. State:
+    the results of simulations so far, by plan and whether a step is one program (`known`, and `cautious` ones), and the program
+    that was made last."""
 
     durations: Durations
     tiling: Tiling
     passes: Sequence[Pass] = PIPELINE
+    caution: float = CAUTION
     known: dict[tuple[Plan, bool], StepTimes] = field(default_factory=dict)
     cautious: dict[tuple[Plan, bool], float] = field(default_factory=dict)
     _latest: tuple[tuple[Plan, bool], Program] | None = None
@@ -55,13 +63,13 @@ class StepSimulator:
         return found
 
     def cautious_s(self, plan: Plan, whole_step: bool) -> float:
-        """Seconds of a step on a host whose AdamW has only `CAUTION` of its rate."""
+        """Seconds of a step on a host whose AdamW has only the share `caution` of its rate."""
         key = plan, whole_step
         if key not in self.cautious:
             hardware = self.durations.hardware
-            link = {way: CAUTION * rate for way, rate in hardware.link.items()} if plan.visiting_state else hardware.link
+            link = {way: self.caution * rate for way, rate in hardware.link.items()} if plan.visiting_state else hardware.link
             at(f"simulation {len(self.cautious) + 1}")
-            slower = replace(self.durations, hardware=replace(hardware, adam=CAUTION * hardware.adam, link=link))
+            slower = replace(self.durations, hardware=replace(hardware, adam=self.caution * hardware.adam, link=link))
             self.cautious[key] = slower.simulate(self.program(plan, whole_step), plan).step_s
         return self.cautious[key]
 
@@ -135,7 +143,7 @@ class StepSimulator:
             return total
         rates = self.durations.hardware
         faster = rates.adam_parts["weights"]  # than a whole update, on most hosts
-        share = CAUTION * (faster if plan.deferred_moments else max(1.0, faster) if may_defer else 1.0)
+        share = self.caution * (faster if plan.deferred_moments else max(1.0, faster) if may_defer else 1.0)
         elsewhere = {*plan.resident_state, *plan.visiting_state}
         tiles = {tile: layout for tile, layout in self.tiling.layouts.items() if layout.trainable and tile not in elsewhere}
         found, updated, before = total, 0.0, 0.0

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 import megacompile
 from megacompile.errors import InsufficientMemoryError
 from megacompile.inputs.packed_layout import LENGTH, Span, lay_out, spans_of
-from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.plan import CaptureKey, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import PackedPlans, derived
 from megacompile.planning.planner import Choice
+from megacompile.planning.step_time import simulator_of
+from megacompile.predict.hardware import Hardware
 
 LONGEST = 23
 
@@ -229,6 +231,20 @@ def test_one_search_serves_packed_rows_of_all_lengths() -> None:
         assert answered(model) == 1
     finally:
         model.megacompile.close()
+
+
+def test_plans_of_uneven_rows_expect_a_slower_host() -> None:
+    """Their steps differ in size, and small ones hide less of the host's updates."""
+    host = replace(Hardware.find("h200"), adam=2e8)
+    even = megacompile.schedule(tiny_models.build(bf16=True, hidden_size=64, intermediate_size=128), batch=16, length=256,
+                                hardware=host, resident_state=(), visiting_state=())
+    packed = even.captured.for_key(CaptureKey(("position_ids",)))
+    seconds = []
+    for captured in (even.captured, packed):
+        simulator = simulator_of(captured, even.tiling, host, fused=True)
+        assert simulator is not None
+        seconds.append(simulator.cautious_s(even.plan, False) / simulator.times(even.plan, False).step_s)
+    assert 1.0 < seconds[0] < 1.1 < seconds[1] < 1.5
 
 
 class Planner:
