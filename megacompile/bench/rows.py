@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from megacompile.bench import clocks
-from megacompile.bench.shapes import SHAPES, active_parameters, attention_flops, layers_that_fit
+from megacompile.bench.shapes import (
+    SHAPES,
+    active_parameters,
+    attention_flops,
+    layers_that_fit,
+    parameter_count,
+    product_flops,
+)
 from megacompile.errors import MegacompileError, named_line
 from megacompile.planning.process_group import process_count, rank_in_job
 from megacompile.predict.hardware import device_name
@@ -99,13 +106,13 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
 
 def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
     """Parameters and rates. `tflops` counts 6 FLOPs per active parameter and token (only the experts that a token is routed
-    to), without recomputation; `tflops_with_attention` adds causal attention."""
-    active = active_parameters(model)
+    to), or 4 if it is frozen, without recomputation; `tflops_with_attention` adds causal attention."""
+    products = product_flops(model)
     tokens = given.batch * given.length * process_count()
-    return dict(parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
-                tflops=significant(6 * active * tokens / step_s / 1e12),
+    return dict(parameters=parameter_count(model), active_parameters=active_parameters(model),
+                tflops=significant(products * tokens / step_s / 1e12),
                 tflops_with_attention=significant(
-                    (6 * active + attention_flops(model, given.length)) * tokens / step_s / 1e12))
+                    (products + attention_flops(model, given.length)) * tokens / step_s / 1e12))
 
 
 def significant(value: float) -> float:

@@ -1,16 +1,19 @@
-"""Decoder shapes and models of them with random weights."""
+"""Decoder shapes and models of them with random weights, also with an adapter over frozen weights."""
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacompile.loading import parameters_on_meta
 from megacompile.planning.process_group import rank_in_job
 from megacompile.system.host_memory import available_host_bytes
+from megacompile.weights.quantized_linear import QuantizedLinear, shape_of, weights_of_codes
+from megacompile.weights.quantizing import quantize
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 #: Fields of a config from transformers; of Qwen2 unless `model_type` is given.
@@ -21,6 +24,8 @@ SHAPES: dict[str, dict[str, Any]] = {
                       num_attention_heads=40, num_key_value_heads=8),
     "qwen2-32b": dict(vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64,
                       num_attention_heads=40, num_key_value_heads=8),
+    "llama-70b": dict(model_type="llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                      num_attention_heads=64, num_key_value_heads=8),
     "qwen3-moe-30b": dict(model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144,
                           moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
                           num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128),
@@ -59,27 +64,72 @@ def layers_that_fit(shape: str, host_bytes: int | None = None) -> int:
     return max(1, min(SHAPES[shape]["num_hidden_layers"], fitting))
 
 
-def random_model(shape: str, layers: int | None, device: str) -> Any:
+def random_model(shape: str, layers: int | None, device: str, lora: int = 0, stored: str | None = None) -> Any:
     """A bf16 model on the host. Weights have a standard deviation of 0.02, norms are 1. Values are drawn on `device`. With
-    several ranks, only rank 0 draws them; the models of the others are on the meta device."""
+    several ranks, only rank 0 draws them; the models of the others are on the meta device.
+
+    `lora`: the rank of PEFT's adapters on all linear layers, over frozen weights; 0: no adapters. `stored`: the format of these
+    frozen weights, as for `megacompile.quantize`."""
     with parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config(shape, layers), dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(config(shape, layers), dtype=torch.bfloat16)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+        model = get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear",
+                                                 task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
+    if stored is not None:
+        model = quantize(model, stored)
     torch.manual_seed(0)
     if rank_in_job() > 0:
         return model.train()
+    scales: dict[tuple[int, int], Tensor] = {}  # those of random weights, by shape
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            if shape_of(module) not in scales:
+                scales[shape_of(module)] = _random_scales(module)
+            codes = torch.randint(256, module.weight.shape, dtype=torch.uint8, device=device)
+            module.put(codes.cpu(), scales[shape_of(module)].clone())
     for name, parameter in list(model.named_parameters()):
-        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        value = value.fill_(1.0) if "norm" in name else value.normal_(0, 0.02)
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = nn.Parameter(value.cpu())
+        if parameter.is_meta:
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            value = (value.fill_(1.0) if "norm" in name else value.zero_() if "lora_B" in name else value.normal_(0, 0.02))
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = nn.Parameter(value.cpu(), parameter.requires_grad)
     return model.train()
+
+
+def _random_scales(module: QuantizedLinear) -> Tensor:
+    shape = shape_of(module)
+    codes, scales = (torch.empty(count, dtype=torch.uint8)
+                     for count in (module.stored.code_bytes(shape), module.stored.scale_bytes(shape)))
+    weights = torch.empty(math.prod(shape), dtype=torch.bfloat16).normal_(0, 0.02)
+    module.stored.encode(weights.split(module.stored.piece(shape)), codes, scales)
+    return scales
+
+
+def parameter_count(model: nn.Module) -> int:
+    """The number of weights, also of those that are stored as codes."""
+    of_codes = weights_of_codes(model)
+    return sum(of_codes.get(id(p), p.numel()) for p in model.parameters())
 
 
 def active_parameters(model: Any) -> int:
     """The number of parameters that a token uses; of experts, only those that it is routed to."""
+    return round(sum(_active(model).values()))
+
+
+def product_flops(model: Any) -> float:
+    """FLOPs of products per token, forward and backward: 6 per active parameter, 4 if it is frozen."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return sum((6 if name in trained else 4) * count for name, count in _active(model).items())
+
+
+def _active(model: Any) -> dict[str, float]:
+    """The number of weights of each parameter that a token uses."""
     experts = next((count for name in ("num_experts", "num_local_experts") if (count := getattr(model.config, name, None))), 1)
     share = getattr(model.config, "num_experts_per_tok", 1) / experts
-    return round(sum(p.numel() * (share if re.search(r"\.experts\.", name) else 1) for name, p in model.named_parameters()))
+    of_codes = weights_of_codes(model)
+    return {name: of_codes.get(id(p), p.numel()) * (share if re.search(r"\.experts\.", name) else 1)
+            for name, p in model.named_parameters()}
 
 
 def attention_flops(model: Any, length: int) -> float:

@@ -2,10 +2,14 @@
 
     python benchmarks/step.py --shape qwen2-7b --layers 28 --batch 64 --length 1024 --checkpoint-interval 1
 
-Prints one JSON line: machine, versions, commit, the time of every step, TFLOPS (6 x parameters x tokens / step time, without
-recomputation), predicted time, how busy each lane was, peak device memory, host bytes, and losses. `--append FILE` appends the
-line to a file. `--then` begins the options of another row, which the same process measures. If only the plan and the batch
-differ, it uses the same model.
+Prints one JSON line: machine, versions, commit, the time of every step, TFLOPS (6 x parameters x tokens / step time, 4 for
+frozen parameters, without recomputation), predicted time, how busy each lane was, peak device memory, host bytes, and losses.
+`--append FILE` appends the line to a file. `--then` begins the options of another row, which the same process measures. If only
+the plan and the batch differ, it uses the same model.
+
+LoRA over frozen weights, in bfloat16 or in codes:
+
+    python benchmarks/step.py --shape llama-70b --lora 16 --quantize nf4 --batch 16 --device-memory 24GiB
 
 Several GPUs train one copy of the model, each on `--batch` sequences of its own:
 
@@ -32,7 +36,7 @@ from torch import Tensor
 import megacompile
 from megacompile import picture
 from megacompile.bench import rows
-from megacompile.bench.shapes import random_model
+from megacompile.bench.shapes import parameter_count, random_model
 from megacompile.errors import MegacompileError
 from megacompile.ir.plan import RESIDUALS
 from megacompile.ir.program import OPS, Lane, Op
@@ -44,6 +48,7 @@ from megacompile.runtime.operations import OPERATIONS
 from megacompile.streaming.optimizer.names import OPTIMIZERS, optimizer_named
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.timeline import save_trace
+from megacompile.weights.codes import FORMATS
 
 #: Lanes whose operations are copies. Compute reads the values that they produce.
 _LINK = (Lane.H2D, Lane.D2H)
@@ -77,6 +82,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--train-step", action="store_true", help="run each step as one program")
     parser.add_argument("--waves", type=int, help="number of waves in a step (default: chosen by the planner)")
     parser.add_argument("--overlap", action="store_true", help="update tiles as their gradients arrive, without clipping")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK",
+                        help="train PEFT's adapters on all linear layers, over frozen weights (default: train all weights)")
+    parser.add_argument("--quantize", choices=tuple(FORMATS), help="format of the frozen weights (default: bfloat16)")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw", help="optimizer (default: adamw)")
     parser.add_argument("--optim-args", help='more of its options, such as "master=bfloat16"')
     parser.add_argument("--synchronous-optimizer", action="store_true",
@@ -95,7 +103,8 @@ def options() -> argparse.ArgumentParser:
 
 
 #: Rows that have these options in common are measured on one model.
-MODEL = ("shape", "layers", "device", "pinned_memory", "uncompiled", "nccl", "overlap")  # clipping leaves gradients in tiles
+MODEL = ("shape", "layers", "device", "pinned_memory", "uncompiled", "nccl", "lora", "quantize",
+         "overlap")  # clipping leaves gradients in tiles
 #: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
             "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
@@ -127,7 +136,7 @@ class Models:
             return self.model
         self.close()
         self.made, self.used = made, 1
-        model = random_model(given.shape, rows.layer_count(given), given.device)
+        model = random_model(given.shape, rows.layer_count(given), given.device, given.lora, given.quantize)
         if given.device == "cuda":
             torch.cuda.empty_cache()
         self.before = resident_bytes()
@@ -152,6 +161,8 @@ class Models:
 
 
 def measure(given: argparse.Namespace, models: Models) -> rows.Row:
+    if given.quantize and not given.lora:
+        raise MegacompileError("--quantize is for frozen weights: add --lora")
     if given.timeline is not None:  # check before the measurement, which may take an hour
         picture.check_matplotlib()
         if not given.recorded_steps:
@@ -208,7 +219,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         predicted_step_s=round(simulated.step_s, 4) if simulated is not None else None, occupancy=occupancy(measured),
         phases_s=[[round(p, 3) for p in phase] for phase in step.phases[:len(found["times_s"])]],
         grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]), host_gib=gib(stats["host_bytes"]),
-        host_bytes_per_parameter=round(stats["host_bytes"] / stats["parameters"], 3), resident_set_gib=gib(resident_bytes()),
+        host_bytes_per_parameter=round(stats["host_bytes"] / parameter_count(model), 3), resident_set_gib=gib(resident_bytes()),
         resident_set_before_gib=gib(models.before), checkpoint_gib=gib(checkpoint_bytes(model, plan)),
         setup_s=round(setup_s, 1))
 

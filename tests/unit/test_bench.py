@@ -32,6 +32,7 @@ from megacompile.ir.program import OPS
 from megacompile.loading import parameters_on_meta
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.operations import OPERATIONS
+from megacompile.weights.quantized_linear import QuantizedLinear
 
 TINY = ["--shape", "tiny", "--batch", "2", "--length", "32", "--steps", "2", "--warm-up", "1", "--device", "cpu"]
 
@@ -201,6 +202,26 @@ def test_as_many_layers_are_made_as_the_host_holds() -> None:
     needs = [shapes.BYTES_PER_PARAMETER * shapes.parameters("qwen2-14b", n) for n in (fitting, fitting + 1)]
     assert needs[0] <= room - 2**30 < needs[1]
     assert shapes.layers_that_fit("qwen2-14b", 2**40) == 48 and shapes.layers_that_fit("qwen2-14b", 2**30) == 1
+
+
+@pytest.mark.parametrize("stored", [None, "nf4", "int8"])
+def test_frozen_weights_count_as_weights_however_they_are_stored(stored: str | None) -> None:
+    plain, model = shapes.random_model("tiny", 2, "cpu"), shapes.random_model("tiny", 2, "cpu", lora=4, stored=stored)
+    frozen, trained = shapes.parameter_count(plain), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert shapes.parameter_count(model) == shapes.active_parameters(model) == frozen + trained
+    assert shapes.product_flops(plain) == 6 * frozen and shapes.product_flops(model) == 6 * trained + 4 * frozen
+    assert all(torch.isfinite(module.dequantized_weight()).all() for module in model.modules()
+               if isinstance(module, QuantizedLinear))
+    assert any(isinstance(module, QuantizedLinear) for module in model.modules()) == (stored is not None)
+
+
+def test_a_row_may_train_adapters_over_weights_in_codes() -> None:
+    rows_of = {stored: row_of(step, "--lora", "4", "--layers", "2", *more)
+               for stored, more in ((None, ()), ("nf4", ("--quantize", "nf4")))}
+    assert rows_of[None]["parameters"] == rows_of["nf4"]["parameters"]
+    assert rows_of["nf4"]["host_bytes_per_parameter"] < rows_of[None]["host_bytes_per_parameter"] < 4
+    with pytest.raises(MegacompileError, match="--quantize is for frozen weights: add --lora"):
+        row_of(step, "--quantize", "nf4")
 
 
 def test_only_the_experts_that_a_token_is_sent_to_count() -> None:
