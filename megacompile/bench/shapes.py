@@ -91,7 +91,7 @@ def random_model(shape: str, layers: int | None, device: str, lora: int = 0, sto
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            value = (value.fill_(1.0) if "norm" in name else value.zero_() if "lora_B" in name else value.normal_(0, 0.02))
+            value = value.fill_(1.0) if "norm" in name else value.zero_() if "lora_B" in name else value.normal_(0, 0.02)
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._parameters[leaf] = nn.Parameter(value.cpu(), parameter.requires_grad)
     return model.train()

@@ -33,8 +33,9 @@ class PackedPlans:
 
         It depends on the shape and not on earlier steps: a resumed run, whose first step has another number of rows, gives the
         same bits as one that was not interrupted."""
-        # The number of rows in a micro-batch may be the user's, and says nothing about rows of another length.
-        usual = self.length if planner.config.micro_batch_size is None else shape.length
+        # The number of rows in a micro-batch may be the user's, and says nothing about rows of another length. A row may be
+        # longer than a full micro-batch of usual ones, too.
+        usual = self.length if planner.config.micro_batch_size is None and shape.length <= FULL_TOKENS else shape.length
         if usual != shape.length:
             try:
                 if (found := self._derived(planner, shape, usual)) is not None:
@@ -46,7 +47,8 @@ class PackedPlans:
         return found
 
     def _derived(self, planner: Planner, shape: Shape, length: int) -> Choice | None:
-        """A plan with the choices of one for full micro-batches of rows of this length. None if none of these fits."""
+        """A plan with the choices of one for full micro-batches of rows of this length. None if there is no such plan, or none
+        fits; with the length of the shape's own rows, there always is one that fits."""
         full = max(1, FULL_TOKENS // length)
         rows = -(-shape.batch * shape.length // length)
         # About as much work as the step, which decides how much of the update is hidden; or at least as much.
@@ -56,13 +58,19 @@ class PackedPlans:
         if alike not in self._instead:
             choice = self._with_room(planner, alike)
             planner, answers = planner.after(choice), choice.answers
-        for wanted, again in ((self._instead[alike], False), (enough, False), (enough, True)):  # again: less may be free now
+        tried = [(self._instead[alike], False), (enough, False)]
+        if length == shape.length:
+            tried.append((enough, True))  # again: less may be free now
+        for wanted, again in tried:
             base = None if again else self._searched.get(wanted)
             if base is None or base.resident_state != planner.resident_state():
                 choice = _search(planner, wanted)
                 base = self._searched[wanted] = choice.plan
                 planner, answers = planner.after(choice), answers + choice.answers
-            for plan in derived(base, shape, self.balanced):
+            plans = derived(base, shape, self.balanced)
+            if not plans:
+                break
+            for plan in plans:
                 if planner.fits(plan):
                     return Choice(plan, planner.stateful, answers)
         return None

@@ -304,6 +304,37 @@ def test_where_memory_is_short_a_plan_leaves_room_for_half_more_rows() -> None:
     assert planner.searched == [16, 24, 32], "too many for that plan"
 
 
+class OneAtATime(Planner):
+    """Plans whose micro-batches have one row; all fit."""
+
+    def __init__(self, chunk: int = 0) -> None:
+        self.chunk, self.searched = chunk, list[tuple[int, int]]()
+
+    def fits(self, plan: Plan) -> bool:
+        return True
+
+    def choose(self, batch: int, length: int, *_: Any) -> Choice:
+        self.searched.append((batch, length))
+        return Choice(Plan(batch, length, (1,) * batch, token_chunk=self.chunk))
+
+
+@pytest.mark.parametrize(("length", "chunk", "searched"), [
+    (2048, 0, [(8, 2048)]),
+    (1024, 0, [(8, 2048)]),  # two rows at a time
+    (1024, 512, [(8, 2048), (16, 1024)]),  # computes some tokens of each row at a time
+    (8192, 0, [(8, 2048), (2, 8192)]),  # a micro-batch is shorter than such a row
+    (32768, 0, [(2, 32768)])])  # longer than full micro-batches
+def test_a_plan_for_usual_rows_that_cannot_serve_others_is_not_searched_for_again(
+        length: int, chunk: int, searched: list[tuple[int, int]]) -> None:
+    packed, planner = PackedPlans(LENGTH, balanced=True), OneAtATime(chunk)
+    shape = replace(shape_of(2 if length > 8192 else 16384 // length, whole_step=True), length=length)
+    plan = packed.choose(planner, shape).plan  # type: ignore[arg-type]
+    assert planner.searched == searched
+    assert (plan.batch, plan.length) == (shape.batch, length)
+    packed.choose(planner, shape)  # type: ignore[arg-type]
+    assert planner.searched == searched, "known plans serve"
+
+
 def test_where_nothing_leaves_room_for_more_rows_the_plan_is_that_of_the_usual_number() -> None:
     packed, planner = PackedPlans(LENGTH, balanced=True), SmallDevice(most=20)
     plan = packed.choose(planner, shape_of(17, whole_step=True)).plan  # type: ignore[arg-type]
