@@ -263,9 +263,9 @@ def test_variants_that_do_not_compile_with_a_symbol_are_compiled_for_each_number
 
 
 def test_code_is_kept_while_a_packed_shape_lives(dynamic: Any) -> None:
+    train(dynamic, filling(5))
     shapes, binder = dynamic.megacompile.streamed.shapes, packed_binder(dynamic)
     shapes.limit = 2
-    train(dynamic, filling(5))
     for rows in (2, 3, 4):
         dynamic.megacompile.compiled(filling(rows))
     assert {key[1:] for key in binder.for_any_size} >= {(None, None)}
