@@ -26,6 +26,7 @@ from megacompile.streaming.statistics import compiled_variants
 from megacompile.system.long_lived import LongLived
 from megacompile.system.regular_files import refuse_irregular
 from megacompile.tools.decay import Decay
+from megacompile.weights.quantized_linear import weights_of_codes
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -87,8 +88,9 @@ def check_length(config: Any, length: int) -> None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """The number of parameters of a model. Tied ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """The number of parameters of a model. Tied ones count once, and codes count as the weights that they stand for."""
+    of_codes = weights_of_codes(model)
+    return sum(of_codes.get(id(parameter), parameter.numel()) for parameter in model.parameters())
 
 
 def warmup_then_decay(optimizer: torch.optim.Optimizer, steps: int, warmup: int, decay: Decay = Decay.LINEAR,

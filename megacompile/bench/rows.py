@@ -26,18 +26,12 @@ import torch
 from torch import Tensor
 
 from megacompile.bench import clocks
-from megacompile.bench.shapes import (
-    SHAPES,
-    active_parameters,
-    attention_flops,
-    layers_that_fit,
-    parameter_count,
-    product_flops,
-)
+from megacompile.bench.shapes import SHAPES, active_parameters, attention_flops, layers_that_fit
 from megacompile.errors import MegacompileError, named_line
 from megacompile.planning.process_group import process_count, rank_in_job
 from megacompile.predict.hardware import device_name
 from megacompile.system.regular_files import read_regular
+from megacompile.training import parameter_count
 
 Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]
@@ -106,10 +100,12 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
 
 def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
     """Parameters and rates. `tflops` counts 6 FLOPs per active parameter and token (only the experts that a token is routed
-    to), or 4 if it is frozen, without recomputation; `tflops_with_attention` adds causal attention."""
-    products = product_flops(model)
+    to), without recomputation, and fewer for frozen ones, as a plan does; `tflops_with_attention` adds causal attention."""
+    active = active_parameters(model)
+    frozen = not all(p.requires_grad for p in model.parameters())
+    products = model.megacompile.streamed.tiling.operations() if frozen else 6 * active
     tokens = given.batch * given.length * process_count()
-    return dict(parameters=parameter_count(model), active_parameters=active_parameters(model),
+    return dict(parameters=parameter_count(model), active_parameters=active,
                 tflops=significant(products * tokens / step_s / 1e12),
                 tflops_with_attention=significant(
                     (products + attention_flops(model, given.length)) * tokens / step_s / 1e12))

@@ -1,7 +1,6 @@
 """Decoder shapes and models of them with random weights, also with an adapter over frozen weights."""
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -98,38 +97,19 @@ def random_model(shape: str, layers: int | None, device: str, lora: int = 0, sto
 
 
 def _random_scales(module: QuantizedLinear) -> Tensor:
-    shape = shape_of(module)
-    codes, scales = (torch.empty(count, dtype=torch.uint8)
-                     for count in (module.stored.code_bytes(shape), module.stored.scale_bytes(shape)))
-    weights = torch.empty(math.prod(shape), dtype=torch.bfloat16).normal_(0, 0.02)
-    module.stored.encode(weights.split(module.stored.piece(shape)), codes, scales)
-    return scales
-
-
-def parameter_count(model: nn.Module) -> int:
-    """The number of weights, also of those that are stored as codes."""
-    of_codes = weights_of_codes(model)
-    return sum(of_codes.get(id(p), p.numel()) for p in model.parameters())
+    """The scales of random weights in a layer's format and shape."""
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(torch.empty(shape_of(module), dtype=torch.bfloat16).normal_(0, 0.02))
+    return QuantizedLinear.of(linear, module.stored).scales.data
 
 
 def active_parameters(model: Any) -> int:
     """The number of parameters that a token uses; of experts, only those that it is routed to."""
-    return round(sum(_active(model).values()))
-
-
-def product_flops(model: Any) -> float:
-    """FLOPs of products per token, forward and backward: 6 per active parameter, 4 if it is frozen."""
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    return sum((6 if name in trained else 4) * count for name, count in _active(model).items())
-
-
-def _active(model: Any) -> dict[str, float]:
-    """The number of weights of each parameter that a token uses."""
     experts = next((count for name in ("num_experts", "num_local_experts") if (count := getattr(model.config, name, None))), 1)
     share = getattr(model.config, "num_experts_per_tok", 1) / experts
     of_codes = weights_of_codes(model)
-    return {name: of_codes.get(id(p), p.numel()) * (share if re.search(r"\.experts\.", name) else 1)
-            for name, p in model.named_parameters()}
+    return round(sum(of_codes.get(id(p), p.numel()) * (share if re.search(r"\.experts\.", name) else 1)
+                     for name, p in model.named_parameters()))
 
 
 def attention_flops(model: Any, length: int) -> float:

@@ -36,7 +36,7 @@ from torch import Tensor
 import megacompile
 from megacompile import picture
 from megacompile.bench import rows
-from megacompile.bench.shapes import parameter_count, random_model
+from megacompile.bench.shapes import random_model
 from megacompile.errors import MegacompileError
 from megacompile.ir.plan import RESIDUALS
 from megacompile.ir.program import OPS, Lane, Op
@@ -219,7 +219,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         predicted_step_s=round(simulated.step_s, 4) if simulated is not None else None, occupancy=occupancy(measured),
         phases_s=[[round(p, 3) for p in phase] for phase in step.phases[:len(found["times_s"])]],
         grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]), host_gib=gib(stats["host_bytes"]),
-        host_bytes_per_parameter=round(stats["host_bytes"] / parameter_count(model), 3), resident_set_gib=gib(resident_bytes()),
+        host_bytes_per_parameter=round(stats["host_bytes"] / stats["parameters"], 3), resident_set_gib=gib(resident_bytes()),
         resident_set_before_gib=gib(models.before), checkpoint_gib=gib(checkpoint_bytes(model, plan)),
         setup_s=round(setup_s, 1))
 

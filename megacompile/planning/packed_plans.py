@@ -47,8 +47,9 @@ class PackedPlans:
         return found
 
     def _derived(self, planner: Planner, shape: Shape, length: int) -> Choice | None:
-        """A plan with the choices of one for full micro-batches of rows of this length. None if there is no such plan, or none
-        fits; with the length of the shape's own rows, there always is one that fits."""
+        """Searches for a plan for full micro-batches of rows of this length, and returns a plan with its choices for the step.
+        Returns None if the step's rows are too long for such a plan, if it computes some tokens of each row at a time, or if
+        no such plan fits. With the length of the step's own rows, a plan always fits."""
         full = max(1, FULL_TOKENS // length)
         rows = -(-shape.batch * shape.length // length)
         # About as much work as the step, which decides how much of the update is hidden; or at least as much.
@@ -67,9 +68,8 @@ class PackedPlans:
                 choice = _search(planner, wanted)
                 base = self._searched[wanted] = choice.plan
                 planner, answers = planner.after(choice), answers + choice.answers
-            plans = derived(base, shape, self.balanced)
-            if not plans:
-                break
+            if not (plans := derived(base, shape, self.balanced)):
+                return None
             for plan in plans:
                 if planner.fits(plan):
                     return Choice(plan, planner.stateful, answers)
@@ -111,7 +111,7 @@ def _search(planner: Planner, wanted: Shape) -> Choice:
 
 
 def derived(base: Plan, shape: Shape, balanced: bool = False) -> list[Plan]:
-    """Plans with the choices of `base` for a shape with other rows. Empty if its micro-batches hold less than such a row.
+    """Plans with the choices of `base` for a shape with other rows. Empty if a micro-batch of `base` is shorter than a row.
 
     Micro-batches have as many tokens as those of `base`, and smaller ones of powers of two follow; or they are `balanced`, as
     few as possible, and in later plans a few more, which need less memory. For a whole step, the first plan has about as many

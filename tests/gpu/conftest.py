@@ -4,4 +4,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # modules beside the tests can be imported
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "unit")]  # modules beside the tests can be imported, and those of unit tests

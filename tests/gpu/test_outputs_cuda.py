@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import assert_same_gradients
+from tiny_models import assert_same_gradients
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 

@@ -5,8 +5,8 @@ import copy
 
 import pytest
 import torch
-from gradients import assert_same_gradients
 from test_cuda import batch, build
+from tiny_models import assert_same_gradients
 from torch import nn
 
 import megacompile
@@ -28,5 +28,6 @@ def test_a_model_with_quantized_weights_trains_as_it_does_natively(stored: str, 
     for loss in losses:
         loss.backward()
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    assert sum(p.requires_grad for p in native.parameters()) > 10
     assert_same_gradients(model, native, 1e-4, least=1e-7)
     model.megacompile.close()

@@ -92,14 +92,16 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def assert_same_gradients(model: nn.Module, native: nn.Module, tolerance: float = 1e-5) -> None:
-    """Each gradient within `tolerance` of its norm; absent where the other is absent."""
+def assert_same_gradients(model: nn.Module, native: nn.Module, tolerance: float = 1e-5, least: float = 1e-12) -> None:
+    """Each gradient within `tolerance` of its norm, plus `least`; absent where the other is absent. The models may be on
+    different devices and have different dtypes."""
     theirs = dict(native.named_parameters())
     for name, ours in model.named_parameters():
         a, b = ours.grad, theirs[name].grad
         assert (a is None) == (b is None), f"{name}: only one has a gradient"
         if a is not None and b is not None:
-            assert (a - b).norm() <= tolerance * b.norm() + 1e-12, f"{name}: {(a - b).norm() / b.norm():.2e}"
+            a, b = a.cpu(), b.cpu()
+            assert (a - b).norm() <= tolerance * b.norm() + least, f"{name}: {(a - b).norm() / b.norm():.2e}"
 
 
 def assert_same_weights(model: nn.Module, native: nn.Module, tolerance: float = 2e-4) -> None:
