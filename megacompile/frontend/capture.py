@@ -23,6 +23,7 @@ from megacompile.frontend.tracing.options import refuse_options
 from megacompile.frontend.tracing.trace import our_attention, subject
 from megacompile.frontend.tracing.validity import Validity, recording
 from megacompile.ir.plan import PLAIN, CaptureKey
+from megacompile.system.long_lived import collections_paused
 from megacompile.system.under_way import under_way
 
 __all__ = ["CapturedModel", "CpuTarget", "capture"]
@@ -68,7 +69,8 @@ def capture(
 def _captured(state: CaptureState, watch: Watch | None = None) -> CapturedModel:
     """The result of all steps."""
     started = time.perf_counter()
-    run_steps(STEPS, state, watch)
+    with collections_paused():
+        run_steps(STEPS, state, watch)
     others = Recapture(state.plain, state.layers, state.example, state.traced_example, state.template_passes, state.target,
                        state.loss, state.patches, state.validity)
     return CapturedModel(

@@ -22,6 +22,7 @@ from megacompile.planning.packed_plans import PackedPlans, derived
 from megacompile.planning.planner import Choice
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.hardware import Hardware
+from megacompile.system.under_way import work_done
 
 LONGEST = 23
 
@@ -225,12 +226,41 @@ def test_plans_are_searched_once_for_steps_of_like_size(model: Any) -> None:
 def test_one_search_serves_packed_rows_of_all_lengths() -> None:
     model = megacompile.stream(tiny_models.build(max_position_embeddings=8192), device="cpu")
     try:
+        found = []
         for longest in (40, 3000, 5000, 40):
             compiled = model.megacompile.compiled(padded([longest, 3] + [40] * 400))
             assert compiled.plan.length == compiled.shape.length > longest
-        assert answered(model) == 1
+            found.append(answered(model))
+        assert found[0] == 1, "lengths have searches of their own"
+        assert found[1] == found[3], "only the second step searches again, for steps of another size"
     finally:
         model.megacompile.close()
+
+
+def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing() -> None:
+    """And so does a search for steps of twice the size. Programs that are made ahead are those that the step would make."""
+    ahead, late = (megacompile.stream(tiny_models.build(max_position_embeddings=4096), device="cpu") for _ in range(2))
+    try:
+        late.megacompile.streamed.shapes.packed_steps = 2
+        for model in (ahead, late):
+            for rows in (12, 13):
+                model.megacompile.compiled(packed_into(rows))
+        assert answered(ahead) == answered(late) + 1, "16 rows are searched for ahead"
+        shapes = ahead.megacompile.stats["shapes"]
+        for rows in (10, 11, 14, 15, 16, 19, 9):
+            with work_done() as done:
+                found = ahead.megacompile.compiled(packed_into(rows))
+            assert found.shape.batch == rows and not [task for task, _ in done if task.startswith("planning")]
+            assert found.program.text() == late.megacompile.compiled(packed_into(rows)).program.text()
+        assert ahead.megacompile.stats["shapes"] == shapes and answered(ahead) == answered(late)
+    finally:
+        ahead.megacompile.close()
+        late.megacompile.close()
+
+
+def packed_into(rows: int) -> dict[str, Tensor]:
+    """A padded batch that takes this many packed rows of the usual length."""
+    return padded([LENGTH - 1] * rows + [1])
 
 
 def test_plans_of_uneven_rows_expect_a_slower_host() -> None:

@@ -19,6 +19,7 @@ from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import FULL_TOKENS, Plan
 from megacompile.ir.program import Program, argument, nodes, op_of
 from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
+from megacompile.system.long_lived import collections_paused
 from megacompile.system.under_way import at, under_way
 from megacompile.torch_compat.core import FakeTensorMode
 from megacompile.weights.tiling import Tiling
@@ -66,7 +67,7 @@ class Binder:
         mode = "inductor" if self.compiling and steady else "eager"
         calls = {c.name: c for c in self.captured.calls_for(plan.output)}
         kernels = {}
-        with under_way(f"compiling kernels for {plan.batch} x {plan.length}"):
+        with under_way(f"compiling kernels for {plan.batch} x {plan.length}"), collections_paused():
             for node in nodes(program.section(section)):
                 op = op_of(node).name
                 if op in TEMPLATE_OPS:

@@ -1,6 +1,7 @@
 """Programs by batch shape: each is compiled when its shape first comes, and those longest unused are forgotten."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import weakref
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megacompile.errors import UnsupportedError
+from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.templates.heads import LOGITS
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.ir.lowering import model_program
@@ -28,6 +29,8 @@ from megacompile.weights.tiling import Tiling
 
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
 MAX_SHAPES = 32
+#: The second training step of packed rows prepares programs for steps with up to this many rows more or fewer.
+PREPARED_ROWS = 3
 
 #: Those of all models that are streamed now: models on one device share its memory.
 _live: weakref.WeakSet[Shapes] = weakref.WeakSet()
@@ -78,7 +81,8 @@ class CompiledShape:
 class Shapes:
     """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept;
     `planned`, the most device memory that any of them takes; `stateful`, the tiles that the plans made so far update on the
-    device, None before the first one; and `answers`, how many plans were "searched", and how many "kept" on disk.
+    device, None before the first one; `answers`, how many plans were "searched", and how many "kept" on disk; and
+    `packed_steps`, how many training steps of packed rows asked for their program.
 
     The default budget of device memory is what was free when the model was streamed; a plan within it leaves other models
     what they have planned. One that was given (`device_memory`) is the user's to divide."""
@@ -91,6 +95,7 @@ class Shapes:
         self.planned = self.slot_bytes = 0
         self.stateful: tuple[str, ...] | None = None
         self.answers = Counter[str]()
+        self.packed_steps = 0
         self.note_budget()
         _live.add(self)
 
@@ -125,7 +130,7 @@ class Shapes:
         """Discards every program and plan, including programs edited by hand."""
         self.table.clear()
         self.packed.clear()
-        self.planned = self.slot_bytes = 0
+        self.planned = self.slot_bytes = self.packed_steps = 0
         self.stateful = None
 
     def close(self) -> None:
@@ -155,8 +160,34 @@ class Shapes:
         found = self.known(shape, keep) or self._compile(shape, choice)
         self.table.pop(shape, None)
         self.table[shape] = found
+        self._prepare(found)
         self._forget(keep)
         return found
+
+    def _prepare(self, found: CompiledShape) -> None:
+        """At the second training step of packed rows, makes programs for steps with a few rows more or fewer, which are likely
+        to come. A step may wait for this once, since a step of many would wait for it otherwise. Ranks make each program
+        together when its step comes."""
+        shape = found.shape
+        self.packed_steps += shape.packed and shape.training
+        if not (shape.packed and shape.training) or self.packed_steps != 2 or found.plan.ranks > 1:
+            return
+        near = [shape.batch + sign * distance for distance in range(1, PREPARED_ROWS + 1) for sign in (1, -1)]
+        far = [shape.batch + shape.batch // 2, shape.batch - shape.batch // 3]  # steps of another size have another search
+        with under_way(f"planning for other numbers of rows than {shape.batch}"):
+            for batch in (*near, *far):
+                self._prepare_rows(replace(shape, batch=batch))
+        self.table[shape] = self.table.pop(shape)
+
+    def _prepare_rows(self, shape: Shape) -> None:
+        """Makes the program of a shape that may come. Does not if the device would have to update fewer tiles for it."""
+        if shape.batch < 1 or self.known(shape) is not None:
+            return
+        planner = self.planner_for(shape.capture_key)
+        with contextlib.suppress(MegacompileError):  # raised again if the shape comes
+            choice = self._choice(shape, planner)
+            if choice.stateful == self.stateful:
+                self.table[shape] = self._planned(shape, planner, choice)
 
     def adopt(self, compiled: CompiledShape) -> None:
         """Takes a program that was edited by hand in the place of the compiled one."""
