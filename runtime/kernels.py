@@ -69,6 +69,7 @@ class Batch:
     scale: Tensor | None = None  # the gradient of the loss that the caller sent
     output_gradients: Sequence[tuple[Tensor, ...]] = ()  # or of the outputs, by micro-batch
     results: dict[str, list[Activation]] = field(default_factory=dict)
+    loss_known: Any = None  # the event after the losses in `results`
     useful_tokens: int = 0  # in the caller's batch, without padding
     computed_tokens: int = 0
 

@@ -150,9 +150,12 @@ def _fetch_gradients(frame: Frame, node: fx.Node) -> Gradients:
 
 
 def _result(frame: Frame, node: fx.Node) -> None:
-    """Adds values to the caller's results under a key. A loss is added without its gradients."""
+    """Adds values to the caller's results under a key. A loss is added without its gradients, and with an event: the caller
+    need not wait for the backward."""
     found = frame.batch.results.setdefault(argument(node, "key"), [])
     found += [value if value.loss is None else Activation((), loss=value.loss) for value in frame.read(node, "values")]
+    if argument(node, "key") == "loss":
+        frame.batch.loss_known = frame.backend.record(Lane.COMPUTE)
 
 
 def _lease(frame: Frame, node: fx.Node) -> None:

@@ -15,52 +15,62 @@ from megacompile.bench.rows import Row
 
 
 class Clock(transformers.TrainerCallback):
-    """Records when the loss of each step is known, in seconds since the first step began.
+    """Records when losses become known, in seconds since the first step began.
 
-    For Trainer, a step ends when its loss is logged and not in `on_step_end`, when the device is still working: waiting for it
-    would count for the next step. The time until `on_step_end` is the time to submit the step. `wait` is called before the
-    clock is read. `computed` returns the number of tokens that all steps so far have computed, including padding.
+    Trainer waits for the device when it logs a loss, so that is when the clock is read, and the steps since the last log are
+    one interval. `wait` is called before the clock is read. `computed` returns the number of tokens that all steps so far have
+    computed, including padding.
     """
 
     def __init__(self, wait: Callable[[], None] = lambda: None, computed: Callable[[], int] = lambda: 0) -> None:
         self.wait, self.computed, self.began = wait, computed, math.nan
         self.ends: list[float] = []
-        self.submitted_by: list[float] = []  # when each step was submitted; only for Trainer
-        self.computed_by: list[int] = []  # tokens computed by the end of each step
+        self.steps_by: list[int] = []  # number of steps by the end of each interval
+        self.computed_by: list[int] = []  # tokens computed by the end of each interval
 
     def begin(self) -> None:
         self.began = time.perf_counter()
 
-    def tick(self) -> None:
+    def tick(self, step: int | None = None) -> None:
+        """Ends an interval after this step, or after one more step than the last one."""
         self.wait()
         self.ends.append(time.perf_counter() - self.began)
+        self.steps_by.append(step or len(self.ends))
         self.computed_by.append(self.computed())
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.begin()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.submitted_by.append(time.perf_counter() - self.began)
-
-    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+    def on_log(self, _: Any, state: transformers.TrainerState, *__: Any, logs: dict[str, Any], **___: Any) -> None:
         if "loss" in logs:
-            self.tick()
+            self.tick(state.global_step)
+
+    def on_train_end(self, _: Any, state: transformers.TrainerState, *__: Any, **___: Any) -> None:
+        if self.steps_by and state.global_step > self.steps_by[-1]:
+            self.tick(state.global_step)
+
+    @property
+    def steps(self) -> list[int]:
+        """The number of steps in each interval."""
+        return _differences(self.steps_by)
 
     @property
     def times(self) -> list[float]:
-        """The duration of each step in seconds."""
-        return _differences(self.ends)
-
-    @property
-    def submitting(self) -> list[float]:
-        """The seconds from the end of the previous step until each step was submitted, including the time to collate its
-        batch."""
-        return [at - before for before, at in zip([0.0, *self.ends], self.submitted_by, strict=False)]
+        """The seconds per step in each interval."""
+        return [seconds / count for seconds, count in zip(_differences(self.ends), self.steps, strict=True)]
 
     @property
     def tokens(self) -> list[int]:
-        """The number of tokens that each step computed."""
-        return _differences(self.computed_by)
+        """The number of tokens that a step computed in each interval, on average."""
+        return [round(tokens / count) for tokens, count in zip(_differences(self.computed_by), self.steps, strict=True)]
+
+    def averages(self, of_steps: Sequence[int]) -> list[int]:
+        """The average of numbers that steps have, over the steps of each interval."""
+        return [round(statistics.mean(of_steps[end - count:end])) for count, end in zip(self.steps, self.steps_by, strict=True)]
+
+    def warm_up(self, steps: int) -> int:
+        """The number of intervals until so many steps are done."""
+        return sum(end - count < steps for count, end in zip(self.steps, self.steps_by, strict=True))
 
 
 def _differences(sums: Sequence[Any]) -> list[Any]:
@@ -90,12 +100,13 @@ def collections() -> Iterator[list[tuple[float, float]]]:
 
 
 def step_fields(warm_up: int, times: Sequence[float], useful: Sequence[int], computed: Sequence[int]) -> Row:
-    """The fields of a row about its steps, from the seconds, useful tokens and computed tokens of each. The duration of a step
-    depends on its number of tokens, so `slowest_over_median_by_token` compares seconds per computed token."""
+    """The fields of a row about its steps, from the seconds, useful tokens and computed tokens per step in each interval, of
+    which the first `warm_up` ones do not count. The duration of a step depends on its number of tokens, so
+    `slowest_over_median_by_token` compares seconds per computed token."""
     median = statistics.median(times[warm_up:])
     by_token = [seconds / tokens for seconds, tokens in zip(times, computed, strict=True)]
     return dict(
         step_s=round(median, 4), times_s=[round(t, 4) for t in times], first_step_s=round(times[0], 2),
-        slowest_over_median=round(max(times[2:]) / median, 3),
-        slowest_over_median_by_token=round(max(by_token[2:]) / statistics.median(by_token[warm_up:]), 3),
+        slowest_over_median=round(max(times[2:] or times[-1:]) / median, 3),
+        slowest_over_median_by_token=round(max(by_token[2:] or by_token[-1:]) / statistics.median(by_token[warm_up:]), 3),
         useful_tokens=list(useful), computed_tokens=list(computed))

@@ -97,6 +97,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction,
                         help="megacompile: compile kernels of packed rows once for rows of any number and length, or for each "
                              "of a few sizes (default: once if kernels are compiled)")
+    parser.add_argument("--logging-steps", type=int, default=5,
+                        help="Trainers: how often the loss is logged, which waits for the device (default: every 5 steps)")
     parser.add_argument("--attention", default="sdpa", help="native: attn_implementation (default: sdpa)")
     parser.add_argument("--checkpointing", action="store_true",
                         help="native: keep only the inputs of layers and recompute the rest")
@@ -220,7 +222,8 @@ def arguments(given: argparse.Namespace, fed: Feed, folder: str) -> dict[str, An
         output_dir=folder, max_steps=given.steps + given.warm_up, per_device_train_batch_size=fed.each,
         gradient_accumulation_steps=fed.accumulated, learning_rate=1e-5,
         max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm,
-        save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, remove_unused_columns=False,
+        save_strategy="no", report_to=[], logging_steps=given.logging_steps, logging_first_step=True, disable_tqdm=True,
+        remove_unused_columns=False,
         use_cpu=given.device == "cpu", **(grouped if given.arrangement == "grouped" else {}))
 
 
@@ -361,20 +364,18 @@ def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
              Clock(computed=lambda: model.megacompile.streamed.step.tokens.computed))
     with clocks.sampled(given.device) as sampled, collections() as collected, work_done() as training:
         losses = WAYS[given.through](given, model, fed, folder, clock)
-    times = clock.times
-    steady = times[given.warm_up:]
-    tokens, padded = (fed.of_steps(counts)[:len(times)] for counts in (fed.tokens, fed.computed))
-    rate = statistics.median(count / seconds for count, seconds in zip(tokens[given.warm_up:], steady, strict=True))
+    times, warm = clock.times, clock.warm_up(given.warm_up)
+    tokens, padded = (clock.averages(fed.of_steps(counts)) for counts in (fed.tokens, fed.computed))
+    rate = statistics.median(count / seconds for count, seconds in list(zip(tokens, times, strict=True))[warm:])
     active = rows.active_parameters(model)
     stats = {} if native_run else model.megacompile.stats
     return dict(
         layers=model.config.num_hidden_layers, tokens_per_step=round(statistics.mean(tokens)), tokens_per_s=round(rate),
         padding=round(1 - sum(tokens) / sum(padded), 4), tflops=significant(6e-12 * active * rate),
         parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
-        losses=losses, **step_fields(given.warm_up, times, tokens, padded if native_run else clock.tokens),
+        losses=losses, **step_fields(warm, times, tokens, padded if native_run else clock.tokens), steps_timed=clock.steps,
         stream_s=round(streamed - made, 2), setup_s=round(streamed - began, 1),
         preparing_s=_seconds(preparing), training_s=_seconds(training),
-        submitting_s=[round(seconds, 4) for seconds in clock.submitting],
         collections_s=[(round(end - clock.began, 3), round(seconds, 3)) for end, seconds in collected],
         stats={name: value for name, value in stats.items() if isinstance(value, int | float)},
         peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0, **sampled)

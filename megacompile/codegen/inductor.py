@@ -82,9 +82,10 @@ def _compile(graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt],
         keep_operands(graph.graph)
         function: Any = inductor.compile(graph, [*examples])
         hits_now, others_now = _lookups()
-        if folder is not None:
+        found = hits_now > hits and others_now == others
+        if folder is not None and not found:  # what a found graph adds is sealed when the process ends
             sealed(folder).seal()
-    return function, hits_now > hits and others_now == others
+    return function, found
 
 
 def _lookups() -> tuple[int, int]:
@@ -115,7 +116,7 @@ def newest_folder() -> Path | None:
     holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder. Each rank of
     a host has its own, since compiled code names its device, and a rank cannot use a folder that another one is filling."""
     try:
-        versions = cache_directory() / "compiled" / (_versions() + _of_rank())
+        versions = cache_directory() / "compiled" / (version_digest() + _of_rank())
         versions.mkdir(parents=True, exist_ok=True)
         numbers = [int(each.name) for each in versions.iterdir() if each.name.isascii() and each.name.isdecimal()]
         newest = versions / str(max(numbers, default=0))
@@ -144,7 +145,8 @@ def _of_rank() -> str:
 
 
 @functools.cache
-def _versions() -> str:
+def version_digest() -> str:
+    """A digest of the versions of torch and of our ops and passes on templates, and of the processor."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256(f"{torch.__version__} {processor_name()}".encode())
     for path in (package / "ir" / "token_loop.py", *sorted((package / "frontend").rglob("*.py")),

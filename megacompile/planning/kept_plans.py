@@ -14,20 +14,17 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megacompile import schema
+from megacompile.codegen import kept_files
 from megacompile.codegen.cache import CacheError, cache_directory
-from megacompile.codegen.seal import unsealed, with_seal
-from megacompile.errors import MegacompileError
+from megacompile.codegen.kept_files import read_kept
 from megacompile.ir.plan import RESIDUALS, UPDATES, Plan
 from megacompile.limits import LONGEST_NAME
-from megacompile.system.regular_files import open_regular
 
 #: How many plans are kept, those that were used last.
 MOST_PLANS = 256
@@ -70,13 +67,7 @@ def find(question: Mapping[str, Any], free: Mapping[str, int]) -> Plan | None:
 def _read(path: Path) -> tuple[Plan, dict[str, int]]:
     """The plan, and the bytes that were free. Raises `OSError`, `RecursionError`, and `ValueError` for a file without a
     plan."""
-    with open(open_regular(path, follow_links=False), "rb") as file:
-        contents = unsealed(path.name, file.read(_LONGEST))
-    if contents is None:
-        raise MegacompileError(f"{path} was changed since megacompile wrote it")
-    with contextlib.suppress(OSError):
-        os.utime(path)
-    found = json.loads(contents)
+    found = json.loads(read_kept(path, _LONGEST))
     _FILE(found, "the file")
     choices: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
                                for name, value in found["plan"].items()}
@@ -84,21 +75,10 @@ def _read(path: Path) -> tuple[Plan, dict[str, int]]:
 
 
 def keep(question: Mapping[str, Any], free: Mapping[str, int], plan: Plan) -> None:
-    """Writes the plan for a question. Several processes may do so at the same time; the last file stays. Does nothing if the
-    file cannot be written."""
+    """Writes the plan for a question. Does nothing if the file cannot be written."""
     contents = json.dumps({"plan": dataclasses.asdict(plan), "free": dict(free)}, indent=0).encode()
-    with contextlib.suppress(MegacompileError, OSError):
-        path = _folder() / _name_of(question)
-        path.parent.mkdir(exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(with_seal(path.name, contents))
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        _forget(path.parent)
+    with contextlib.suppress(CacheError, OSError):
+        kept_files.keep(_folder() / _name_of(question), contents, MOST_PLANS)
 
 
 def _folder() -> Path:
@@ -124,12 +104,3 @@ def source_digest() -> str:
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
-
-def _forget(folder: Path) -> None:
-    """Removes all but the `MOST_PLANS` files that were used last. Leftovers of killed processes go this way too."""
-    used: dict[Path, int] = {}
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            used[path] = path.lstat().st_mtime_ns
-    for path in sorted(used, key=used.__getitem__)[:-MOST_PLANS]:
-        path.unlink(missing_ok=True)

@@ -44,12 +44,11 @@ def _totals_of(backend: Backend, captured: CapturedModel, inputs: Mapping[str, T
 
 
 def loss_of(backend: Backend, batch: Batch) -> Tensor:
-    """The loss of a step, 0-d."""
-    with backend.lane(Lane.COMPUTE):
-        losses = [value.loss for value in batch.results["loss"] if value.loss is not None]
-        loss = _total(losses)
-    backend.exit([loss])
-    return loss
+    """The loss of a step, 0-d. The caller's stream waits for the loss alone, and not for the backward that follows it."""
+    losses = [value.loss for value in batch.results["loss"] if value.loss is not None]
+    backend.exit(losses, batch.loss_known)
+    with torch.no_grad():
+        return _total(losses)
 
 
 def outputs_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:

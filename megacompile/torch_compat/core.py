@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree  # flattens what models and functions 
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every op of a plain run on fakes
 
 __all__ = [
-    "DispatchKey", "FakeTensor", "FakeTensorMode", "OpOverload", "SetExcludeDispatchKeyGuard", "TorchDispatchMode",
-    "TracingContext", "builtin_linear", "clear_cublas_workspaces", "enable_python_dispatcher", "foreach_norm", "generated_code",
-    "get_decompositions", "graph_is_kept", "grouped_mm", "make_fx", "node_will_run", "parse_to", "pytree",
-    "reported_as_export", "set_allocator_settings", "set_grad_enabled", "sleep_on_device", "torch_check", "tracing",
+    "DispatchKey", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket",
+    "SetExcludeDispatchKeyGuard", "TorchDispatchMode", "TracingContext", "builtin_linear", "clear_cublas_workspaces",
+    "enable_python_dispatcher", "foreach_norm", "generated_code", "get_decompositions", "graph_is_kept", "grouped_mm",
+    "make_fx", "node_will_run", "parse_to", "pytree", "reported_as_export", "set_allocator_settings", "set_grad_enabled",
+    "sleep_on_device", "torch_check", "tracing", "without_cache",
 ]
 
 #: States that two sizes are equal, inside of code that is traced.
@@ -30,6 +31,8 @@ grouped_mm = torch._grouped_mm
 foreach_norm = torch._foreach_norm
 #: The class of the ops in a traced graph: their tags tell which draw random numbers, their schemas which change inputs.
 OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
 #: The function that `F.linear` is in a graph of Dynamo's, and the one that switches gradients on and off there.
 builtin_linear: Any = torch._C._nn.linear
 set_grad_enabled: Any = torch._C._set_grad_enabled
@@ -41,6 +44,13 @@ node_will_run: Any = torch._C._will_engine_execute_node
 #: Let an op differentiate in its own implementation, where autograd is switched off.
 DispatchKey: Any = torch._C.DispatchKey
 SetExcludeDispatchKeyGuard: Any = torch._C._SetExcludeDispatchKeyGuard
+
+
+def without_cache(fakes: FakeTensorMode) -> FakeTensorMode:
+    """The mode, which computes the shape of every result anew. With sizes that are symbols, to make an entry of its cache takes
+    longer than that, and few ops find one."""
+    fakes.cache_enabled = False
+    return fakes
 
 
 def reported_as_export() -> AbstractContextManager[Any]:

@@ -13,4 +13,12 @@ from torch.utils._sympy.interp import sympy_interp  # computes an expression of 
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # which ops these are
 
 __all__ = ["DimDynamic", "FloorDiv", "Mod", "PythonMod", "PythonReferenceAnalysis", "ShapeEnv", "SymNode",
-           "free_unbacked_symbols", "size_functions", "sympy_interp"]
+           "free_unbacked_symbols", "known_of", "size_functions", "sympy_interp"]
+
+
+def known_of(environment: ShapeEnv) -> str:
+    """What an environment knows of its symbols, as text: numbers for hints, ranges, guards, equal expressions, assertions."""
+    hints = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
+    tables = (hints, environment.var_to_range, environment.replacements, environment.deferred_runtime_asserts)
+    return str([*(sorted(f"{symbol}: {known}" for symbol, known in table.items()) for table in tables),
+                [str(guard.expr) for guard in environment.guards]])

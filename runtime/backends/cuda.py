@@ -169,9 +169,12 @@ class CudaBackend:
                 # reads it (the paper's own code misses one of these calls, and its loss becomes NaN).
                 tensor.record_stream(self.compute)
 
-    def exit(self, tensors: list[Tensor]) -> None:
+    def exit(self, tensors: list[Tensor], event: Any = None) -> None:
         stream = torch.cuda.current_stream(self.device)
-        stream.wait_stream(self.compute)
+        if event is None:
+            stream.wait_stream(self.compute)
+        else:
+            self.cupy.cuda.runtime.streamWaitEvent(stream.cuda_stream, event.ptr)
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)

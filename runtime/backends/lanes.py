@@ -68,8 +68,9 @@ class Backend(Protocol):
     def enter(self, tensors: list[Tensor]) -> None:
         """Called in the caller's thread: compute waits for the caller's stream. The caller may drop the tensors at any time."""
 
-    def exit(self, tensors: list[Tensor]) -> None:
-        """Called in the caller's thread: the caller's stream waits for compute. From then on the caller owns the tensors."""
+    def exit(self, tensors: list[Tensor], event: Any = None) -> None:
+        """Called in the caller's thread: the caller's stream waits for compute; with an `event`, only for what compute did
+        before it. From then on the caller owns the tensors."""
 
     def peak_bytes(self) -> int:
         """The peak of reserved device memory, in bytes; 0 if the device is the host."""

@@ -79,7 +79,7 @@ class ThreadBackend:
     def enter(self, tensors: list[Tensor]) -> None:
         pass
 
-    def exit(self, tensors: list[Tensor]) -> None:
+    def exit(self, tensors: list[Tensor], event: Any = None) -> None:
         pass
 
     def peak_bytes(self) -> int:

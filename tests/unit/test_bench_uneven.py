@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerState
 
 from megacompile import api
 from megacompile.bench import rows, uneven
@@ -18,7 +19,8 @@ from megacompile.errors import MegacompileError
 from megacompile.frontend.capture import capture
 from megacompile.losses import IGNORED
 
-TINY = ["--shape", "tiny", "--layers", "2", "--batch", "6", "--steps", "2", "--warm-up", "1", "--device", "cpu"]
+TINY = ["--shape", "tiny", "--layers", "2", "--batch", "6", "--steps", "2", "--warm-up", "1", "--device", "cpu",
+        "--logging-steps", "1"]
 
 
 def row_of(*arguments: str) -> dict[str, Any]:
@@ -38,6 +40,12 @@ def test_all_trainers_see_the_same_rows_and_count_the_same_tokens(monkeypatch: p
     assert any("tracing" in task for task, _ in ours["preparing_s"])
     assert any("planning" in task for task, _ in ours["training_s"])
     json.dumps(ours)
+
+
+def test_steps_that_are_not_logged_count_as_much_as_others() -> None:
+    each, together = row_of(), row_of("--logging-steps", "5")
+    assert each["steps_timed"] == [1, 1, 1] and together["steps_timed"] == [1, 2]
+    assert together["computed_tokens"] == [each["computed_tokens"][0], round(statistics.mean(each["computed_tokens"][1:]))]
 
 
 @pytest.mark.parametrize("way", ["loop", "sft", "train"])
@@ -105,17 +113,26 @@ def test_a_slow_step_is_told_from_a_long_one() -> None:
     assert (row["slowest_over_median"], row["slowest_over_median_by_token"]) == (2.0, 1.5)
 
 
-def test_a_step_of_trainer_ends_when_its_loss_is_logged() -> None:
-    sums = iter([30, 50])
-    clock = Clock(computed=lambda: next(sums))
+def test_the_steps_between_two_logs_of_trainer_are_timed_together() -> None:
+    sums = iter([30, 70, 90])
+    clock, state = Clock(computed=lambda: next(sums)), TrainerState()
     clock.on_train_begin()
-    clock.on_step_end()
-    clock.on_log(logs={"loss": 1.0})
-    clock.on_log(logs={"eval_loss": 1.0})
-    clock.on_step_end()
-    clock.on_log(logs={"loss": 1.0})
-    assert all(0 <= submitting <= whole for submitting, whole in zip(clock.submitting, clock.times, strict=True))
-    assert clock.tokens == [30, 20] and len(clock.times) == 2 and sum(clock.times) == pytest.approx(clock.ends[-1])
+    for step, logs in ((1, {"loss": 1.0}), (1, {"eval_loss": 1.0}), (5, {"loss": 1.0}), (6, {"loss": 1.0})):
+        state.global_step = step
+        clock.on_log(None, state, logs=logs)
+    assert clock.steps == [1, 4, 1] and clock.tokens == [30, 10, 20]
+    whole = [seconds * count for seconds, count in zip(clock.times, clock.steps, strict=True)]
+    assert sum(whole) == pytest.approx(clock.ends[-1])
+    assert clock.averages([9, 1, 2, 3, 2, 7, 8]) == [9, 2, 7]
+    assert [clock.warm_up(steps) for steps in (0, 1, 2, 5, 6)] == [0, 1, 2, 2, 3]
+
+
+def test_the_steps_of_a_loop_are_timed_one_by_one() -> None:
+    clock = Clock()
+    clock.begin()
+    for _ in range(3):
+        clock.tick()
+    assert clock.steps == [1, 1, 1]
 
 
 def test_full_collections_are_timed() -> None:

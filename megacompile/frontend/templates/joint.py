@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.frontend.templates.device_results import correct_results
+from megacompile.frontend.templates.kept_graphs import functional_graph
 from megacompile.torch_compat import aot
-from megacompile.torch_compat.aot import aot_export_joint_simple, min_cut_rematerialization_partition
+from megacompile.torch_compat.aot import min_cut_rematerialization_partition
 from megacompile.torch_compat.core import FakeTensorMode
 
 # A lean cut: with these bans of the partitioner off, cheap elementwise chains are recomputed instead of saved.
@@ -56,8 +57,7 @@ def forward_graph(
 ) -> JointGraph:
     """Only the forward of a Dynamo-level section, made functional."""
     with fakes, torch.no_grad():
-        traced: Any = aot_export_joint_simple(
-            graph, tuple(example_values(graph)), trace_joint=False, decompositions=decompositions)
+        traced = functional_graph(graph, example_values(graph), fakes, trace_joint=False, decompositions=decompositions)
     return JointGraph(traced, traced.graph.find_nodes(op="placeholder"), [], _results(traced), {}, [])
 
 
@@ -76,7 +76,7 @@ def joint_graph(
         alone.gradients.update({i: _zeros_like(alone.graph.graph, alone.inputs[i]) for i in waited_for})
         return alone
     with fakes:
-        joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True, decompositions=decompositions)
+        joint = functional_graph(graph, examples, fakes, trace_joint=True, decompositions=decompositions)
     correct_results(joint, fakes, device_type)
     saved: set[str] = set()
     if partition:

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from megacompile.frontend.templates.template import BATCH, LENGTH
-from megacompile.torch_compat.core import FakeTensorMode
+from megacompile.torch_compat.core import FakeTensorMode, without_cache
 from megacompile.torch_compat.dynamo import ConstantSource
 from megacompile.torch_compat.symbols import DimDynamic, ShapeEnv
 
@@ -52,7 +52,7 @@ class SymbolicSizes:
         self._sizes: dict[sympy.Expr, Any] = self._hints | self._own
         if UNITS in self._own:
             self._sizes[LENGTH] = self._own[UNITS] * UNIT
-        self.fakes = FakeTensorMode(shape_env=self._environment)
+        self.fakes = without_cache(FakeTensorMode(shape_env=self._environment))
         self.numbers = [self.size(symbol) for symbol in self.symbols]
 
     def size(self, expression: sympy.Expr) -> int | torch.SymInt:

@@ -1,0 +1,180 @@
+"""Functional graphs of sections, kept in the user's cache folder, so that a second start of the same model does not
+differentiate its layers again.
+
+    graphs/KEY      the graph that AOT made, pickled as inductor's cache does, then its seal (`seal.py`)
+
+AOT gives the same result for the same graph, inputs and settings. KEY is a digest of these, and of the versions of torch,
+transformers, this library's frontend and the processor. A graph is not kept if the digest cannot say what it computes: if it
+calls functions or ops of other libraries, or holds constant tensors; or if AOT assumed more of its sizes.
+"""
+from __future__ import annotations
+
+import builtins
+import contextlib
+import hashlib
+import importlib.metadata
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from megacompile.codegen.cache import CacheError, cache_directory
+from megacompile.codegen.inductor import version_digest
+from megacompile.codegen.kept_files import keep, read_kept
+from megacompile.torch_compat import aot
+from megacompile.torch_compat.aot import GraphPickler, aot_export_joint_simple
+from megacompile.torch_compat.core import FakeTensorMode, HigherOrderOperator, OpOverload, OpOverloadPacket
+from megacompile.torch_compat.symbols import ShapeEnv, known_of
+
+#: How many graphs are kept, those that were used last: a model has about ten for each kind of batch.
+MOST_GRAPHS = 1024
+#: The most bytes of a file. A longer one is not kept.
+_LONGEST = 1 << 26
+#: Libraries whose ops do not change between two starts with the same versions.
+_LIBRARIES = frozenset({"aten", "prims", "prim", "megacompile", "transformers"})
+#: What nodes keep of AOT's metadata, whether the graph comes from the disk or not.
+_META = ("val", "tensor_meta", "partitioner_tag", "seq_nr", "stack_trace", "recompute", "is_gradient_acc", "autograd_backward")
+
+
+def functional_graph(graph: fx.GraphModule, examples: Sequence[Any], fakes: FakeTensorMode, trace_joint: bool,
+                     decompositions: dict[Any, Any] | None = None) -> fx.GraphModule:
+    """The functional graph of `graph` for `examples`, fakes of the mode `fakes`: its forward, or with `trace_joint` forward and
+    backward. Call it within this mode. Raises what AOT raises."""
+    environment = fakes.shape_env
+    assert environment is not None, "a trace without symbols"
+    asked = _question(graph, examples, environment, trace_joint, decompositions or {})
+    path = _path_of(asked) if asked is not None else None
+    if path is not None and (found := _find(path, fakes)) is not None:
+        return found
+    before = known_of(environment)
+    made: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=trace_joint, decompositions=decompositions)
+    for node in made.graph.nodes:
+        node.meta = {name: node.meta[name] for name in _META if name in node.meta}
+    if path is not None and known_of(environment) == before:
+        _keep(path, made)
+    return made  # type: ignore[no-any-return]
+
+
+def _find(path: Path, fakes: FakeTensorMode) -> fx.GraphModule | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own classes, when they are unpickled
+            return GraphPickler.loads(read_kept(path, _LONGEST), fakes)  # type: ignore[return-value]
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # anything that unpickling raises for a file of another installation
+        warnings.warn(f"a graph in the cache is not used and is made again: {error}", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def _keep(path: Path, made: fx.GraphModule) -> None:
+    try:
+        contents = GraphPickler.dumps(made, aot.options_for_graphs())
+    except Exception:  # anything that a value in the graph raises; the graph is then made at every start
+        return
+    if len(contents) < _LONGEST:
+        with contextlib.suppress(OSError):
+            keep(path, contents, MOST_GRAPHS)
+
+
+def _path_of(asked: str) -> Path | None:
+    """None if there is no cache folder."""
+    try:
+        return cache_directory() / "graphs" / hashlib.sha256(f"{version_digest()}\n{asked}".encode()).hexdigest()[:32]
+    except CacheError:
+        return None
+
+
+# ---------------------------------------------------------------- what a graph depends on
+
+class _UnknownError(Exception):
+    """Something whose text does not say what it computes."""
+
+
+def _question(graph: fx.GraphModule, examples: Sequence[Any], environment: ShapeEnv, trace_joint: bool,
+              decompositions: Mapping[Any, Any]) -> str | None:
+    """All that AOT's result depends on, as text; None if that has no text."""
+    try:
+        return "\n".join([
+            str(trace_joint), *sorted(map(str, decompositions)), *_settings(), known_of(environment),
+            *_described(examples), *_lines(graph)])
+    except _UnknownError:
+        return None
+
+
+def _settings() -> Iterator[str]:
+    """PyTorch's settings that decide which ops a composite op becomes, and how AOT traces; and the version of transformers."""
+    yield importlib.metadata.version("transformers")
+    yield str(sorted((name, repr(value)) for name, value in aot.config.save_config_portable().items()))
+    kernels = torch.backends.cuda
+    yield str((kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled(),
+               kernels.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
+               torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
+
+
+def _described(examples: Sequence[Any]) -> Iterator[str]:
+    """Each input, and which earlier input it is, or shares memory with."""
+    first: dict[tuple[str, int], int] = {}
+    for position, value in enumerate(examples):
+        if isinstance(value, Tensor):
+            same = first.setdefault(("tensor", id(value)), position)
+            memory = first.setdefault(("memory", value.untyped_storage()._cdata), position)
+            yield str((type(value).__name__, same, memory, tuple(value.shape), value.stride(), value.storage_offset(),
+                       value.dtype, value.device, value.layout, value.requires_grad, value.is_leaf, value.is_conj(),
+                       value.is_neg()))
+        else:
+            yield _text(value)
+
+
+def _lines(graph: fx.GraphModule) -> Iterator[str]:
+    """Each node, with the line of the model that it comes from, which errors name."""
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":  # the forward and backward of an autograd.Function
+            nested = getattr(graph, node.target)
+            if not isinstance(nested, fx.GraphModule):
+                raise _UnknownError
+            yield from (f"{node.name}: {line}" for line in _lines(nested))
+            continue
+        if node.op == "call_module":
+            raise _UnknownError
+        target = _name_of(node.target) if node.op == "call_function" else node.target
+        yield f"{node.op} {node.name} {target} {_text(node.args)} {_text(node.kwargs)} {node.meta.get('stack_trace')}"
+
+
+def _name_of(function: Any) -> str:
+    if isinstance(function, OpOverload | OpOverloadPacket):
+        if str(function).partition(".")[0].partition("::")[0] not in _LIBRARIES:
+            raise _UnknownError
+        return str(function)
+    if isinstance(function, HigherOrderOperator):
+        return f"higher order {function}"
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    if module.partition(".")[0] not in ("torch", operator.__name__, operator.add.__module__, builtins.__name__, "math") and (
+            getattr(torch.Tensor, name, None) is not function and getattr(torch, name, None) is not function):
+        raise _UnknownError
+    return f"{module} {name}"
+
+
+def _text(value: Any) -> str:
+    """An argument of a node, or a number among a graph's inputs."""
+    match value:
+        case fx.Node():
+            return value.name
+        case None | EllipsisType() | bool() | int() | float() | complex() | str():
+            return repr(value)
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            return str(value)
+        case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
+            return str(value)
+        case slice():
+            return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+        case tuple() | list():
+            return f"{type(value).__name__}({', '.join(map(_text, value))})"
+        case dict():
+            return ", ".join(f"{_text(key)}: {_text(each)}" for key, each in value.items())
+    raise _UnknownError
