@@ -39,18 +39,32 @@ class Compiled:
 
 
 def compile_program(model: Program, plan: Plan, pipeline: Sequence[Pass],
-                    say: Callable[[str], None] | None = None) -> Compiled:
+                    say: Callable[[str], None] | None = None, verify_stages: bool = True) -> Compiled:
     """Runs the pipeline (`check_pipeline`) over a program of stage "model". Raises `ProgramError`, naming the pass, if a stage
-    is unsound."""
-    compiled = Compiled({model.stage: model})
+    is unsound. `verify_stages` False: for a program like another one whose stages were verified. Then the program that will run
+    is verified, and the stages before it only if it is unsound, to name the pass."""
+    if not verify_stages:
+        compiled = _run_all(model, plan, pipeline, say, check=lambda program: None)
+        try:
+            verify(compiled.program)
+        except ProgramError:
+            compile_program(model, plan, pipeline)
+            raise
+        return compiled
     verify(model)
+    return _run_all(model, plan, pipeline, say, verify)
+
+
+def _run_all(model: Program, plan: Plan, pipeline: Sequence[Pass], say: Callable[[str], None] | None,
+             check: Callable[[Program], None]) -> Compiled:
+    compiled = Compiled({model.stage: model})
     for number, each in enumerate(pipeline, 1):
         before = compiled.program
         assert reached(before, each.requires), f"{each.name} requires stage {each.requires}, which no pass has made"
         started = time.perf_counter()
         after = run_pass(each, before, plan)
         try:
-            verify(after)
+            check(after)
         except ProgramError as error:
             raise type(error)(f"pass {each.name} breaks the program: {error}") from None
         compiled.stages[each.name] = after

@@ -166,11 +166,11 @@ def shared_schedules() -> Iterator[None]:
     """A streamed model's program is a pure function of its calls, its plan and the passes, and programs are immutable: models
     that are built and planned alike share it. (Stages may be exchanged by hand: each model has its own table of them.)"""
     @functools.lru_cache(maxsize=256)
-    def compiled(model: Program, plan: Plan, passes: tuple[Any, ...], runs: tuple[Any, ...]) -> Compiled:
-        return compile_program(model, plan, passes)
+    def compiled(model: Program, plan: Plan, passes: tuple[Any, ...], runs: tuple[Any, ...], verify_stages: bool) -> Compiled:
+        return compile_program(model, plan, passes, verify_stages=verify_stages)
 
-    def shared(model: Program, plan: Plan, passes: tuple[Any, ...]) -> Compiled:
-        found = compiled(model, plan, passes, tuple(each.run for each in passes))
+    def shared(model: Program, plan: Plan, passes: tuple[Any, ...], verify_stages: bool) -> Compiled:
+        found = compiled(model, plan, passes, tuple(each.run for each in passes), verify_stages)
         return Compiled(dict(found.stages), list(found.log))
 
     with pytest.MonkeyPatch.context() as patch:

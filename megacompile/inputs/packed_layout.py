@@ -1,7 +1,7 @@
 """Rearranges rows of uneven length into packed rows of one length, which several sequences share, and back.
 
 A batch that is padded to its longest row computes mostly padding, and each step may have a new length to compile for. Packing
-puts the sequences of such a batch into rows of one fixed length; sequences in one row do not see each other:
+puts the sequences of such a batch into rows of one of a few lengths; sequences in one row do not see each other:
 
     batch [4, 7]          packed [2, 8]         positions
     a a a . . . .         c c c c c c d d       0 1 2 3 4 5 0 1
@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from megacompile.frontend.templates.symbolic_sizes import UNIT
 
 #: A flag for each position of a batch, [rows, length]. NumPy computes with it on the caller's thread. A PyTorch op on this many
 #: elements would wait for a thread pool whose cores are busy with the last step's update.
@@ -34,6 +37,10 @@ BoolArray = npt.NDArray[np.bool_]
 LENGTH = 2048
 #: Length of the shortest packed row in tokens.
 _SHORTEST = 64
+#: The shares of the usual length that rows may have where kernels serve any length.
+SHARES = (Fraction(15, 16), Fraction(7, 8), Fraction(13, 16), Fraction(3, 4))
+#: The share of a batch's slots that shorter rows must save. Each size of a batch needs a program of its own.
+_WORTH = Fraction(1, 32)
 
 
 @dataclass(frozen=True)
@@ -142,14 +149,19 @@ def spans_of(present: BoolArray, positions: Tensor | None, sequences: bool) -> l
     return [Span(*span) for span in zip(rows.tolist(), begin.tolist(), end.tolist(), first.tolist(), strict=True)]
 
 
-def lay_out(spans: Sequence[Span], size: tuple[int, int], least: int = LENGTH) -> Layout:
+def lay_out(spans: Sequence[Span], size: tuple[int, int], least: int = LENGTH, shares: Sequence[Fraction] = ()) -> Layout:
     """Packs the sequences of a batch of `size` (at least one sequence) by best fit, longest first.
 
     Packed rows have `least` tokens, a power of two. If a sequence is longer, they have the next power of two; if the whole
-    batch has fewer tokens, they are shorter."""
+    batch has fewer tokens, they are shorter. Or they have one of these `shares` of that length, if that leaves fewer slots
+    empty."""
     longest, tokens = max(span.tokens for span in spans), sum(span.tokens for span in spans)
-    length = max(power_of_two(longest), min(least, power_of_two(max(tokens, _SHORTEST))))
+    usual = length = max(power_of_two(longest), min(least, power_of_two(max(tokens, _SHORTEST))))
     rows = _best_fit(spans, length)
+    most = int(len(rows) * length * (1 - _WORTH))
+    for shorter in lengths_of(usual, shares)[1:]:
+        if shorter >= longest and (slots := len(tried := _best_fit(spans, shorter)) * shorter) <= most:
+            rows, length, most = tried, shorter, slots - 1
     count = len(rows)
     unused = torch.arange(length) % longest  # separate sequences, with position IDs that also occur in real ones
     source, positions = torch.full((count, length), -1), unused.repeat(count, 1)
@@ -170,6 +182,11 @@ def lay_out(spans: Sequence[Span], size: tuple[int, int], least: int = LENGTH) -
             at, end = stop, span.end
         positions[number, at:] = unused[:length - at]
     return Layout(size, source, positions, begins)
+
+
+def lengths_of(usual: int, shares: Sequence[Fraction]) -> list[int]:
+    """The usual length of packed rows, and the shorter ones that kernels for any length serve."""
+    return [usual, *(int(usual * share) for share in shares if usual * share % UNIT == 0)]
 
 
 def _best_fit(spans: Sequence[Span], length: int) -> list[list[Span]]:

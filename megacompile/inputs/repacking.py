@@ -21,7 +21,7 @@ from megacompile.frontend.templates.segment_sources import calls_blind_to
 from megacompile.frontend.templates.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.templates.template import TemplateInput
 from megacompile.inputs.captures import Captures
-from megacompile.inputs.packed_layout import LENGTH, BoolArray, Layout, array_of, lay_out, power_of_two, spans_of
+from megacompile.inputs.packed_layout import LENGTH, SHARES, BoolArray, Layout, array_of, lay_out, power_of_two, spans_of
 from megacompile.ir.plan import CaptureKey, Shape
 from megacompile.losses import IGNORED
 
@@ -44,14 +44,15 @@ class Wanted(enum.Enum):
 
 
 class Repacking:
-    """Packs the batches of one streamed model. State: for each capture key, why attention does not read its packed batches
-    (`_unread`), and whether the model counts positions from the start of a row (`_counted`). Both are found out when the first
-    batch needs to know."""
+    """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length. State: for each capture key, why
+    attention does not read its packed batches (`_unread`), and whether the model counts positions from the start of a row
+    (`_counted`). Both are found out when the first batch needs to know."""
 
-    def __init__(self, captures: Captures, option: bool | int) -> None:
+    def __init__(self, captures: Captures, option: bool | int, any_length: bool) -> None:
         self.captures = captures
         self.enabled = bool(option)
         self.least = LENGTH if option is True else power_of_two(option)
+        self.shares = SHARES if any_length else ()
         self._unread: dict[CaptureKey, str] = {}
         self._counted: dict[CaptureKey, bool] = {}
 
@@ -77,7 +78,7 @@ class Repacking:
         if not spans:
             return ("its attention_mask has holes, or its position_ids are not consecutive" if present.any() else
                     "it has no token")
-        layout = lay_out(spans, (rows, length), self.least)
+        layout = lay_out(spans, (rows, length), self.least, self.shares)
         packed_rows, packed_length = layout.source.shape
         if packed_length == length and packed_rows >= rows:
             return "packing would leave as many rows of the same length"

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import megacompile
+from megacompile.bench.uneven import DATA
 from megacompile.errors import InsufficientMemoryError
-from megacompile.inputs.packed_layout import LENGTH, Span, lay_out, spans_of
+from megacompile.inputs.packed_layout import LENGTH, SHARES, Span, lay_out, spans_of
 from megacompile.ir.plan import CaptureKey, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import PackedPlans, derived
@@ -41,10 +43,11 @@ def spans(draw: st.DrawFn) -> tuple[list[Span], tuple[int, int]]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(spans(), st.sampled_from([64, 128, LENGTH]))
-def test_every_token_is_laid_out_once_and_sequences_stay_apart(case: tuple[list[Span], tuple[int, int]], least: int) -> None:
+@given(spans(), st.sampled_from([64, 128, LENGTH]), st.sampled_from([(), SHARES]))
+def test_every_token_is_laid_out_once_and_sequences_stay_apart(
+        case: tuple[list[Span], tuple[int, int]], least: int, shares: tuple[Fraction, ...]) -> None:
     given_spans, size = case
-    layout = lay_out(given_spans, size, least)
+    layout = lay_out(given_spans, size, least, shares)
     places = layout.source[layout.source >= 0]
     expected = torch.cat([torch.arange(s.start, s.stop) + s.row * size[1] for s in given_spans])
     assert torch.equal(places.sort().values, expected.sort().values)
@@ -57,6 +60,26 @@ def test_every_token_is_laid_out_once_and_sequences_stay_apart(case: tuple[list[
     assert not bool((follows & layout.begins[:, 1:]).any())
     inside = (layout.source >= 0) & ~layout.begins
     assert bool(follows[inside[:, 1:]].all()) and not bool(inside[:, 0].any()), "a sequence is torn"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=64))
+def test_shorter_rows_save_slots_and_have_one_of_few_lengths(lengths: list[int]) -> None:
+    usual, shorter = (lay_out([Span(row, 0, count, 0) for row, count in enumerate(lengths)], (len(lengths), max(lengths)),
+                              shares=shares) for shares in ((), SHARES))
+    length = usual.source.shape[1]
+    assert shorter.source.shape[1] in {length * sixteenths // 16 for sixteenths in range(12, 17)}
+    assert shorter.source.shape == usual.source.shape or shorter.source.numel() <= usual.source.numel() * 31 / 32
+    assert shorter.source.shape[1] % 32 == 0
+
+
+def test_steps_of_typical_lengths_fill_97_percent_of_shorter_rows_in_few_sizes() -> None:
+    drawn = DATA["instructions"].draw(64 * 100, seed=3)
+    batches = [drawn[at:at + 64] for at in range(0, len(drawn), 64)]
+    layouts = [lay_out([Span(row, 0, count, 0) for row, count in enumerate(each)], (64, max(each)), shares=SHARES)
+               for each in batches]
+    assert sum(drawn) / sum(layout.source.numel() for layout in layouts) > 0.965
+    assert len({layout.source.shape for layout in layouts}) <= 24
 
 
 @settings(max_examples=50, deadline=None)

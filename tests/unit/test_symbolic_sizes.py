@@ -184,7 +184,7 @@ def test_kernels_of_one_length_train_rows_of_another_as_native_pytorch(lengths: 
     before, native = dynamic.megacompile.stats, build()
     torch.testing.assert_close(train(dynamic, padded(lengths)), train(native, padded(lengths)), rtol=1e-6, atol=0)
     tiny_models.assert_same_gradients(dynamic, native)
-    assert dynamic.megacompile.plan.length in (128, 256)
+    assert dynamic.megacompile.plan.length in (128, 224, 256)
     after = dynamic.megacompile.stats
     assert [after[name] - before[name] for name in ("compiled", "compiled_from_cache", "compiled_variants")] == [0, 0, 0]
 

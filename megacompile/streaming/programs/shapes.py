@@ -14,6 +14,7 @@ import torch
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.templates.heads import LOGITS
 from megacompile.frontend.templates.hidden_states import ALL
+from megacompile.inputs.packed_layout import lengths_of, power_of_two
 from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.ir.program import Program, Slot, places, slot_family
@@ -29,8 +30,10 @@ from megacompile.weights.tiling import Tiling
 
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
 MAX_SHAPES = 32
-#: The second training step of packed rows prepares programs for steps with up to this many rows more or fewer.
-PREPARED_ROWS = 3
+#: The second training step of packed rows prepares programs for so many other sizes, ...
+PREPARED_SIZES = 20
+#: ... of steps whose tokens differ from its own by at most this share.
+PREPARED_TOKENS = 0.3
 
 #: Those of all models that are streamed now: models on one device share its memory.
 _live: weakref.WeakSet[Shapes] = weakref.WeakSet()
@@ -165,21 +168,29 @@ class Shapes:
         return found
 
     def _prepare(self, found: CompiledShape) -> None:
-        """At the second training step of packed rows, makes programs for steps with a few rows more or fewer, which are likely
-        to come. A step may wait for this once, since a step of many would wait for it otherwise. Ranks make each program
-        together when its step comes."""
+        """At the second training step of packed rows, makes programs for steps of about the same size, which are likely to
+        come. One step waits for them here; later, one step after another would. Ranks make each program together when its step
+        comes."""
         shape = found.shape
         self.packed_steps += shape.packed and shape.training
         if not (shape.packed and shape.training) or self.packed_steps != 2 or found.plan.ranks > 1:
             return
-        near = [shape.batch + sign * distance for distance in range(1, PREPARED_ROWS + 1) for sign in (1, -1)]
-        far = [shape.batch + shape.batch // 2, shape.batch - shape.batch // 3]  # steps of another size have another search
-        with under_way(f"planning for other numbers of rows than {shape.batch}"):
-            for batch in (*near, *far):
-                self._prepare_rows(replace(shape, batch=batch))
+        with under_way(f"planning for other sizes than {shape.batch} x {shape.length}"):
+            for batch, length in self._likely_sizes(shape.batch, shape.length):
+                self._prepare_shape(replace(shape, batch=batch, length=length))
         self.table[shape] = self.table.pop(shape)
 
-    def _prepare_rows(self, shape: Shape) -> None:
+    def _likely_sizes(self, batch: int, length: int) -> list[tuple[int, int]]:
+        """Rows and lengths of steps of packed rows that may follow one of this size: the most alike, and one with half as many
+        tokens again and one with a third fewer, whose plans may need another search."""
+        tokens, lengths = batch * length, lengths_of(power_of_two(length), self.captures.repacking.shares)
+        sizes = ((rows, each) for each in lengths for rows in range(1, 2 * tokens // each))
+        alike = sorted((abs(rows * each - tokens), rows, each) for rows, each in sizes
+                       if abs(rows * each - tokens) <= PREPARED_TOKENS * tokens)
+        far = (batch + batch // 2, batch - batch // 3)
+        return [*((rows, each) for _, rows, each in alike[:PREPARED_SIZES]), *((rows, length) for rows in far)]
+
+    def _prepare_shape(self, shape: Shape) -> None:
         """Makes the program of a shape that may come. Does not if the device would have to update fewer tiles for it."""
         if shape.batch < 1 or self.known(shape) is not None:
             return
@@ -249,7 +260,8 @@ class Shapes:
         self.answers.update(choice.answers)
         plan = choice.plan
         model = self.model_program(shape, plan)
-        compiled = compile_program(model, plan, planner.config.passes)
+        alike = any(known.shape.capture_key == shape.capture_key and known.shape.training for known in self.table.values())
+        compiled = compile_program(model, plan, planner.config.passes, verify_stages=not (shape.packed and alike))
         check_agreement(compiled.program, [s.program for s in self.table.values()])
         estimate = planner.estimate(plan, shape.training)
         self._note(estimate)
