@@ -56,7 +56,8 @@ class Trainer(transformers.Trainer):
         self._gathered: list[Mapping[str, Any]] = []  # batches of the current step that have not run yet
         self._parameters = 0  # number of parameters without embeddings, counted once
         self._token_rate = TokenRate()
-        self._long_lived = LongLived(lambda: compiled_variants(check_model(self.model)))
+        self._long_lived = LongLived(lambda: compiled_variants(check_model(self.model)),
+                                     lambda: len(check_model(self.model).shapes))
         super().__init__(*args, **kwargs)
         streamed = check_model(self.model)
         # A loss that is not a sum over tokens is a mean over each batch, and takes no such argument.

@@ -183,7 +183,8 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
     """
     handle = getattr(model, "megacompile", None)
     parameters, losses = parameter_count(model), []
-    with LongLived(lambda: None if handle is None else compiled_variants(handle.streamed)) as long_lived:
+    with LongLived(lambda: None if handle is None else compiled_variants(handle.streamed),
+                   lambda: None if handle is None else len(handle.streamed.shapes)) as long_lived:
         for number in range(done + 1, steps + 1):
             if stop():
                 break

@@ -14,13 +14,15 @@ from typing import Self
 
 
 class LongLived:
-    """A context around a training loop, which calls `after_step`. `made`: a value that changes when a step has made objects
-    that stay, such as the number of compiled kernels. The garbage of that moment is then collected, and what is left is not
-    looked at again until the context ends. Does nothing if collections are switched off, or if somebody else has excluded
-    objects from them."""
+    """A context around a training loop, which calls `after_step`. `made`: a value that changes when a step has made many
+    objects that stay, such as the number of compiled kernels. The garbage of that moment is then collected, and what is left is
+    not looked at again until the context ends. `added`: a value that changes when a step has made some more of them, such as
+    the number of programs. They are not looked at again either, but no step waits for a collection. Does nothing if collections
+    are switched off, or if somebody else has excluded objects from them."""
 
-    def __init__(self, made: Callable[[], object]) -> None:
-        self._made, self._seen = made, object()
+    def __init__(self, made: Callable[[], object], added: Callable[[], object] = lambda: None) -> None:
+        self._made, self._added = made, added
+        self._seen, self._seen_added = object(), object()
         self._own = False
 
     def __enter__(self) -> Self:
@@ -33,11 +35,14 @@ class LongLived:
 
     def after_step(self) -> None:
         """Call this after each step."""
-        if not self._own or (made := self._made()) == self._seen:
+        if not self._own:
             return
-        self._seen = made
-        gc.collect()
-        gc.freeze()
+        made, added = self._made(), self._added()
+        if made != self._seen:
+            gc.collect()
+        if (made, added) != (self._seen, self._seen_added):
+            gc.freeze()
+        self._seen, self._seen_added = made, added
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 nothing is kept whose text does not say what it computes."""
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import tiny_models
@@ -75,6 +77,10 @@ class Layer(nn.Module):
 @torch.compiler.allow_in_graph
 def opaque(x: Tensor) -> Tensor:
     return torch.tanh(x)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * torch.tensor([2.0] * 16)
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +172,56 @@ def test_a_graph_that_calls_what_is_not_in_it_is_not_kept(made: list[fx.GraphMod
     count = len(made)
     capture(Own(opaque))
     assert len(made) == 2 * count - others < 2 * count, "its layers are differentiated again, and nothing else"
+
+
+def test_a_graph_with_constants_is_not_kept(made: list[fx.GraphModule]) -> None:
+    """Its values are not written with it."""
+    first = described(capture(Own(doubled)))
+    count = len(made)
+    assert described(capture(Own(doubled))) == first and len(made) > count
+
+
+def test_a_file_names_no_module_of_the_user(cache: Path) -> None:
+    """Reading it would import that module."""
+    capture(experts())
+    capture(Own(Scale.apply))
+    Modules.found.clear()
+    for path in cache.iterdir():
+        Modules(io.BytesIO(path.read_bytes()[:-32])).load()
+    packages = {module.partition(".")[0] for module in Modules.found}
+    assert "torch" in packages and packages <= {"torch", "sympy", "megacompile", "collections", "builtins", "dill"}
+
+
+class Anything(list[Any]):
+    """Stands for whatever a pickle makes."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Anything:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def __setitem__(self, *_: Any) -> None:
+        pass
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
+class Modules(pickle.Unpickler):
+    """Notes the modules that a pickle names, and imports none."""
+
+    found: ClassVar[set[str]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.found.add(module)
+        return Anything
+
+    def persistent_load(self, _: Any) -> Any:
+        return Anything()
 
 
 def test_a_changed_graph_is_made_again_with_a_warning(made: list[fx.GraphModule], cache: Path) -> None:

@@ -55,6 +55,27 @@ def test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed(
     assert inside < 0.2 * (time.thread_time() - begun)
 
 
+def test_programs_that_a_step_adds_are_not_looked_at_again_and_no_step_waits_for_a_collection() -> None:
+    added, kept = [1], [Node()]
+    collected: list[str] = []
+    with LongLived(lambda: 1, lambda: added[0]) as long_lived:
+        long_lived.after_step()
+        count = gc.get_freeze_count()
+        gc.callbacks.append(lambda phase, which: collected.append(phase))
+        try:
+            kept += [Node() for _ in range(1000)]
+            long_lived.after_step()
+            assert gc.get_freeze_count() == count
+            added[0] = 2
+            long_lived.after_step()
+        finally:
+            gc.callbacks.pop()
+        assert gc.get_freeze_count() > count + 900 and not collected
+        dropped = weakref.ref(Node())
+    gc.collect()
+    assert dropped() is None
+
+
 def test_objects_that_others_have_excluded_stay_excluded() -> None:
     gc.freeze()
     try:

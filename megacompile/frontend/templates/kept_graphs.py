@@ -27,7 +27,7 @@ from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.codegen.inductor import version_digest
 from megacompile.codegen.kept_files import keep, read_kept
 from megacompile.torch_compat import aot
-from megacompile.torch_compat.aot import GraphPickler, aot_export_joint_simple
+from megacompile.torch_compat.aot import aot_export_joint_simple, read_graph, written_graph
 from megacompile.torch_compat.core import FakeTensorMode, HigherOrderOperator, OpOverload, OpOverloadPacket
 from megacompile.torch_compat.symbols import ShapeEnv, known_of
 
@@ -38,7 +38,7 @@ _LONGEST = 1 << 26
 #: Libraries whose ops do not change between two starts with the same versions.
 _LIBRARIES = frozenset({"aten", "prims", "prim", "megacompile", "transformers"})
 #: What nodes keep of AOT's metadata, whether the graph comes from the disk or not.
-_META = ("val", "tensor_meta", "partitioner_tag", "seq_nr", "stack_trace", "recompute", "is_gradient_acc", "autograd_backward")
+_META = ("val", "partitioner_tag", "seq_nr", "stack_trace", "recompute", "is_gradient_acc", "autograd_backward")
 
 
 def functional_graph(graph: fx.GraphModule, examples: Sequence[Any], fakes: FakeTensorMode, trace_joint: bool,
@@ -52,19 +52,29 @@ def functional_graph(graph: fx.GraphModule, examples: Sequence[Any], fakes: Fake
     if path is not None and (found := _find(path, fakes)) is not None:
         return found
     before = known_of(environment)
-    made: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=trace_joint, decompositions=decompositions)
-    for node in made.graph.nodes:
-        node.meta = {name: node.meta[name] for name in _META if name in node.meta}
-    if path is not None and known_of(environment) == before:
+    made = _lean(aot_export_joint_simple(graph, tuple(examples), trace_joint=trace_joint, decompositions=decompositions))
+    # Constants that AOT found in the code would be read back without their values.
+    if path is not None and known_of(environment) == before and not made.graph.find_nodes(op="get_attr"):
         _keep(path, made)
-    return made  # type: ignore[no-any-return]
+    return made
+
+
+def _lean(made: Any) -> fx.GraphModule:
+    """The same graph without what AOT attaches to it: environments, tracebacks and functions, some of which are the user's. To
+    read them back would import the user's modules."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(made.graph, copies))
+    for old, new in copies.items():
+        new.meta = {name: old.meta[name] for name in _META if name in old.meta}
+    return fx.GraphModule(made, graph)
 
 
 def _find(path: Path, fakes: FakeTensorMode) -> fx.GraphModule | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own classes, when they are unpickled
-            return GraphPickler.loads(read_kept(path, _LONGEST), fakes)  # type: ignore[return-value]
+            return read_graph(read_kept(path, _LONGEST), fakes)
     except FileNotFoundError:
         return None
     except Exception as error:  # anything that unpickling raises for a file of another installation
@@ -74,7 +84,7 @@ def _find(path: Path, fakes: FakeTensorMode) -> fx.GraphModule | None:
 
 def _keep(path: Path, made: fx.GraphModule) -> None:
     try:
-        contents = GraphPickler.dumps(made, aot.options_for_graphs())
+        contents = written_graph(made)
     except Exception:  # anything that a value in the graph raises; the graph is then made at every start
         return
     if len(contents) < _LONGEST:
@@ -92,8 +102,8 @@ def _path_of(asked: str) -> Path | None:
 
 # ---------------------------------------------------------------- what a graph depends on
 
-class _UnknownError(Exception):
-    """Something whose text does not say what it computes."""
+#: Raised for something whose text does not say what it computes.
+_UnknownError = CacheError
 
 
 def _question(graph: fx.GraphModule, examples: Sequence[Any], environment: ShapeEnv, trace_joint: bool,
