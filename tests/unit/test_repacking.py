@@ -68,18 +68,19 @@ def test_shorter_rows_save_slots_and_have_one_of_few_lengths(lengths: list[int])
     usual, shorter = (lay_out([Span(row, 0, count, 0) for row, count in enumerate(lengths)], (len(lengths), max(lengths)),
                               shares=shares) for shares in ((), SHARES))
     length = usual.source.shape[1]
-    assert shorter.source.shape[1] in {length * sixteenths // 16 for sixteenths in range(12, 17)}
+    assert shorter.source.shape[1] in {length * eighths // 8 for eighths in (6, 7, 8)}
     assert shorter.source.shape == usual.source.shape or shorter.source.numel() <= usual.source.numel() * 31 / 32
     assert shorter.source.shape[1] % 32 == 0
 
 
-def test_steps_of_typical_lengths_fill_97_percent_of_shorter_rows_in_few_sizes() -> None:
+def test_steps_of_typical_lengths_fill_shorter_rows_better_in_few_sizes() -> None:
     drawn = DATA["instructions"].draw(64 * 100, seed=3)
     batches = [drawn[at:at + 64] for at in range(0, len(drawn), 64)]
-    layouts = [lay_out([Span(row, 0, count, 0) for row, count in enumerate(each)], (64, max(each)), shares=SHARES)
-               for each in batches]
-    assert sum(drawn) / sum(layout.source.numel() for layout in layouts) > 0.965
-    assert len({layout.source.shape for layout in layouts}) <= 24
+    usual, shorter = ([lay_out([Span(row, 0, count, 0) for row, count in enumerate(each)], (64, max(each)), shares=shares)
+                       for each in batches] for shares in ((), SHARES))
+    filled = [sum(drawn) / sum(layout.source.numel() for layout in layouts) for layouts in (usual, shorter)]
+    assert filled[0] < 0.94 and filled[1] > 0.955
+    assert len({layout.source.shape for layout in shorter}) <= 14
 
 
 @settings(max_examples=50, deadline=None)

@@ -31,7 +31,7 @@ from megacompile.weights.tiling import Tiling
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
 MAX_SHAPES = 32
 #: The second training step of packed rows prepares programs for so many other sizes, ...
-PREPARED_SIZES = 20
+PREPARED_SIZES = 16
 #: ... of steps whose tokens differ from its own by at most this share.
 PREPARED_TOKENS = 0.3
 
