@@ -269,3 +269,27 @@ def test_a_recording_has_all_lanes_on_one_clock() -> None:
             crossed += 1
     assert crossed > 10
     assert all(0 < found.occupancy(lane) <= 1 for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU))
+
+
+def test_a_loss_is_known_before_its_backward_has_ended() -> None:
+    """The caller prepares the next batch meanwhile, in a whole step. The value is that of a step that nothing delays."""
+    values = []
+    for seconds in (0.0, 0.5):
+        model = megacompile.stream(build(), device="cuda", compile=False, micro_batch_size=2)
+        streamed = model.megacompile.streamed
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+
+        def delay(node: Any, streamed: Any = streamed, seconds: float = seconds) -> None:
+            if op_of(node).name in ("backward", "recompute_backward"):
+                streamed.backend.delay(Lane.COMPUTE, seconds)
+
+        try:
+            model.megacompile.train_step(batch(0), optimizer)
+            model.megacompile.synchronize()
+            streamed.executor.probe = delay
+            values.append(model.megacompile.train_step(batch(1), optimizer).item())
+            assert not seconds or not streamed.backend.compute.query(), "the loss waited for the backward"
+        finally:
+            streamed.executor.probe = None
+            model.megacompile.close()
+    assert values[0] == values[1]
