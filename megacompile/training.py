@@ -193,15 +193,15 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
             found = _step(model, optimizer, batch)
             if schedule is not None:
                 schedule.step()
-            loss = float(found)  # waits for the device, not for the update, which overlaps the next step
+            loss = float(found)  # waits for the forward; the backward and the update go on
             if not math.isfinite(loss):
                 raise MegacompileError(f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
             losses.append(loss)
             long_lived.after_step()
-            taken = time.perf_counter() - begin
             useful, computed = _tokens(model, batch)
             device_bytes, host_bytes = memory(model)
-            norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
+            norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()  # waits for the backward
+            taken = time.perf_counter() - begin
             rate = useful / taken
             on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes,
                          taken, norm))

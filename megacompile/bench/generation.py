@@ -121,6 +121,8 @@ def _switching(model: Any, generate: Callable[[Tensor, int], float], given: argp
         ids = torch.randint(0, vocabulary, (TRAINED_ROWS, TRAINED_LENGTH))
         begun = time.perf_counter()
         model.megacompile.train_step(dict(input_ids=ids, labels=ids), optimizer).item()
+        if cuda:  # the loss is known before the backward ends
+            torch.cuda.synchronize()
         return time.perf_counter() - begun
 
     steady = statistics.median([step() for _ in range(5)][2:])

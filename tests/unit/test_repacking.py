@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -24,6 +25,7 @@ from megacompile.planning.packed_plans import PackedPlans, derived
 from megacompile.planning.planner import Choice
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.hardware import Hardware
+from megacompile.streaming.programs import shapes
 from megacompile.system.under_way import work_done
 
 LONGEST = 23
@@ -261,8 +263,9 @@ def test_one_search_serves_packed_rows_of_all_lengths() -> None:
         model.megacompile.close()
 
 
-def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing() -> None:
+def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so does a search for steps of twice the size. Programs that are made ahead are those that the step would make."""
+    monkeypatch.setattr(shapes, "PREPARED_S", math.inf)
     ahead, late = (megacompile.stream(tiny_models.build(max_position_embeddings=4096), device="cpu") for _ in range(2))
     try:
         late.megacompile.streamed.shapes.packed_steps = 2
@@ -270,16 +273,31 @@ def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing() -> None:
             for rows in (12, 13):
                 model.megacompile.compiled(packed_into(rows))
         assert answered(ahead) == answered(late) + 1, "16 rows are searched for ahead"
-        shapes = ahead.megacompile.stats["shapes"]
+        count = ahead.megacompile.stats["shapes"]
         for rows in (10, 11, 14, 15, 16, 19, 9):
             with work_done() as done:
                 found = ahead.megacompile.compiled(packed_into(rows))
             assert found.shape.batch == rows and not [task for task, _ in done if task.startswith("planning")]
             assert found.program.text() == late.megacompile.compiled(packed_into(rows)).program.text()
-        assert ahead.megacompile.stats["shapes"] == shapes and answered(ahead) == answered(late)
+        assert ahead.megacompile.stats["shapes"] == count and answered(ahead) == answered(late)
     finally:
         ahead.megacompile.close()
         late.megacompile.close()
+
+
+def test_the_second_step_of_a_large_model_does_not_plan_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = megacompile.stream(tiny_models.build(max_position_embeddings=4096), device="cpu")
+    try:
+        monkeypatch.setattr(shapes, "PREPARED_S", 0.0)
+        for rows in (12, 13):
+            latest = model.megacompile.compiled(packed_into(rows))
+        assert model.megacompile.stats["shapes"] == 2
+        model.megacompile.streamed.shapes.packed_steps = 1
+        monkeypatch.setattr(shapes, "PREPARED_S", math.inf)
+        model.megacompile.compiled(packed_into(13))
+        assert model.megacompile.stats["shapes"] > 6 and model.megacompile.compiled() is latest
+    finally:
+        model.megacompile.close()
 
 
 def packed_into(rows: int) -> dict[str, Tensor]:

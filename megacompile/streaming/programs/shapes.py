@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import time
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -32,8 +33,10 @@ from megacompile.weights.tiling import Tiling
 MAX_SHAPES = 32
 #: The second training step of packed rows prepares programs for so many other sizes, ...
 PREPARED_SIZES = 16
-#: ... of steps whose tokens differ from its own by at most this share.
+#: ... of steps whose tokens differ from its own by at most this share, ...
 PREPARED_TOKENS = 0.3
+#: ... for so many seconds: programs of large models take longer.
+PREPARED_S = 2.0
 
 #: Those of all models that are streamed now: models on one device share its memory.
 _live: weakref.WeakSet[Shapes] = weakref.WeakSet()
@@ -175,20 +178,23 @@ class Shapes:
         self.packed_steps += shape.packed and shape.training
         if not (shape.packed and shape.training) or self.packed_steps != 2 or found.plan.ranks > 1:
             return
+        until = time.monotonic() + PREPARED_S
         with under_way(f"planning for other sizes than {shape.batch} x {shape.length}"):
             for batch, length in self._likely_sizes(shape.batch, shape.length):
-                self._prepare_shape(replace(shape, batch=batch, length=length))
-        self.table[shape] = self.table.pop(shape)
+                if time.monotonic() < until:
+                    self._prepare_shape(replace(shape, batch=batch, length=length))
+                    self.table[shape] = self.table.pop(shape)  # it stays the latest
 
     def _likely_sizes(self, batch: int, length: int) -> list[tuple[int, int]]:
         """Rows and lengths of steps of packed rows that may follow one of this size: the most alike, and one with half as many
-        tokens again and one with a third fewer, whose plans may need another search."""
+        tokens again and one with a third fewer, whose plans may need another search. Likely ones, and long searches, first."""
         tokens, lengths = batch * length, lengths_of(power_of_two(length), self.captures.repacking.shares)
         sizes = ((rows, each) for each in lengths for rows in range(1, 2 * tokens // each))
         alike = sorted((abs(rows * each - tokens), rows, each) for rows, each in sizes
                        if abs(rows * each - tokens) <= PREPARED_TOKENS * tokens)
         far = (batch + batch // 2, batch - batch // 3)
-        return [*((rows, each) for _, rows, each in alike[:PREPARED_SIZES]), *((rows, length) for rows in far)]
+        near = [(rows, each) for _, rows, each in alike[:PREPARED_SIZES]]
+        return [*near[:PREPARED_SIZES // 2], *((rows, length) for rows in far), *near[PREPARED_SIZES // 2:]]
 
     def _prepare_shape(self, shape: Shape) -> None:
         """Makes the program of a shape that may come. Does not if the device would have to update fewer tiles for it."""
