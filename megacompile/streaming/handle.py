@@ -185,8 +185,9 @@ class Handle:
     @in_turn
     def train_step(self, batch: Mapping[str, Any], optimizer: StreamedOptimizer) -> Tensor:
         """Runs a whole training step as one program: forward, backward and update of `batch`, which includes labels. Returns
-        the loss, 0-d, on the compute device, without a gradient. `.grad` stays None. Only whole steps run in waves (see
-        `StreamConfig.waves`). With `AdamW(overlap="backward")` they update as gradients arrive.
+        the loss, 0-d, on the compute device, without a gradient; reading it waits for the last forward, not for the backward
+        after it. `.grad` stays None. Only whole steps run in waves (see `StreamConfig.waves`). With
+        `AdamW(overlap="backward")` they update as gradients arrive.
 
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
         streamed = self.streamed
