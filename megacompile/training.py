@@ -193,15 +193,17 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
             found = _step(model, optimizer, batch)
             if schedule is not None:
                 schedule.step()
-            loss = float(found)  # waits for the forward; the backward and the update go on
+            if handle is not None:
+                handle.streamed.backend.exit([])  # so that the step's seconds include its backward
+            loss = float(found)  # waits for the device, not for the update, which overlaps the next step
             if not math.isfinite(loss):
                 raise MegacompileError(f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
             losses.append(loss)
             long_lived.after_step()
+            taken = time.perf_counter() - begin
             useful, computed = _tokens(model, batch)
             device_bytes, host_bytes = memory(model)
-            norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()  # waits for the backward
-            taken = time.perf_counter() - begin
+            norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
             rate = useful / taken
             on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes,
                          taken, norm))

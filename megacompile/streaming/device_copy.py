@@ -200,8 +200,7 @@ class DeviceCopy:
         ranks, state that is newer on the devices stays there: all ranks copy it back together, and one of them may generate
         alone."""
         streamed = self._streamed
-        training = max((shape.estimate.total for shape in streamed.shapes.table.values()), default=0)
-        if self._holds(needed + training):
+        if self._holds(needed + streamed.shapes.largest):
             return
         if not streamed.forwards.open() and not (streamed.together.size > 1 and streamed.residency.state_ahead):
             streamed.evict()

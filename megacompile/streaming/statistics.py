@@ -28,5 +28,5 @@ def stats_of(streamed: Streamed) -> dict[str, Any]:
         host_parts=streamed.store.bytes(), checkpoint_bytes=streamed.checkpoints.bytes(),
         slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
         peak_device_bytes=streamed.backend.peak_bytes(),
-        predicted_device_bytes=max((s.estimate.total for s in streamed.shapes.table.values()), default=0),
+        predicted_device_bytes=streamed.shapes.largest,
         parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))

@@ -115,7 +115,11 @@ class Together:
 
     def compiled(self, shapes: Shapes, shape: Shape, keep: Collection[CompiledShape]) -> CompiledShape:
         """The program of a training step, the same on every rank. Raises what `Shapes.get` raises, and `RankError`."""
-        return shapes.get(shape, keep) if self.ranks is None else compiled_by_all(shapes, shape, keep, self.ranks)
+        if self.ranks is not None:
+            return compiled_by_all(shapes, shape, keep, self.ranks)
+        found = shapes.get(shape, keep)
+        shapes.plan_ahead(shape, keep)
+        return found
 
     def seed(self, captured: CapturedModel, all_rows: AllRows | None) -> int | None:
         """The seed of a forward's dropout, rank 0's where all ranks run it; None without dropout. Raises `RankError`."""

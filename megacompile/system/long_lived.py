@@ -38,9 +38,8 @@ class LongLived:
         if not self._own:
             return
         made, added = self._made(), self._added()
-        if made != self._seen:
-            gc.collect()
         if (made, added) != (self._seen, self._seen_added):
+            gc.collect(2 if made != self._seen else 1)  # garbage of this moment would stay too
             gc.freeze()
         self._seen, self._seen_added = made, added
 

@@ -174,7 +174,8 @@ class CudaBackend:
         if event is None:
             stream.wait_stream(self.compute)
         else:
-            self.cupy.cuda.runtime.streamWaitEvent(stream.cuda_stream, event.ptr)
+            with torch.cuda.device(self.device):  # the default stream is that of the current device
+                self.cupy.cuda.runtime.streamWaitEvent(stream.cuda_stream, event.ptr)
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)

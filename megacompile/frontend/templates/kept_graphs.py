@@ -37,8 +37,11 @@ MOST_GRAPHS = 1024
 _LONGEST = 1 << 26
 #: Libraries whose ops do not change between two starts with the same versions.
 _LIBRARIES = frozenset({"aten", "prims", "prim", "megacompile", "transformers"})
+#: Operators whose code is in the graph.
+_HIGHER_ORDER = frozenset({"autograd_function_apply", "tag_activation_checkpoint", "wrap"})
 #: What nodes keep of AOT's metadata, whether the graph comes from the disk or not.
-_META = ("val", "partitioner_tag", "seq_nr", "stack_trace", "recompute", "is_gradient_acc", "autograd_backward")
+_META = ("val", "partitioner_tag", "seq_nr", "stack_trace", "recompute", "ac_graph_id", "has_backward_hook", "is_gradient_acc",
+         "autograd_backward")
 
 
 def functional_graph(graph: fx.GraphModule, examples: Sequence[Any], fakes: FakeTensorMode, trace_joint: bool,
@@ -124,7 +127,8 @@ def _settings() -> Iterator[str]:
     kernels = torch.backends.cuda
     yield str((kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled(),
                kernels.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
-               torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
+               torch.is_grad_enabled(), *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                                          for device in ("cpu", "cuda"))))
 
 
 def _described(examples: Sequence[Any]) -> Iterator[str]:
@@ -162,10 +166,12 @@ def _name_of(function: Any) -> str:
             raise _UnknownError
         return str(function)
     if isinstance(function, HigherOrderOperator):
+        if str(function) not in _HIGHER_ORDER:  # a user's Triton kernel is a number in a table of this process
+            raise _UnknownError
         return f"higher order {function}"
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
-    if module.partition(".")[0] not in ("torch", operator.__name__, operator.add.__module__, builtins.__name__, "math") and (
-            getattr(torch.Tensor, name, None) is not function and getattr(torch, name, None) is not function):
+    known = module.partition(".")[0] in ("torch", operator.__name__, operator.add.__module__, builtins.__name__, "math")
+    if not name or not known and function not in (getattr(torch.Tensor, name, None), getattr(torch, name, None)):
         raise _UnknownError
     return f"{module} {name}"
 

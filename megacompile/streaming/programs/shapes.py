@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.errors import UnsupportedError
 from megacompile.frontend.templates.heads import LOGITS
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.inputs.packed_layout import lengths_of, power_of_two
@@ -50,13 +50,14 @@ def planned_and_not_taken(device: torch.device) -> int:
 @dataclass(eq=False)
 class CompiledShape:
     """The program of one shape, every stage of it, what it needs, and the kernels bound so far, by section. `loaded`: it was
-    edited by hand, and stays until it is dropped."""
+    edited by hand, and stays until it is dropped. `asked`: something has asked for it; others were only planned ahead."""
 
     shape: Shape
     plan: Plan
     estimate: Estimate
     compiled: Compiled
     loaded: bool = False
+    asked: bool = False
     kernels: dict[str, Mapping[tuple[str, str, int], Kernel]] = field(default_factory=dict)
     _slots: dict[tuple[str, ...], dict[str, Slot]] = field(default_factory=dict)
 
@@ -166,24 +167,24 @@ class Shapes:
         found = self.known(shape, keep) or self._compile(shape, choice)
         self.table.pop(shape, None)
         self.table[shape] = found
-        self._prepare(found)
+        self._note(found)
         self._forget(keep)
         return found
 
-    def _prepare(self, found: CompiledShape) -> None:
-        """At the second training step of packed rows, makes programs for steps of about the same size, which are likely to
-        come. One step waits for them here; later, one step after another would. Ranks make each program together when its step
-        comes."""
-        shape = found.shape
-        self.packed_steps += shape.packed and shape.training
-        if not (shape.packed and shape.training) or self.packed_steps != 2 or found.plan.ranks > 1:
+    def plan_ahead(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> None:
+        """Call this for each training step, once it has its program. At the second one of packed rows, makes programs for steps
+        of about the same size, which are likely to come. One step waits for them here; later, one step after another would.
+        Does nothing if other models take part of the budget: plans depend on how much they take at the time."""
+        if not (shape.packed and shape.training) or shape.lean:
+            return
+        self.packed_steps += 1
+        if self.packed_steps != 2 or self._planned_by_others():
             return
         until = time.monotonic() + PREPARED_S
         with under_way(f"planning for other sizes than {shape.batch} x {shape.length}"):
             for batch, length in self._likely_sizes(shape.batch, shape.length):
                 if time.monotonic() < until:
-                    self._prepare_shape(replace(shape, batch=batch, length=length))
-                    self.table[shape] = self.table.pop(shape)  # it stays the latest
+                    self._prepare_shape(replace(shape, batch=batch, length=length), shape, keep)
 
     def _likely_sizes(self, batch: int, length: int) -> list[tuple[int, int]]:
         """Rows and lengths of steps of packed rows that may follow one of this size: the most alike, and one with half as many
@@ -196,21 +197,24 @@ class Shapes:
         near = [(rows, each) for _, rows, each in alike[:PREPARED_SIZES]]
         return [*near[:PREPARED_SIZES // 2], *((rows, length) for rows in far), *near[PREPARED_SIZES // 2:]]
 
-    def _prepare_shape(self, shape: Shape) -> None:
-        """Makes the program of a shape that may come. Does not if the device would have to update fewer tiles for it."""
-        if shape.batch < 1 or self.known(shape) is not None:
+    def _prepare_shape(self, shape: Shape, latest: Shape, keep: Collection[CompiledShape]) -> None:
+        """Makes the program of a shape that may come. Does not if the device would have to update fewer tiles for it. `latest`:
+        the shape that stays the latest one."""
+        if shape.batch < 1 or self.known(shape, keep) is not None:
             return
         planner = self.planner_for(shape.capture_key)
-        with contextlib.suppress(MegacompileError):  # raised again if the shape comes
+        with contextlib.suppress(Exception):  # raised again if the shape comes, and no reason to stop this step
             choice = self._choice(shape, planner)
             if choice.stateful == self.stateful:
-                self.table[shape] = self._planned(shape, planner, choice)
+                made = self._planned(shape, planner, choice)
+                self.table = {**{key: known for key, known in self.table.items() if key not in (shape, latest)},
+                              shape: made, latest: self.table[latest]}
 
     def adopt(self, compiled: CompiledShape) -> None:
         """Takes a program that was edited by hand in the place of the compiled one."""
         self.table.pop(compiled.shape, None)
         self.table[compiled.shape] = compiled
-        self._note(compiled.estimate)
+        self._note(compiled)
 
     def drop(self, shape: Shape | None) -> list[Shape]:
         """Forgets the programs that were edited by hand, of one shape or of all; which those were."""
@@ -219,8 +223,14 @@ class Shapes:
             del self.table[each]
         return dropped
 
-    def _note(self, estimate: Estimate) -> None:
+    def _note(self, compiled: CompiledShape) -> None:
+        compiled.asked, estimate = True, compiled.estimate
         self.planned, self.slot_bytes = max(self.planned, estimate.total), max(self.slot_bytes, estimate.slots)
+
+    @property
+    def largest(self) -> int:
+        """Predicted bytes of device memory of the largest program that was asked for."""
+        return max((each.estimate.total for each in self.table.values() if each.asked), default=0)
 
     def model_program(self, shape: Shape, plan: Plan) -> Program:
         """What a shape's passes begin with. Raises `UnsupportedError` if the model cannot be run so."""
@@ -269,9 +279,7 @@ class Shapes:
         alike = any(known.shape.capture_key == shape.capture_key and known.shape.training for known in self.table.values())
         compiled = compile_program(model, plan, planner.config.passes, verify_stages=not (shape.packed and alike))
         check_agreement(compiled.program, [s.program for s in self.table.values()])
-        estimate = planner.estimate(plan, shape.training)
-        self._note(estimate)
-        return CompiledShape(shape, plan, estimate, compiled)
+        return CompiledShape(shape, plan, planner.estimate(plan, shape.training), compiled)
 
     def _forget(self, keep: Collection[CompiledShape]) -> None:
         """Drops the shapes longest unused, and the variants that were compiled for them alone."""
