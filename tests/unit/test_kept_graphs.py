@@ -267,4 +267,7 @@ def test_the_question_names_everything_that_changes_the_answer() -> None:
         others.append(asked())
     finally:
         torch.use_deterministic_algorithms(False)
+    for autocast in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", autocast):
+            others.append(asked())
     assert len({usual, *others}) == len(others) + 1
