@@ -32,10 +32,10 @@ class Clock(transformers.TrainerCallback):
         self.began = time.perf_counter()
 
     def tick(self, step: int | None = None) -> None:
-        """Ends an interval after this step, or after one more step than the last one."""
+        """Ends an interval after step number `step`. None: the interval is one step."""
         self.wait()
         self.ends.append(time.perf_counter() - self.began)
-        self.steps_by.append(step or len(self.ends))
+        self.steps_by.append(step or sum(self.steps_by[-1:]) + 1)
         self.computed_by.append(self.computed())
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:

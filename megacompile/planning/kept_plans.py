@@ -22,7 +22,6 @@ from typing import Any
 from megacompile import schema
 from megacompile.codegen import kept_files
 from megacompile.codegen.cache import CacheError, cache_directory
-from megacompile.codegen.kept_files import read_kept
 from megacompile.ir.plan import RESIDUALS, UPDATES, Plan
 from megacompile.limits import LONGEST_NAME
 
@@ -67,7 +66,7 @@ def find(question: Mapping[str, Any], free: Mapping[str, int]) -> Plan | None:
 def _read(path: Path) -> tuple[Plan, dict[str, int]]:
     """The plan, and the bytes that were free. Raises `OSError`, `RecursionError`, and `ValueError` for a file without a
     plan."""
-    found = json.loads(read_kept(path, _LONGEST))
+    found = json.loads(kept_files.read_kept(path, _LONGEST))
     _FILE(found, "the file")
     choices: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
                                for name, value in found["plan"].items()}

@@ -1,8 +1,8 @@
 """Keeps garbage collections short while a loop trains, and away from captures.
 
 In a full collection Python looks at all objects. Those of torch, transformers, traces and programs take it half a second, and
-that may happen at any step. Objects that stay until the end of training need not be looked at. A capture makes some hundred
-thousand objects, nearly all of which stay until its end, so that collections find little: they take a fifth of its time.
+that may happen at any step. Objects that stay until the end of training need not be looked at. Nearly all of the objects that a
+capture makes stay until its end, so collections cost time there and find little.
 """
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Self
 class LongLived:
     """A context around a training loop, which calls `after_step`. `made`: a value that changes when a step has made many
     objects that stay, such as the number of compiled kernels. The garbage of that moment is then collected, and what is left is
-    not looked at again until the context ends. `added`: a value that changes when a step has made some more of them, such as
-    the number of programs. They are not looked at again either, but no step waits for a collection. Does nothing if collections
+    not looked at again until the context ends. `added`: a value that changes when a step has made a few more objects that stay,
+    such as the number of programs. They are excluded too, after a collection of young objects only. Does nothing if collections
     are switched off, or if somebody else has excluded objects from them."""
 
     def __init__(self, made: Callable[[], object], added: Callable[[], object] = lambda: None) -> None:
@@ -39,7 +39,7 @@ class LongLived:
             return
         made, added = self._made(), self._added()
         if (made, added) != (self._seen, self._seen_added):
-            gc.collect(2 if made != self._seen else 1)  # garbage of this moment would stay too
+            gc.collect(2 if made != self._seen else 1)  # garbage of this moment would be excluded too
             gc.freeze()
         self._seen, self._seen_added = made, added
 

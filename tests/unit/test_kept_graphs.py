@@ -21,6 +21,7 @@ from megacompile.codegen import seal
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.templates import build, joint, kept_graphs
 from megacompile.ir.plan import PLAIN, CaptureKey
+from megacompile.torch_compat.symbols import ShapeEnv, known_of
 
 SMALL: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
                              use_cache=False)
@@ -245,7 +246,7 @@ def test_without_a_folder_every_capture_differentiates(made: list[fx.GraphModule
 
 
 def test_the_question_names_everything_that_changes_the_answer() -> None:
-    fakes = kept_graphs.FakeTensorMode(shape_env=kept_graphs.ShapeEnv())
+    fakes = kept_graphs.FakeTensorMode(shape_env=ShapeEnv())
 
     def asked(shape: tuple[int, ...] = (3, 4), *, gradient: bool = True, dtype: torch.dtype = torch.float32, by: float = 2.0,
               joint: bool = True, transposed: bool = False, twice: bool = False) -> str | None:
@@ -255,8 +256,7 @@ def test_the_question_names_everything_that_changes_the_answer() -> None:
         with fakes:
             one = torch.zeros(shape, dtype=dtype, requires_grad=gradient)
             other = one if twice else torch.zeros(shape[::-1]).t() if transposed else torch.zeros(shape)
-        assert fakes.shape_env is not None
-        return kept_graphs._question(fx.GraphModule({}, graph), [one, other], fakes.shape_env, joint, {})
+        return kept_graphs._question(fx.GraphModule({}, graph), [one, other], known_of(fakes.shape_env), joint, {})
 
     usual = asked()
     assert usual is not None and asked() == usual

@@ -262,7 +262,7 @@ def test_one_search_serves_packed_rows_of_all_lengths() -> None:
 
 def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so does a search for steps of twice the size. Programs that are made ahead are those that the step would make."""
-    monkeypatch.setattr(shapes, "PREPARED_S", math.inf)
+    monkeypatch.setattr(shapes, "SECONDS_AHEAD", math.inf)
     ahead, late = (megacompile.stream(tiny_models.build(max_position_embeddings=4096), device="cpu", device_memory="8GiB")
                    for _ in range(2))
     try:
@@ -288,13 +288,13 @@ def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing(monkeypatch
 def test_the_second_step_of_a_large_model_does_not_plan_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     model = megacompile.stream(tiny_models.build(max_position_embeddings=4096), device="cpu", device_memory="8GiB")
     try:
-        monkeypatch.setattr(shapes, "PREPARED_S", 0.0)
+        monkeypatch.setattr(shapes, "SECONDS_AHEAD", 0.0)
         for rows in (12, 13):
             model.megacompile.compiled(packed_into(rows))  # only looks
             latest = next_step(model, rows)
         assert model.megacompile.stats["shapes"] == 2
         model.megacompile.streamed.shapes.packed_steps = 1
-        monkeypatch.setattr(shapes, "PREPARED_S", math.inf)
+        monkeypatch.setattr(shapes, "SECONDS_AHEAD", math.inf)
         next_step(model, 13)
         assert model.megacompile.stats["shapes"] > 6 and model.megacompile.compiled() is latest
     finally:

@@ -9,11 +9,10 @@ calls functions or ops of other libraries, or holds constant tensors; or if AOT 
 """
 from __future__ import annotations
 
-import builtins
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
-import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,10 +25,11 @@ from torch import Tensor, fx
 from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.codegen.inductor import version_digest
 from megacompile.codegen.kept_files import keep, read_kept
+from megacompile.errors import MegacompileError
 from megacompile.torch_compat import aot
 from megacompile.torch_compat.aot import aot_export_joint_simple, read_graph, written_graph
 from megacompile.torch_compat.core import FakeTensorMode, HigherOrderOperator, OpOverload, OpOverloadPacket
-from megacompile.torch_compat.symbols import ShapeEnv, known_of
+from megacompile.torch_compat.symbols import known_of
 
 #: How many graphs are kept, those that were used last: a model has about ten for each kind of batch.
 MOST_GRAPHS = 1024
@@ -37,6 +37,8 @@ MOST_GRAPHS = 1024
 _LONGEST = 1 << 26
 #: Libraries whose ops do not change between two starts with the same versions.
 _LIBRARIES = frozenset({"aten", "prims", "prim", "megacompile", "transformers"})
+#: Packages and modules whose functions do not change either.
+_MODULES = frozenset({"torch", "operator", "_operator", "builtins", "math"})
 #: Operators whose code is in the graph.
 _HIGHER_ORDER = frozenset({"autograd_function_apply", "tag_activation_checkpoint", "wrap"})
 #: What nodes keep of AOT's metadata, whether the graph comes from the disk or not.
@@ -50,14 +52,14 @@ def functional_graph(graph: fx.GraphModule, examples: Sequence[Any], fakes: Fake
     backward. Call it within this mode. Raises what AOT raises."""
     environment = fakes.shape_env
     assert environment is not None, "a trace without symbols"
-    asked = _question(graph, examples, environment, trace_joint, decompositions or {})
+    known = known_of(environment)
+    asked = _question(graph, examples, known, trace_joint, decompositions or {})
     path = _path_of(asked) if asked is not None else None
     if path is not None and (found := _find(path, fakes)) is not None:
         return found
-    before = known_of(environment)
     made = _lean(aot_export_joint_simple(graph, tuple(examples), trace_joint=trace_joint, decompositions=decompositions))
     # Constants that AOT found in the code would be read back without their values.
-    if path is not None and known_of(environment) == before and not made.graph.find_nodes(op="get_attr"):
+    if path is not None and known_of(environment) == known and not made.graph.find_nodes(op="get_attr"):
         _keep(path, made)
     return made
 
@@ -96,33 +98,37 @@ def _keep(path: Path, made: fx.GraphModule) -> None:
 
 
 def _path_of(asked: str) -> Path | None:
-    """None if there is no cache folder."""
+    """The file for the answer to a question. Returns None if there is no cache folder."""
     try:
-        return cache_directory() / "graphs" / hashlib.sha256(f"{version_digest()}\n{asked}".encode()).hexdigest()[:32]
+        return cache_directory() / "graphs" / hashlib.sha256(f"{_versions()}\n{asked}".encode()).hexdigest()[:32]
     except CacheError:
         return None
 
 
 # ---------------------------------------------------------------- what a graph depends on
 
-#: Raised for something whose text does not say what it computes.
-_UnknownError = CacheError
+class _UnknownError(MegacompileError):
+    """Something has no text that says what it computes. It never leaves this file."""
 
 
-def _question(graph: fx.GraphModule, examples: Sequence[Any], environment: ShapeEnv, trace_joint: bool,
+def _question(graph: fx.GraphModule, examples: Sequence[Any], known: str, trace_joint: bool,
               decompositions: Mapping[Any, Any]) -> str | None:
-    """All that AOT's result depends on, as text; None if that has no text."""
+    """Everything that AOT's result depends on, as text. `known`: what is known of the symbols. Returns None if something has no
+    text."""
     try:
         return "\n".join([
-            str(trace_joint), *sorted(map(str, decompositions)), *_settings(), known_of(environment),
-            *_described(examples), *_lines(graph)])
+            str(trace_joint), *sorted(map(str, decompositions)), *_settings(), known, *_described(examples), *_lines(graph)])
     except _UnknownError:
         return None
 
 
+@functools.cache
+def _versions() -> str:
+    return f"{version_digest()} {importlib.metadata.version('transformers')}"
+
+
 def _settings() -> Iterator[str]:
-    """PyTorch's settings that decide which ops a composite op becomes, and how AOT traces; and the version of transformers."""
-    yield importlib.metadata.version("transformers")
+    """PyTorch's settings that decide which ops a composite op becomes, and how AOT traces."""
     yield str(sorted((name, repr(value)) for name, value in aot.config.save_config_portable().items()))
     kernels = torch.backends.cuda
     yield str((kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled(),
@@ -170,7 +176,7 @@ def _name_of(function: Any) -> str:
             raise _UnknownError
         return f"higher order {function}"
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
-    known = module.partition(".")[0] in ("torch", operator.__name__, operator.add.__module__, builtins.__name__, "math")
+    known = module.partition(".")[0] in _MODULES
     if not name or not known and function not in (getattr(torch.Tensor, name, None), getattr(torch, name, None)):
         raise _UnknownError
     return f"{module} {name}"
@@ -183,9 +189,8 @@ def _text(value: Any) -> str:
             return value.name
         case None | EllipsisType() | bool() | int() | float() | complex() | str():
             return repr(value)
-        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
-            return str(value)
-        case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
+        case (torch.SymInt() | torch.SymFloat() | torch.SymBool() | torch.dtype() | torch.device() | torch.layout() |
+              torch.memory_format()):
             return str(value)
         case slice():
             return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"

@@ -31,12 +31,12 @@ from megacompile.weights.tiling import Tiling
 
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
 MAX_SHAPES = 32
-#: The second training step of packed rows prepares programs for so many other sizes, ...
-PREPARED_SIZES = 16
-#: ... of steps whose tokens differ from its own by at most this share, ...
-PREPARED_TOKENS = 0.3
-#: ... for so many seconds: programs of large models take longer.
-PREPARED_S = 2.0
+#: The most sizes near its own that the second training step of packed rows plans ahead.
+SIZES_AHEAD = 16
+#: A size is near if its tokens differ by at most this share.
+NEAR = 0.3
+#: Planning ahead ends after this many seconds. Programs of large models take longer.
+SECONDS_AHEAD = 2.0
 
 #: Those of all models that are streamed now: models on one device share its memory.
 _live: weakref.WeakSet[Shapes] = weakref.WeakSet()
@@ -180,11 +180,14 @@ class Shapes:
         self.packed_steps += 1
         if self.packed_steps != 2 or self._planned_by_others():
             return
-        until = time.monotonic() + PREPARED_S
-        with under_way(f"planning for other sizes than {shape.batch} x {shape.length}"):
-            for batch, length in self._likely_sizes(shape.batch, shape.length):
-                if time.monotonic() < until:
-                    self._prepare_shape(replace(shape, batch=batch, length=length), shape, keep)
+        until = time.monotonic() + SECONDS_AHEAD
+        try:
+            with under_way(f"planning for other sizes than {shape.batch} x {shape.length}"):
+                for batch, length in self._likely_sizes(shape.batch, shape.length):
+                    if time.monotonic() < until:
+                        self._plan_one_ahead(replace(shape, batch=batch, length=length), keep)
+        finally:
+            self.table[shape] = self.table.pop(shape)  # it stays the latest
 
     def _likely_sizes(self, batch: int, length: int) -> list[tuple[int, int]]:
         """Rows and lengths of steps of packed rows that may follow one of this size: the most alike, and one with half as many
@@ -192,23 +195,20 @@ class Shapes:
         tokens, lengths = batch * length, lengths_of(power_of_two(length), self.captures.repacking.shares)
         sizes = ((rows, each) for each in lengths for rows in range(1, 2 * tokens // each))
         alike = sorted((abs(rows * each - tokens), rows, each) for rows, each in sizes
-                       if abs(rows * each - tokens) <= PREPARED_TOKENS * tokens)
+                       if abs(rows * each - tokens) <= NEAR * tokens)
         far = (batch + batch // 2, batch - batch // 3)
-        near = [(rows, each) for _, rows, each in alike[:PREPARED_SIZES]]
-        return [*near[:PREPARED_SIZES // 2], *((rows, length) for rows in far), *near[PREPARED_SIZES // 2:]]
+        near = [(rows, each) for _, rows, each in alike[:SIZES_AHEAD]]
+        return [*near[:SIZES_AHEAD // 2], *((rows, length) for rows in far), *near[SIZES_AHEAD // 2:]]
 
-    def _prepare_shape(self, shape: Shape, latest: Shape, keep: Collection[CompiledShape]) -> None:
-        """Makes the program of a shape that may come. Does not if the device would have to update fewer tiles for it. `latest`:
-        the shape that stays the latest one."""
+    def _plan_one_ahead(self, shape: Shape, keep: Collection[CompiledShape]) -> None:
+        """Makes the program of a shape that may come, unless the device would have to update fewer tiles for it."""
         if shape.batch < 1 or self.known(shape, keep) is not None:
             return
         planner = self.planner_for(shape.capture_key)
         with contextlib.suppress(Exception):  # raised again if the shape comes, and no reason to stop this step
             choice = self._choice(shape, planner)
             if choice.stateful == self.stateful:
-                made = self._planned(shape, planner, choice)
-                self.table = {**{key: known for key, known in self.table.items() if key not in (shape, latest)},
-                              shape: made, latest: self.table[latest]}
+                self.table[shape] = self._planned(shape, planner, choice)
 
     def adopt(self, compiled: CompiledShape) -> None:
         """Takes a program that was edited by hand in the place of the compiled one."""
