@@ -132,14 +132,9 @@ def derived(base: Plan, shape: Shape, balanced: bool = False) -> list[Plan]:
 
 
 def _divisions(number: int, size: int) -> list[tuple[int, ...]]:
-    """Rows in balanced micro-batches of at most `size`, the fewest first.
-
-    A single row among larger micro-batches needs kernels of its own. If there would be one, a division into one micro-batch
-    less comes first, which exceeds `size` by a row."""
+    """Rows in balanced micro-batches of at most `size`, the fewest first."""
     fewest = -(-number // size)
-    found = [_parts(number, count) for count in range(fewest, min(fewest + MORE_MICRO_BATCHES, number) + 1)]
-    first = found[0]
-    return [_parts(number, fewest - 1), *found] if min(first) == 1 < max(first) else found
+    return [_parts(number, count) for count in range(fewest, min(fewest + MORE_MICRO_BATCHES, number) + 1)]
 
 
 def _power_of_two_in(number: int) -> int:

@@ -1,8 +1,11 @@
 """Sizes of packed rows that are symbols: kernels are compiled once, for any number of rows and any length.
 
-The number of rows is a symbol from 2 on. The length is a multiple of `UNIT` tokens, and the number of units is a symbol from 2
-on: inductor then knows what divides strides, as it does for a number. The environment of the symbols records what the graph's
-ops, and then inductor, assume of them. Code is not used for sizes that break one of these conditions.
+The number of rows is a symbol. The length is a multiple of `UNIT` tokens, and the number of units is a symbol: inductor then
+knows what divides strides, as it does for a number. The environment of the symbols records what the graph's ops, and then
+inductor, assume of them. Code is not used for sizes that break one of these conditions.
+
+PyTorch makes no symbol of a size of 1, and takes each symbol to be at least 2. Code for two or more rows also serves one row: a
+dimension of as many rows is never broadcast, and templates name the dimensions that they squeeze.
 """
 from __future__ import annotations
 
@@ -29,20 +32,18 @@ Size: TypeAlias = int | sympy.Expr
 Runnable: TypeAlias = Callable[..., tuple[Any, ...]]
 
 
-def can_be_symbols(rows: int, length: int) -> tuple[sympy.Symbol, ...]:
-    """Which of B and U can stand for the sizes [rows, length]: PyTorch never makes a symbol of a size of 1."""
-    units = (UNITS,) if length % UNIT == 0 and length // UNIT > 1 else ()
-    return ((BATCH,) if rows > 1 else ()) + units
+def can_be_symbols(length: int) -> tuple[sympy.Symbol, ...]:
+    """B, and U if rows of this length have two units or more."""
+    return (BATCH, UNITS) if length % UNIT == 0 and length // UNIT > 1 else (BATCH,)
 
 
 class SymbolicSizes:
-    """The sizes of one variant that is being compiled. `rows`, `length`: numbers, for which inductor chooses kernels;
-    `symbols`: which of B and U are symbols, the others being these numbers. `fakes`: the mode of all fakes with such sizes;
-    `numbers`: the symbols as sizes. State: the environment, with the conditions so far."""
+    """The sizes of one variant that is being compiled. `rows` (at least 2), `length`: numbers, for which inductor chooses
+    kernels; `symbols`: which of B and U are symbols, the others being these numbers. `fakes`: the mode of all fakes with such
+    sizes; `numbers`: the symbols as sizes. State: the environment, with the conditions so far."""
 
     def __init__(self, rows: int, length: int, symbols: Sequence[sympy.Symbol]) -> None:
-        possible = can_be_symbols(rows, length)
-        assert symbols and all(symbol in possible for symbol in symbols), f"{symbols} for {rows} x {length}"
+        assert rows > 1 and symbols and set(symbols) <= set(can_be_symbols(length)), f"{symbols} for {rows} x {length}"
         self.symbols, self._environment = tuple(symbols), ShapeEnv()
         hints = {BATCH: sympy.Integer(rows), UNITS: sympy.Integer(length // UNIT)}
         create = self._environment.create_symbol
@@ -92,7 +93,7 @@ class CodeForAnySize:
 
     def of(self, rows: int, length: int) -> Runnable | None:
         """The code for rows of this length. None if it does not hold for them."""
-        if not set(self.symbols) <= set(can_be_symbols(rows, length)):
+        if not set(self.symbols) <= set(can_be_symbols(length)):
             return None
         known = {BATCH: sympy.Integer(rows), UNITS: sympy.Integer(length // UNIT)}
         numbers = tuple(int(known[symbol]) for symbol in self.symbols)

@@ -24,15 +24,15 @@ from megacompile.system.under_way import at, under_way
 from megacompile.torch_compat.core import FakeTensorMode
 from megacompile.weights.tiling import Tiling
 
-#: A variant of packed rows, and its rows and length, None for any.
-AnySize: TypeAlias = tuple[Variant, int | None, int | None]
+#: A variant of any number of packed rows, and their length, None for any.
+AnySize: TypeAlias = tuple[Variant, int | None]
 
 
 @dataclass
 class Binder:
     """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length). With `symbolic_sizes`, also
-    variants of packed rows that serve any number of rows, any length, or both, by (variant, rows, length) with None for what is
-    any; each with the sizes that inductor tuned for (None: the variant cannot serve any). `inductor` counts compilations.
+    variants of packed rows that serve any number of rows, by (variant, length) with None for any length; each with the sizes
+    that inductor tuned for (None: the variant cannot serve any). `inductor` counts compilations.
     `usual_rows`, `usual_length`: the packed rows to tune for; `usual_rows` None: the rows of full kernels."""
 
     captured: CapturedModel
@@ -48,13 +48,14 @@ class Binder:
 
     @property
     def variants_of_any_size(self) -> int:
-        """Number of variants that serve any number of rows, or any length."""
+        """Number of variants that serve any number of rows."""
         return sum(code is not None for codes in self.for_any_size.values() for code in codes.values())
 
     @property
     def sizes(self) -> set[tuple[int | None, int | None]]:
         """Micro-batch sizes that kernels exist for: (rows, length), with None for any number."""
-        return {key[2:] for key in self.compiled} | {key[1:] for key, codes in self.for_any_size.items() if any(codes.values())}
+        any_rows = {(None, length) for (_, length), codes in self.for_any_size.items() if any(codes.values())}
+        return {key[2:] for key in self.compiled} | any_rows
 
     @property
     def variants(self) -> int:
@@ -109,20 +110,19 @@ class Binder:
         """Code for `batch` rows of `length` that also serves other sizes. None if that is impossible or disabled."""
         if not (self.symbolic_sizes and self.captured.key.packed and mode == "inductor"):
             return None
-        possible = can_be_symbols(batch, length)
         # A variant that fixes the length may still serve any number of rows.
-        for symbols in dict.fromkeys((possible, possible[:1])):
-            if symbols and (made := self._with_symbols(template, variant, batch, length, symbols)) is not None:
+        for symbols in dict.fromkeys((can_be_symbols(length), (BATCH,))):
+            if (made := self._with_symbols(template, variant, batch, length, symbols)) is not None:
                 return made
         return None
 
     def _with_symbols(self, template: Template, variant: Variant, batch: int, length: int,
                       symbols: tuple[sympy.Symbol, ...]) -> Callable[..., Any] | None:
-        rows_fixed, length_fixed = (None if BATCH in symbols else batch), (None if UNITS in symbols else length)
-        codes = self.for_any_size.setdefault((variant, rows_fixed, length_fixed), {})
+        length_fixed = None if UNITS in symbols else length
+        codes = self.for_any_size.setdefault((variant, length_fixed), {})
         usual = length_fixed or self.usual_length
         # Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one.
-        for hint in ((rows_fixed or max(2, self.usual_rows or FULL_TOKENS // usual), usual), (power_of_two(batch), length)):
+        for hint in ((max(2, self.usual_rows or FULL_TOKENS // usual), usual), (max(2, power_of_two(batch)), length)):
             if hint not in codes:
                 sizes = SymbolicSizes(*hint, symbols)
                 with sizes.fakes:

@@ -294,5 +294,5 @@ class Shapes:
         for served in self.captures:
             for key in [k for k in served.binder.compiled if k[2:4] not in used]:
                 del served.binder.compiled[key]
-            for any_size in [k for k in served.binder.for_any_size if not packed or k[2] not in {None, *packed}]:
+            for any_size in [k for k in served.binder.for_any_size if not packed or k[1] not in {None, *packed}]:
                 del served.binder.for_any_size[any_size]
