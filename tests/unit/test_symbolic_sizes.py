@@ -22,10 +22,11 @@ from megacompile.codegen.inductor import Inductor
 from megacompile.errors import MegacompileError
 from megacompile.frontend.templates import variants
 from megacompile.frontend.templates.symbolic_sizes import UNIT, UNITS, CodeForAnySize, SymbolicSizes, can_be_symbols
-from megacompile.frontend.templates.template import BATCH, LENGTH
+from megacompile.frontend.templates.template import BATCH, LENGTH, Variant
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import derived
+from megacompile.streaming.programs import binding
 from megacompile.streaming.programs.binding import Binder
 
 #: Rows of 64 tokens in micro-batches of at most 5.
@@ -202,6 +203,34 @@ def test_code_is_not_used_for_sizes_that_break_what_it_assumes() -> None:
     assert longer is not None and longer("x") == (3, 3, ("x", [(9, 1)]))
     assert single is not None and single("x") == (1, 2, ("x", [(2, 1)])), "a single row needs no code of its own"
     assert code.of(5, 2 * UNIT) is made
+
+
+def test_the_second_step_compiles_what_other_sizes_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where code for many tokens may not hold for few. Rows come in pairs of 2 x 128 tokens, or alone."""
+    real, hints = binding.compile_for_any_size, []
+
+    def of_many_or_few(variant: Variant, examples: Any, sizes: SymbolicSizes, inductor: Inductor) -> CodeForAnySize | None:
+        tokens, many = BATCH * UNIT * UNITS, sizes.size(BATCH * LENGTH) >= 200  # type: ignore[operator]
+        hints.append(bool(many))
+        code = real(variant, examples, sizes, inductor)
+        return code and replace(code, conditions=(tokens >= 200 if many else tokens < 200,))
+
+    monkeypatch.setattr(binding, "compile_for_any_size", of_many_or_few)
+    model = megacompile.stream(build(), device_memory="8GiB", **{**OPTIONS, "repack": 128, "micro_batch_size": 2})
+    native = build()
+    try:
+        for rows, codes in ((6, {True}), (6, {True, False}), (5, {True, False})):
+            before = len(hints)
+            batch = padded([120] * (rows - 1) + [60, 58])
+            torch.testing.assert_close(train(model, batch), train(native, batch), rtol=1e-6, atol=0)
+            tiny_models.assert_same_gradients(model, native)
+            assert {*hints} == codes and (len(hints) > before) == (rows == 6)
+        assert model.megacompile.plan.micro_batches == (2, 2, 1)
+        binder = packed_binder(model)
+        assert not binder.compiled and len(hints) == binder.variants_of_any_size
+        assert len(hints) == 2 * len(binder.for_any_size), "one code serves all that are few"
+    finally:
+        model.megacompile.close()
 
 
 def test_a_size_that_something_asks_for_is_fixed() -> None:

@@ -1,6 +1,7 @@
 """Templates -> kernels: compiles variants for a program's shapes, and binds each call's inputs to their memory."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -10,7 +11,7 @@ import torch
 
 from megacompile.codegen.inductor import Inductor
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.templates.symbolic_sizes import UNITS, CodeForAnySize, SymbolicSizes, can_be_symbols
+from megacompile.frontend.templates.symbolic_sizes import UNIT, UNITS, CodeForAnySize, SymbolicSizes, can_be_symbols
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template, Variant
 from megacompile.frontend.templates.variants import compile_for_any_size, compile_variant
 from megacompile.inputs.packed_layout import LENGTH as PACKED_LENGTH
@@ -77,9 +78,25 @@ class Binder:
                     kernels[call.name, op, mb] = self._kernel(program, call, op, program.micro_batches[mb], plan, mode)
         return kernels
 
+    def compile_ahead(self, program: Program, plan: Plan) -> None:
+        """Compiles what `bind` would compile for any size and for training, but nothing for one size only."""
+        if not (self.symbolic_sizes and self.captured.key.packed and self.compiling and UNITS in can_be_symbols(plan.length)):
+            return
+        calls = {c.name: c for c in self.captured.calls_for(plan.output)}
+        needed = {(calls[argument(node, "call")].template, op_of(node).name, program.micro_batches[argument(node, "mb")])
+                  for section, graph in program.sections.items() if section != "evaluate"
+                  for node in nodes(graph) if op_of(node).name in TEMPLATE_OPS}
+        with collections_paused():
+            for name, op, batch in sorted(needed):
+                at(f"{name}, {op}")
+                template = self.captured.templates[name]
+                variant = _variant(template, op, batch, plan)
+                if None not in self.for_any_size.get((variant, None), {}).values():
+                    self._with_symbols(template, variant, batch, plan.length, (BATCH, UNITS))
+
     def _kernel(self, program: Program, call: Call, op: str, batch: int, plan: Plan, mode: str) -> Kernel:
         template = self.captured.templates[call.template]
-        variant = template.variant(op, template.chunk(batch, plan.token_chunk), plan.residuals)
+        variant = _variant(template, op, batch, plan)
         tiles = program.call(call.name).tiles
         trainable = [t for t in tiles if program.tiles[t].trainable]
         parameters, carried = [], {}
@@ -120,9 +137,7 @@ class Binder:
                       symbols: tuple[sympy.Symbol, ...]) -> Callable[..., Any] | None:
         length_fixed = None if UNITS in symbols else length
         codes = self.for_any_size.setdefault((variant, length_fixed), {})
-        usual = length_fixed or self.usual_length
-        # Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one.
-        for hint in ((max(2, self.usual_rows or FULL_TOKENS // usual), usual), (max(2, power_of_two(batch)), length)):
+        for hint in self._hints(batch, length, length_fixed is None):
             if hint not in codes:
                 sizes = SymbolicSizes(*hint, symbols)
                 with sizes.fakes:
@@ -135,6 +150,20 @@ class Binder:
                 return made
         return None
 
+    def _hints(self, batch: int, length: int, any_length: bool) -> list[tuple[int, int]]:
+        """Numbers of rows (at least 2) and their lengths for inductor to choose kernels for, in the order to try them: usual
+        ones; then, since code may hold only from a number of tokens on, or up to one, the powers of two around the tokens of
+        this size. Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one."""
+        usual = self.usual_length if any_length else length
+        first = max(2, self.usual_rows or FULL_TOKENS // usual), usual
+        if not any_length:
+            return [first, (max(2, power_of_two(batch)), length)]
+        tokens = batch * length
+        around = [power_of_two(tokens + 1) // 2, power_of_two(tokens)]
+        shorter = [max(2 * UNIT, min(usual, tokens // 2)) for tokens in around]
+        hints = [(max(2, tokens // each), each) for tokens, each in zip(around, shorter, strict=True)]
+        return [first, *(hints if tokens < math.prod(first) else reversed(hints))]
+
     def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
         key = variant, mode, batch, length
         if key not in self.compiled:
@@ -145,6 +174,10 @@ class Binder:
                     examples = example_inputs(template, variant, lambda size: int(size.xreplace(numbers)), self.device)
             self.compiled[key] = compile_variant(variant, examples, mode, self.inductor)
         return self.compiled[key]
+
+
+def _variant(template: Template, op: str, batch: int, plan: Plan) -> Variant:
+    return template.variant(op, template.chunk(batch, plan.token_chunk), plan.residuals)
 
 
 def example_inputs(template: Template, variant: Variant, size_of: Callable[[sympy.Expr], int | torch.SymInt],

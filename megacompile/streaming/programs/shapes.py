@@ -173,19 +173,24 @@ class Shapes:
 
     def plan_ahead(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> None:
         """Call this for each training step, once it has its program. At the second one of packed rows, makes programs for steps
-        of about the same size, which are likely to come. One step waits for them here; later, one step after another would.
-        Does nothing if other models take part of the budget: plans depend on how much they take at the time."""
+        of about the same size, which are likely to come, and compiles kernels that only these need. One step waits for them
+        here; later, one step after another would. Does nothing if other models take part of the budget: plans depend on how
+        much they take at the time."""
         if not (shape.packed and shape.training) or shape.lean:
             return
         self.packed_steps += 1
         if self.packed_steps != 2 or self._planned_by_others():
             return
-        until = time.monotonic() + SECONDS_AHEAD
+        until, others = time.monotonic() + SECONDS_AHEAD, f"other sizes than {shape.batch} x {shape.length}"
         try:
-            with under_way(f"planning for other sizes than {shape.batch} x {shape.length}"):
+            with under_way(f"planning for {others}"):
                 for batch, length in self._likely_sizes(shape.batch, shape.length):
                     if time.monotonic() < until:
                         self._plan_one_ahead(replace(shape, batch=batch, length=length), keep)
+            if shape.labels:
+                with under_way(f"compiling kernels for {others}"), contextlib.suppress(Exception):
+                    for each in [each for each in self.table.values() if not each.asked]:
+                        self.captures.serve(each.shape.capture_key).binder.compile_ahead(each.program, each.plan)
         finally:
             self.table[shape] = self.table.pop(shape)  # it stays the latest
 
