@@ -88,6 +88,7 @@ class Trainer(transformers.Trainer):
         check_arguments(self.args, check_model(self.model))
         refuse_other_forwards(self.model, type(self).__name__)
         optimizer = super().create_optimizer(*args, **kwargs)
+        self._count_parameters()  # before the first update
         self._streamed_optimizer.max_grad_norm = _max_grad_norm(self._streamed_optimizer, self.args.max_grad_norm)
         return optimizer
 
@@ -200,12 +201,16 @@ class Trainer(transformers.Trainer):
         super().log(logs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """The estimate of transformers. Parameters are counted only once, since counting waits for the update in flight."""
+        """The estimate of transformers."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        if name not in inputs or not hasattr(self.model, "num_parameters"):
-            return 0
-        self._parameters = self._parameters or self.model.num_parameters(exclude_embeddings=True)
-        return 6 * inputs[name].numel() * self._parameters
+        return 6 * inputs[name].numel() * self._count_parameters() if name in inputs else 0
+
+    def _count_parameters(self) -> int:
+        """The number of parameters without embeddings; 0 for a model that cannot tell. Counted once, since counting waits for
+        the update in flight."""
+        if not self._parameters and hasattr(self.model, "num_parameters"):
+            self._parameters = self.model.num_parameters(exclude_embeddings=True)
+        return self._parameters
 
 
 def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,7 +1,7 @@
 """The ops that add up gradients in host memory, clip them and update tiles."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -158,8 +158,9 @@ def _updated(update: Update, tile: Share) -> None:
 def _fetch_state(frame: Frame, node: fx.Node) -> State:
     tile = frame.store[argument(node, "tile")]
     state = frame.arena.state(argument(node, "into"), tile.layout)
-    for there, here in _state(tile, state):
-        if here is None:  # no optimizer has allocated moments yet
+    # Reading the pages of moments that nothing has written would take seconds: the system would have to make them first.
+    for there, here in _state(tile, state, [] if tile.home.moments_are_zero else tile.home.moments):
+        if here is None:
             there.zero_()
         else:
             there.copy_(here)
@@ -169,13 +170,14 @@ def _fetch_state(frame: Frame, node: fx.Node) -> State:
 def _store_state(frame: Frame, node: fx.Node) -> None:
     frame.store.preserve(argument(node, "tile"))
     tile, state = frame.store[argument(node, "tile")], frame.read(node, "state")
-    for there, here in _state(tile, state):
+    for there, here in _state(tile, state, tile.home.moments):
         if here is not None:
             here.copy_(there)
 
 
-def _state(tile: Share, state: State) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Parts of a tile's state in its slot, and the same parts in host memory: None where these are not allocated."""
+def _state(tile: Share, state: State, moments: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Parts of a tile's state in its slot, and the same parts in host memory: None where the host has none. `moments`: those
+    of the host tile."""
     home = tile.home
     if state.remainder is not None:
         for here, there in tile.runs:
@@ -186,7 +188,7 @@ def _state(tile: Share, state: State) -> Iterator[tuple[Tensor, Tensor | None]]:
         away = tile.layout.state_layout.at(state.moments, position, 0, s.count)
         at = home.layout.position_of[s.name]
         first = tile.layout.at_home(position).start - home.layout.slices[at].start
-        kept = home.layout.state_layout.at(home.moments, at, first, first + s.count) if home.moments else None
+        kept = home.layout.state_layout.at(moments, at, first, first + s.count) if moments else None
         yield from zip_longest(away.values, kept.values if kept is not None else ())
         yield from zip_longest(away.scales, kept.scales if kept is not None else ())
 

@@ -46,9 +46,10 @@ class SectionRunner:
             self.ranks.submitted += 1
         return self.executor.submit(shape.program.section(section), frame, section)
 
-    def lacks(self, slots: Mapping[str, Slot]) -> bool:
-        """Whether a slot does not exist, or is too small."""
-        return any(name not in self.arena.slots or self.arena.slots[name].numel() < slot.bytes for name, slot in slots.items())
+    def lacking(self, slots: Mapping[str, Slot]) -> list[str]:
+        """The slots that do not exist, or are too small."""
+        made = self.arena.slots
+        return [name for name, slot in slots.items() if name not in made or made[name].numel() < slot.bytes]
 
     def reserve_missing(self, slots: Mapping[str, Slot]) -> None:
         """Makes the slots that do not exist. Slots that hold something stay as they are."""

@@ -16,7 +16,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.inputs.across_ranks import AllRows
 from megacompile.inputs.batch import BatchArguments
-from megacompile.ir.program import Lane
+from megacompile.ir.program import Lane, stays
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Planner
 from megacompile.runtime.backends.lanes import Backend
@@ -131,8 +131,8 @@ class Streamed:
         """Makes the slots of these sections, and frees those of other shapes that exceed the budget beside them."""
         self.device_copy.give_way(shape.estimate.total)
         wanted, surplus = shape.slots(*sections), self.residency.surplus(shape)
-        if surplus or self.runner.lacks(wanted):
-            self.evict()
+        if changed := [*surplus, *self.runner.lacking(wanted)]:
+            (self.evict if any(map(stays, changed)) else self.settle)()
             self.runner.forget_slots(surplus)
             self.arena.reserve(wanted)
 

@@ -291,6 +291,11 @@ class HostTile:
         if not self.moments and self.layout.trainable:
             self.moments, self._prepared = self.prepare_moments(), None
 
+    @property
+    def moments_are_zero(self) -> bool:
+        """Whether nothing has written the moments. The system has not taken most of their pages then."""
+        return not (self.moments_written or any(moment._version for moment in self.moments))
+
     def keep(self, layout: TileLayout) -> list[Tensor]:
         """From now on the optimizer's state is laid out so. Moments restart if they were kept in another way, and a master
         whose remainder is not kept is rounded to its weight. Returns memory that can be freed now."""

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from tiny_models import Shared, same_bits, train_step, weights
+from tiny_models import Shared, same_bits, state_of, train_step, weights
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megacompile
 from megacompile.errors import MegacompileError
+from megacompile.streaming.residency import Residency
 
 #: Each step under another plan: options, and a field of the plan with the value that they give it.
 PLANS: tuple[tuple[dict[str, Any], str, Any], ...] = (
@@ -92,6 +93,46 @@ def test_slots_of_another_shape_are_given_back_where_they_would_be_over_the_budg
             assert streamed.arena.device_bytes() + estimate.total - estimate.slots <= streamed.planner.device_bytes
     finally:
         handle.close()
+
+
+def test_state_stays_on_the_device_when_a_larger_batch_needs_larger_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", resident_state="all", host_checkpoints=True)
+    native, streamed = tiny_models.build(), model.megacompile.streamed
+    moved: list[str] = []
+    run = Residency._run
+    monkeypatch.setattr(Residency, "_run", lambda self, shape, section: (moved.append(section), run(self, shape, section)))
+    optimizers = [megacompile.AdamW(model.parameters()), torch.optim.AdamW(native.parameters())]
+    try:
+        taken = []
+        for rows in (2, 6, 2):
+            for each, optimizer in zip((model, native), optimizers, strict=True):
+                each(**tiny_models.batch(rows=rows)).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            taken.append(streamed.arena.device_bytes())
+        assert taken[0] < taken[1] == taken[2] and moved == ["load"]
+        for name, parameter in native.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-6)
+    finally:
+        model.megacompile.close()
+
+
+def test_moments_that_nothing_has_written_begin_as_zeros_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not read: the system would have to make their pages first."""
+    found = []
+    for resident in (None, "all"):
+        model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=resident)
+        streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
+        made = streamed.backend.memory
+        monkeypatch.setattr(streamed.backend, "memory", lambda size, made=made: made(size).fill_(63))
+        for tile in streamed.store.tiles.values() if resident else ():
+            tile.allocate_moments()
+            for moment in tile.moments:
+                moment.numpy().fill(1)  # PyTorch does not see this write
+        train_step(model, optimizer)
+        found.append(state_of(model, optimizer))
+        model.megacompile.close()
+    assert same_bits(*found)
 
 
 def test_a_plan_stays_within_the_memory_that_it_is_given_last(shared: Shared) -> None:

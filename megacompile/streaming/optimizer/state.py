@@ -148,10 +148,9 @@ class StateMemory:
         self._rest()
         tile = self._tile
         tile.allocate_moments()
-        # Pages that were never written are zero, and not allocated yet.
-        written = tile.moments_written or any(moment._version for moment in tile.moments)
+        are_zero = tile.moments_are_zero
         moments = {key: self._lend(key) for key in self.parts}
-        for moment in moments.values() if written and self.writable else ():
+        for moment in moments.values() if not are_zero and self.writable else ():
             moment.zero_()
         dict.update(state, moments, step=0)
 
