@@ -10,6 +10,7 @@ from megacompile import trainer
 from megacompile.trainers.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
 from megacompile.trainers.named_models import loader
 from megacompile.trainers.reference_model import loaded_as
+from megacompile.trainers.sent_weights import sends_weights
 
 
 class OnlineTrainer(trainer.Trainer):
@@ -34,5 +35,5 @@ class OnlineTrainer(trainer.Trainer):
             refuse_dropout(given["model"], adapter)
         load = loader(settings, adapter, without_dropout)
         module: ModuleType = sys.modules[self.theirs.__module__]
-        with streamed_heads(module, given["model"]), loaded_as(module, given["model"], load):
+        with streamed_heads(module, given["model"]), loaded_as(module, given["model"], load), sends_weights(module):
             super().__init__(**given)

@@ -9,6 +9,7 @@ import megacompile
 from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.layer_slots import slot_bytes
 from megacompile.streaming.streamed_module import original_class
+from megacompile.trainers.sent_weights import weights_on_device
 
 pytestmark = pytest.mark.gpu
 
@@ -64,4 +65,19 @@ def test_a_budget_that_holds_training_alone_has_it_give_way() -> None:
         with model.megacompile.on_device() as native:
             assert next(native.parameters()).is_cuda and streamed.device_copy.bytes > 0
         assert torch.equal(model(**batch(0)).loss, expected)
+    model.megacompile.close()
+
+
+def test_weights_that_are_sent_are_current_and_on_the_device_one_at_a_time() -> None:
+    model = megacompile.stream(build(), device="cuda", compile=False)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-3)
+    model.megacompile.train_step(batch(0), optimizer)
+    before, most, sent = torch.cuda.memory_allocated(), 0, {}
+    for name, weight in weights_on_device(model):
+        assert weight.is_cuda
+        most = max(most, torch.cuda.memory_allocated() - before)
+        sent[name] = weight.cpu()
+    parameters = dict(model.named_parameters())
+    assert most <= 3 * max(p.nbytes for p in parameters.values()) < sum(p.nbytes for p in parameters.values())
+    assert sent.keys() == parameters.keys() and all(torch.equal(sent[name], p) for name, p in parameters.items())
     model.megacompile.close()

@@ -1,0 +1,99 @@
+"""Sends a streamed policy's weights to vLLM: one at a time, from host memory over the device, with adapters merged."""
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.errors import UnsupportedError
+from megacompile.streaming.streamed_module import StreamedModule
+
+_BASE = ".base_layer."
+
+
+@torch.no_grad()
+def weights_on_device(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a streamed model on its device, one at a time, by their names in the model without an adapter. Tied
+    weights come once. A layer with an adapter comes merged, as PEFT merges it; the merge is made on a copy of the layer, so the
+    model's own weights stay as they are. Waits for the update in flight.
+
+    Raises `UnsupportedError` for weights in codes of 4 or 8 bits, and `TornError` if the weights are not all of one step."""
+    model.megacompile.whole()
+    device = model.megacompile.streamed.backend.device
+    adapted = _adapted_layers(model)
+    layer, merged = "", dict[str, Tensor]()
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point():
+            raise UnsupportedError(f"vLLM takes weights in the model's dtype, and {name} is stored in codes: stream the policy "
+                                   "without quantize=, or leave use_vllm out")
+        if adapted is None:
+            yield name, weight.detach().to(device)
+            continue
+        if adapted.prefix in name or "original_module" in name:
+            continue
+        owner, is_base, own_name = name.rpartition(_BASE)
+        if not is_base:
+            yield adapted.plain_name(name), weight.detach().to(device)
+            continue
+        if owner != layer:
+            layer, merged = owner, dict(_merged(adapted.layers[owner], device).named_parameters())
+        yield adapted.plain_name(f"{owner}.{own_name}"), merged[own_name].detach()
+
+
+class _AdaptedLayers:
+    """The layers of a PEFT model that have an adapter, by name, and what its names add to those of the model without one."""
+
+    def __init__(self, model: Any) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self.prefix: str = model.base_model.prefix
+        self.layers: Mapping[str, Any] = {
+            name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+    def plain_name(self, name: str) -> str:
+        return name.removeprefix("base_model.model.").replace("modules_to_save.default.", "")
+
+
+def _adapted_layers(model: Any) -> _AdaptedLayers | None:
+    """None for a model without an adapter."""
+    return _AdaptedLayers(model) if hasattr(model, "get_base_model") else None
+
+
+def _merged(layer: Any, device: torch.device) -> nn.Module:
+    """The layer without its adapter, with merged weights, on the device. The layer itself is not changed."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(device, copy=True), requires_grad=False)
+                            for p in layer.parameters()}
+    memo |= {id(b): b.to(device, copy=True) for b in layer.buffers()}
+    made = copy.deepcopy(layer, memo)
+    made.merge()
+    base: nn.Module = made.get_base_layer()
+    return base
+
+
+@contextlib.contextmanager
+def sends_weights(trainer: ModuleType) -> Iterator[None]:
+    """In this context, one of TRL's trainer modules makes a `VLLMGeneration` that sends `weights_on_device` of streamed
+    policies. TRL's own would send host memory, which NCCL cannot, and would merge an adapter into the weights in place."""
+    theirs = trainer.VLLMGeneration
+
+    class Generation(theirs):  # type: ignore[misc, valid-type]
+        def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+            model: Any = self.model
+            if not isinstance(model, StreamedModule):
+                yield from super()._iter_named_params()
+            elif self.mode == "server" and not self.accelerator.is_main_process:
+                model.megacompile.whole()  # the other ranks send nothing, but all wait for updates together
+            else:
+                for name, weight in weights_on_device(model):
+                    yield self._fix_param_name_to_vllm(name), weight
+
+    trainer.VLLMGeneration = Generation  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        trainer.VLLMGeneration = theirs  # type: ignore[attr-defined]
