@@ -61,3 +61,25 @@ def test_a_model_trains_as_native_pytorch_does(what: str) -> None:
     else:
         assert_same_gradients(model, native, 0.05)
     model.megacompile.close()
+
+
+def test_kernels_for_several_rows_serve_a_single_one() -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2)
+    native: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    model = megacompile.stream(copy.deepcopy(native), micro_batch_size=2, repack=256)
+    native.float().cuda()
+    ids, lengths = torch.randint(0, 512, (4, 250)), torch.tensor([250, 240, 130, 100])[:, None]
+    mask = (torch.arange(250) < lengths).long()
+    batch = {name: x.cuda() for name, x in {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100),
+                                            "attention_mask": mask}.items()}
+    loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
+    assert abs(float(loss.detach()) - float(expected.detach())) < 2e-2
+    loss.backward()
+    expected.backward()
+    assert_same_gradients(model, native, 0.05)
+    assert model.megacompile.plan.micro_batches == (2, 1)
+    stats = model.megacompile.stats
+    assert stats["variants_of_any_size"] == stats["compiled_variants"]
+    model.megacompile.close()
