@@ -3,12 +3,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from megacompile.streaming.device_copy import Turns
+
+#: Fewest tokens, of all sequences together, that prompts are computed in at a time. Kernels of fewer leave the device idle, and
+#: each chunk copies the layers that take turns once more.
+LEAST_CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -22,24 +26,45 @@ class Way:
 
 def ways_to_generate(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
                      fits: Callable[[int, Turns], bool]) -> Iterator[Way]:
-    """The ways that fit, of which the next is tried when memory ends with one. `fits`: as `DeviceCopy.fits`.
+    """The ways that fit, of which the next is tried when memory ends with one. `fits`: as `DeviceCopy.fits`. In each of them
+    the prompts are computed in chunks that are as large as fit.
 
     The caches of keys and values that transformers offloads wait in host memory, but for those of two layers."""
-    cache, working = cache_bytes(model, args, kwargs), working_bytes(model, args, kwargs)
-    whole = fits(cache + working, Turns.NONE)
-    if whole:
-        yield Way(Turns.NONE, cache + working, dict(kwargs))
-    in_turns = with_options(kwargs, disable_compile=True)  # copies are issued between layers
-    if fits(cache + working, Turns.ALL):
-        if not whole:
-            yield Way(Turns.SOME, cache + working, in_turns)
-        yield Way(Turns.ALL, cache + working, in_turns)
+    cache = cache_bytes(model, args, kwargs)
+    prefills = [(working_bytes(model, args, options), options) for options in _prefills(model, args, kwargs)]
+
+    def way(turns: Turns, kept: int, **options: Any) -> Way | None:
+        return next((Way(turns, kept + working, with_options(given, **options)) for working, given in prefills
+                     if fits(kept + working, turns)), None)
+
+    whole = way(Turns.NONE, cache)
+    if whole is not None:
+        yield whole
+    # Copies of layers are issued between them, which compiled code does not know.
+    in_turns = way(Turns.ALL, cache, disable_compile=True)
+    if in_turns is not None:
+        if whole is None:
+            yield replace(in_turns, turns=Turns.SOME)
+        yield in_turns
     layers = getattr(_text_config(model), "num_hidden_layers", 0)
     if not layers or _chooses_cache(model, kwargs):
         return
-    of_two = 2 * cache // layers
-    if fits(of_two + working, Turns.ALL):
-        yield Way(Turns.ALL, of_two + working, with_options(in_turns, cache_implementation="offloaded"))
+    offloaded = way(Turns.ALL, 2 * cache // layers, disable_compile=True, cache_implementation="offloaded")
+    if offloaded is not None:
+        yield offloaded
+
+
+def _prefills(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments of `generate` with which the prompts are computed at once, or in ever smaller chunks. Only the user's own if
+    the user has chosen, or if a chunk cannot continue the one before it: with a recurrent state, or without a cache."""
+    yield dict(kwargs)
+    prompt, has_cache = _prompt(args, kwargs), getattr(model, "_supports_default_dynamic_cache", lambda: False)
+    if (prompt is None or not has_cache() or getattr(model, "_is_stateful", False)
+            or _option(model, kwargs, "prefill_chunk_size") is not None or _option(model, kwargs, "use_cache") is False):
+        return
+    rows, chunk = _rows(model, prompt, kwargs), 1 << max(0, prompt.shape[1] - 1).bit_length()
+    while (chunk := chunk // 2) and rows * chunk >= LEAST_CHUNK:
+        yield with_options(kwargs, prefill_chunk_size=chunk)
 
 
 def with_options(kwargs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
@@ -99,16 +124,17 @@ def cache_bytes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def working_bytes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Bytes for computing the prompts, all at a time, and for the logits of their last tokens (fp32, a few times), as far as
-    the config says it; else 0."""
+    """Bytes for computing a chunk of the prompts, and for the logits of their last tokens (fp32, a few times), as far as the
+    config says it; else 0."""
     prompt, text = _prompt(args, kwargs), _text_config(model)
     hidden = getattr(text, "hidden_size", None)
     if prompt is None or not isinstance(hidden, int):
         return 0
     wide = getattr(text, "intermediate_size", None)
     widths = 6 * hidden + 3 * (wide if isinstance(wide, int) else 4 * hidden)
-    logits = 4 * 4 * _rows(model, prompt, kwargs) * int(getattr(text, "vocab_size", 0))
-    return prompt.numel() * widths * _itemsize(model) + logits
+    rows, chunk = _rows(model, prompt, kwargs), _option(model, kwargs, "prefill_chunk_size")
+    tokens = rows * min(prompt.shape[1], chunk or prompt.shape[1])
+    return tokens * widths * _itemsize(model) + 4 * 4 * rows * int(getattr(text, "vocab_size", 0))
 
 
 def _itemsize(model: nn.Module) -> int:

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megacompile
+from megacompile.streaming import generation
 from megacompile.streaming.device_copy import DeviceCopy, Turns
-from megacompile.streaming.generation import Way
+from megacompile.streaming.generation import Way, ways_to_generate
 
 FAMILIES = ("gemma3_text", "mixtral", "gpt_neox", "mamba2", "phi3", "qwen3_next", "olmo2", "gpt2", "falcon", "cohere2")
 
@@ -44,4 +45,28 @@ def test_a_family_generates_what_it_generates_unstreamed(
         assert torch.equal(generated(model, **how), generated(plain, **how))
     slots = model.megacompile.streamed.device_copy.slots
     assert (slots is not None and bool(slots.copied_bytes)) == in_turns
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "minimax", *(
+    pytest.param(each, marks=pytest.mark.on_demand) for each in FAMILIES if each != "gemma3_text")])
+def test_prompts_are_computed_in_chunks_where_they_do_not_fit_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same tokens; or at once, where the family has no cache that a chunk could continue."""
+    chosen = []
+
+    def two_tokens_fit(model: Any, args: Any, kwargs: Any, fits: Any) -> Any:
+        less = generation.working_bytes(model, args, {**kwargs, "prefill_chunk_size": 3})
+        cached = generation.cache_bytes(model, args, kwargs)
+        ways = [*ways_to_generate(model, args, kwargs, lambda more, turns: turns == Turns.NONE and more < cached + less)]
+        chosen.extend(way.kwargs["prefill_chunk_size"] for way in ways)
+        return ways or [Way(Turns.NONE, 0, dict(kwargs))]
+
+    monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate", two_tokens_fit)
+    monkeypatch.setattr(generation, "LEAST_CHUNK", 1)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
+    model = megacompile.stream(copy.deepcopy(plain), device="cpu")
+    for how in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}, {"num_beams": 2, "do_sample": False}):
+        assert torch.equal(generated(model, use_cache=True, **how), generated(plain, use_cache=True, **how))
+    assert chosen == ([] if family in ("minimax", "mamba2", "qwen3_next") else [2, 2, 2])
     model.megacompile.close()
