@@ -152,13 +152,26 @@ def test_only_our_compilations_are_silent_about_tf32(cache: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_the_fused_gradient_of_a_chunk_is_the_unfused_one(cache: Path, softcap: float) -> None:
-    scores, target, factor = torch.randn(5, 11), torch.arange(5), torch.tensor([0.25, 0.25, 0.0, 0.25, 0.25])
-    fused = linear_cross_entropy._fused_chunk_gradient(5, 11, torch.float32, scores.device, 0.5, softcap)
-    with torch.no_grad():
-        got = fused(scores, target, factor)
-        expected = linear_cross_entropy._chunk_gradient(scores, target, factor, 0.5, softcap)
-    torch.testing.assert_close(tuple(got), expected)
+def test_the_fused_gradient_of_a_chunk_is_the_unfused_one(cache: Path, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 9 tokens, and last chunks of any number of tokens, for which one compilation is enough."""
+    compiled, compile_ = [], Inductor.compile
+
+    def counted(inductor: Inductor, graph: torch.fx.GraphModule, examples: Any) -> Any:
+        compiled.append(graph)
+        return compile_(inductor, graph, examples)
+
+    monkeypatch.setattr(Inductor, "compile", counted)
+    for function in (linear_cross_entropy._fused_chunk_gradient, linear_cross_entropy._compiled_for_any_rows):
+        function.cache_clear()
+    for rows, compilations in ((9, 1), (5, 2), (2, 2), (8, 2), (5, 2), (1, 3)):
+        scores, target, factor = torch.randn(rows, 11), torch.arange(rows), torch.full((rows,), 0.25)
+        factor[rows // 2] = 0
+        fused = linear_cross_entropy._fused_chunk_gradient(rows, 9, 11, torch.float32, scores.device, 0.5, softcap)
+        with torch.no_grad():
+            got = fused(scores, target, factor)
+            expected = linear_cross_entropy._chunk_gradient(scores, target, factor, 0.5, softcap)
+        torch.testing.assert_close(tuple(got), expected)
+        assert len(compiled) == compilations
 
 
 def test_each_rank_of_a_host_has_a_folder_of_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megacompile.codegen.inductor import Inductor
 from megacompile.ir.token_loop import accumulate_product
-from megacompile.torch_compat.core import FakeTensorMode, make_fx
-from megacompile.torch_compat.symbols import ShapeEnv
+from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
+from megacompile.torch_compat.dynamo import ConstantSource
+from megacompile.torch_compat.symbols import DimDynamic, ShapeEnv
 
 
 def _linear_cross_entropy(
@@ -42,7 +45,7 @@ def _linear_cross_entropy(
         scores = F.linear(piece, weight, bias)
         known = torch.where(counts, target, 0)
         if hidden.is_cuda:
-            fused = _fused_chunk_gradient(*scores.shape, scores.dtype, scores.device, scale, softcap)
+            fused = _fused_chunk_gradient(scores.shape[0], chunk, scores.shape[1], scores.dtype, scores.device, scale, softcap)
             chunk_loss, grad = fused(scores, known, factor)
         else:
             chunk_loss, grad = _chunk_gradient(scores, known, factor, scale, softcap)
@@ -80,17 +83,58 @@ def _chunk_gradient(
     return loss, grad.to(scores.dtype)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _fused_chunk_gradient(
-    rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device, scale: float, softcap: float
+    rows: int, chunk: int, vocabulary: int, dtype: torch.dtype, device: torch.device, scale: float, softcap: float
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """`_chunk_gradient` of scores, target and factor, in one kernel: op by op, a vocabulary's worth of float32 would cross
-    the device's memory a dozen times."""
+    the device's memory a dozen times. Only a last chunk has fewer rows than `chunk`. Its code is for any number of rows, since
+    micro-batches of packed rows leave many different ones, and each compilation would stop a step for seconds."""
+    if 1 < rows < chunk:
+        found = _compiled_for_any_rows(max(2, chunk // 2), vocabulary, dtype, device, scale, softcap)
+        if found is not None and all(condition.xreplace({found.rows: rows}) == sympy.true for condition in found.conditions):
+            return functools.partial(found.function, rows)
     with FakeTensorMode(shape_env=ShapeEnv()):
-        examples = [torch.empty(rows, vocabulary, dtype=dtype, device=device),
-                    torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device)]
+        examples = _examples(rows, vocabulary, dtype, device)
         graph = make_fx(functools.partial(_chunk_gradient, scale=scale, softcap=softcap))(*examples)
     return Inductor().compile(graph, examples)
+
+
+@dataclass(frozen=True)
+class _ForAnyRows:
+    """`function`: of the number of rows, scores, target and factor. It holds where the `conditions` on the symbol `rows` do."""
+
+    function: Callable[..., tuple[Tensor, Tensor]]
+    rows: sympy.Symbol
+    conditions: tuple[sympy.Basic, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, device: torch.device, scale: float,
+                           softcap: float) -> _ForAnyRows | None:
+    """`_chunk_gradient`, compiled for any number of rows from 2 on; inductor chooses kernels for `usual` ones. None if the code
+    holds for one number only."""
+    environment = ShapeEnv()
+    symbol = environment.create_symbol(usual, ConstantSource("rows"), DimDynamic.DYNAMIC)
+    number = environment.create_symintnode(symbol, hint=usual)
+    assert isinstance(number, torch.SymInt), f"the number {usual} is not a symbol"
+
+    def function(_: int, scores: Tensor, target: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        return _chunk_gradient(scores, target, factor, scale, softcap)
+
+    with FakeTensorMode(shape_env=environment), torch.no_grad(), enable_python_dispatcher():
+        # An input of its own: inductor's cache keeps only conditions on symbols that are inputs.
+        examples: list[Tensor | torch.SymInt] = [number, *_examples(number, vocabulary, dtype, device)]
+        graph = make_fx(function, tracing_mode="real")(*examples)
+    compiled = Inductor().compile(graph, examples)
+    if environment.simplify(symbol) != symbol:
+        return None
+    return _ForAnyRows(compiled, symbol, tuple(guard.expr for guard in environment.guards))
+
+
+def _examples(rows: int | torch.SymInt, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    return [torch.empty(rows, vocabulary, dtype=dtype, device=device),
+            torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device)]
 
 
 def _linear_cross_entropy_fake(
