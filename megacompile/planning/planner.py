@@ -5,7 +5,6 @@ to layers that keep residuals (all, or only attention's results) and to tiles th
 """
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -23,9 +22,6 @@ from megacompile.planning.step_time import StepSimulator
 
 #: By this factor a plan must be faster to replace one that computes less, since simulations are not exact.
 WORTH = 1.003
-#: By this factor a plan must be faster to move optimizer state, which earlier plans keep on the device, to the host. Moving it
-#: takes as long as several steps.
-WORTH_MOVING = 1.05
 #: Numbers of slabs for gradients that are tried, for updates on arrival.
 _SLABS = (2, 3, 4, 6, 8, 10)
 
@@ -56,8 +52,7 @@ class Planner(SearchSpace):
                whole_step: bool = False, output: str = "loss") -> Choice:
         """The fastest plan that fits, for a loop or for a whole step as one program, with updates at "step" or on "arrival".
 
-        Later plans update on the device the tiles that the first training step does, or fewer where memory requires it or a
-        step is much faster then (`WORTH_MOVING`).
+        Later plans update on the device the tiles that the first training step does, or fewer.
 
         Raises as `plan`."""
         if output != self.output:
@@ -101,48 +96,22 @@ class Planner(SearchSpace):
                     if count == counts[-1]:
                         raise
         assert self.simulator is not None, "every number of tiles was tried, and none was accepted or refused"
-        asked = batch, length, update, whole_step
-        return self._fastest(*asked, counts, self.simulator) if self.stateful is None else self._keeping_state(
-            *asked, counts, self.simulator)
-
-    def _keeping_state(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int],
-                       simulator: StepSimulator) -> Plan:
-        """The fastest plan that updates as many tiles on the device as fit; or one with fewer, if its step is faster by a
-        factor of `WORTH_MOVING`. `counts`: numbers of tiles, the largest first."""
-        most, *fewer = counts
-        try:
-            kept = self._fastest(batch, length, update, whole_step, [most], simulator)
-        except InsufficientMemoryError:
-            if not fewer:
-                raise
-            return self._keeping_state(batch, length, update, whole_step, fewer, simulator)
-        limit = simulator.cautious_s(kept, whole_step) / WORTH_MOVING
-        other = self._faster(batch, length, update, whole_step, fewer, simulator, limit) if fewer else None
-        return kept if other is None or simulator.cautious_s(other, whole_step) >= limit else other
+        return self._fastest(batch, length, update, whole_step, counts, self.simulator)
 
     def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int],
                  simulator: StepSimulator) -> Plan:
-        """The fastest plan in simulation. Raises `InsufficientMemoryError` if none fits."""
-        found = self._faster(batch, length, update, whole_step, counts, simulator, math.inf)
-        assert found is not None, "of plans that fit, none is fastest"
-        return found
-
-    def _faster(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int], simulator: StepSimulator,
-                limit: float) -> Plan | None:
         """The fastest plan in simulation, on a host that is slower than its rates (`StepSimulator.caution`). Plans are
         simulated in the order of their lower bounds, until no other can be faster than the best. Among plans that are nearly as
-        fast, the one that computes least wins. Returns None if no step can be shorter than `limit` seconds."""
+        fast, the one that computes least wins."""
         found = self._with_each_state(batch, length, update, whole_step, counts)
         may_defer = self.config.deferred_moments is None
         orders: dict[Plan, list[Plan]] = {}
-        fastest = limit
+        fastest = float("inf")
         for bound, plan in sorted(((simulator.at_least(plan, may_defer), plan) for plan in found), key=lambda pair: pair[0]):
             if bound * WORTH >= fastest:
                 break
             orders[plan] = simulator.orders(plan, whole_step, may_defer)
             fastest = min(fastest, *(simulator.cautious_s(variant, whole_step) for variant in orders[plan]))
-        if not orders:
-            return None
         tried = sorted((plan for plan in found if plan in orders), key=simulator.compute_s)
         best, *others = (variant for plan in tried for variant in orders[plan])
         for variant in others:

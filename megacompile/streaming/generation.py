@@ -56,10 +56,12 @@ def ways_to_generate(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 def _prefills(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Arguments of `generate` with which the prompts are computed at once, or in ever smaller chunks. Only the user's own if
-    the user has chosen, or if a chunk cannot continue the one before it: with a recurrent state, or without a cache."""
+    the user has chosen, or if transformers cannot continue a chunk: with a recurrent state, without a cache, and with other
+    inputs than tokens and their mask."""
     yield dict(kwargs)
     prompt, has_cache = _prompt(args, kwargs), getattr(model, "_supports_default_dynamic_cache", lambda: False)
-    if (prompt is None or not has_cache() or getattr(model, "_is_stateful", False)
+    further = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - {"inputs", "input_ids", "attention_mask"}
+    if (prompt is None or further or not has_cache() or getattr(model, "_is_stateful", False)
             or _option(model, kwargs, "prefill_chunk_size") is not None or _option(model, kwargs, "use_cache") is False):
         return
     rows, chunk = _rows(model, prompt, kwargs), 1 << max(0, prompt.shape[1] - 1).bit_length()

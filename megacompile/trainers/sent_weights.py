@@ -17,32 +17,35 @@ _BASE = ".base_layer."
 
 
 @torch.no_grad()
-def weights_on_device(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a streamed model on its device, one at a time, by their names in the model without an adapter. Tied
-    weights come once. A layer with an adapter comes merged, as PEFT merges it; the merge is made on a copy of the layer, so the
-    model's own weights stay as they are. Waits for the update in flight.
-
-    Raises `UnsupportedError` for weights in codes of 4 or 8 bits, and `TornError` if the weights are not all of one step."""
+def sent_weights(model: Any, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a streamed model on a device, one at a time, by their names in the model without an adapter. Tied weights
+    come once. A layer with an adapter comes merged, as PEFT merges it; the merge is made on a copy of the layer, so the model's
+    own weights stay as they are. On the meta device they have shapes and dtypes alone. Waits for the update in flight. Raises
+    `TornError` if the weights are not all of one step."""
     model.megacompile.whole()
-    device = model.megacompile.streamed.backend.device
     adapted = _adapted_layers(model)
     layer, merged = "", dict[str, Tensor]()
     for name, weight in model.named_parameters():
-        if not weight.is_floating_point():
-            raise UnsupportedError(f"vLLM takes weights in the model's dtype, and {name} is stored in codes: stream the policy "
-                                   "without quantize=, or leave use_vllm out")
         if adapted is None:
             yield name, weight.detach().to(device)
             continue
         if adapted.prefix in name or "original_module" in name:
             continue
         owner, is_base, own_name = name.rpartition(_BASE)
-        if not is_base:
-            yield adapted.plain_name(name), weight.detach().to(device)
+        if not is_base or device.type == "meta":
+            yield adapted.plain_name(name.replace(_BASE, ".")), weight.detach().to(device)
             continue
         if owner != layer:
             layer, merged = owner, dict(_merged(adapted.layers[owner], device).named_parameters())
         yield adapted.plain_name(f"{owner}.{own_name}"), merged[own_name].detach()
+
+
+def refuse_codes(model: nn.Module) -> None:
+    """Raises `UnsupportedError` for a model with weights in codes of 4 or 8 bits."""
+    for name, weight in nn.Module.named_parameters(model):
+        if not weight.is_floating_point():
+            raise UnsupportedError(f"vLLM takes weights in the model's dtype, and {name} is stored in codes: stream the policy "
+                                   "without quantize=, or leave use_vllm out")
 
 
 class _AdaptedLayers:
@@ -77,19 +80,25 @@ def _merged(layer: Any, device: torch.device) -> nn.Module:
 
 @contextlib.contextmanager
 def sends_weights(trainer: ModuleType) -> Iterator[None]:
-    """In this context, one of TRL's trainer modules makes a `VLLMGeneration` that sends `weights_on_device` of streamed
+    """In this context, one of TRL's trainer modules makes a `VLLMGeneration` that sends the `sent_weights` of streamed
     policies. TRL's own would send host memory, which NCCL cannot, and would merge an adapter into the weights in place."""
     theirs = trainer.VLLMGeneration
 
     class Generation(theirs):  # type: ignore[misc, valid-type]
+        def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(model, StreamedModule):
+                refuse_codes(model)
+            super().__init__(model, *args, **kwargs)
+
         def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
             model: Any = self.model
             if not isinstance(model, StreamedModule):
                 yield from super()._iter_named_params()
-            elif self.mode == "server" and not self.accelerator.is_main_process:
-                model.megacompile.whole()  # the other ranks send nothing, but all wait for updates together
-            else:
-                for name, weight in weights_on_device(model):
+            elif self.mode == "colocate" or self.accelerator.is_main_process:  # the other ranks send nothing
+                # A server is told names and shapes first.
+                names_only = self.mode == "server" and self._weight_metadata is None
+                device = torch.device("meta") if names_only else model.megacompile.streamed.backend.device
+                for name, weight in sent_weights(model, device):
                     yield self._fix_param_name_to_vllm(name), weight
 
     trainer.VLLMGeneration = Generation  # type: ignore[attr-defined]

@@ -119,6 +119,11 @@ class Store:
         for tile in missing:
             tile.allocate_sums()
 
+    def lend_moments(self) -> None:
+        """Call this before the user gets the moments: writes to them may go unnoticed from then on."""
+        for tile in self.tiles.values():
+            tile.moments_written |= bool(tile.moments)
+
     @property
     def has_moments(self) -> bool:
         """Whether an optimizer has made state."""

@@ -9,7 +9,7 @@ import megacompile
 from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.layer_slots import slot_bytes
 from megacompile.streaming.streamed_module import original_class
-from megacompile.trainers.sent_weights import weights_on_device
+from megacompile.trainers.sent_weights import sent_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def test_weights_that_are_sent_are_current_and_on_the_device_one_at_a_time() -> 
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-3)
     model.megacompile.train_step(batch(0), optimizer)
     before, most, sent = torch.cuda.memory_allocated(), 0, {}
-    for name, weight in weights_on_device(model):
+    for name, weight in sent_weights(model, torch.device("cuda")):
         assert weight.is_cuda
         most = max(most, torch.cuda.memory_allocated() - before)
         sent[name] = weight.cpu()

@@ -15,12 +15,10 @@ import torch
 
 import megacompile
 from megacompile.errors import ArgumentError, InsufficientMemoryError, MegacompileError
-from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane
 from megacompile.planning.explain import candidates
 from megacompile.planning.planner import WORTH
 from megacompile.planning.search_space import MOST_SEQUENCES
-from megacompile.planning.step_time import StepSimulator
 from megacompile.predict import hardware as module
 from megacompile.predict.hardware import PROFILES, Hardware, cache_path
 from megacompile.predict.simulate import Item
@@ -329,21 +327,6 @@ def test_no_plan_that_was_left_out_would_have_been_faster(rate: float, weights: 
     best = min(simulator.cautious_s(each, whole_step) for each in every)
     assert simulator.cautious_s(found.plan, whole_step) <= WORTH**2 * best
     assert update == "arrival" or compared < len(every), "some were left out"
-
-
-@pytest.mark.parametrize(("gain", "stays"), [(0.01, True), (0.04, True), (0.06, False), (0.5, False)])
-def test_state_leaves_the_device_only_for_a_much_faster_step(gain: float, stays: bool, planned: Schedule,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = tuple(planned.planner.trained())
-    later, first = (dataclasses.replace(planned.planner, keeping=False, stateful=known) for known in (tiles, None))
-
-    def seconds(self: Any, plan: Plan, whole_step: bool) -> float:
-        return 1.0 if len(plan.resident_state) == len(tiles) else 1 - gain
-
-    monkeypatch.setattr(StepSimulator, "cautious_s", seconds)
-    monkeypatch.setattr(StepSimulator, "at_least", lambda self, plan, may_defer: 0.0)
-    assert (later.choose(8, LENGTH).plan.resident_state == tiles) is stays
-    assert first.choose(8, LENGTH).plan.resident_state != tiles
 
 
 def test_plans_that_were_compared_leave_times_and_no_instructions() -> None:

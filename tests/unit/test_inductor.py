@@ -174,6 +174,24 @@ def test_the_fused_gradient_of_a_chunk_is_the_unfused_one(cache: Path, softcap: 
         assert len(compiled) == compilations
 
 
+def test_a_last_chunk_that_does_not_compile_with_a_symbol_is_compiled_for_its_number(
+        cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = Inductor.compile
+
+    def without_symbols(inductor: Inductor, graph: torch.fx.GraphModule, examples: Any) -> Any:
+        if any(isinstance(each, torch.SymInt) for each in examples):
+            raise RuntimeError("symbols are unknown")
+        return compile_(inductor, graph, examples)
+
+    monkeypatch.setattr(Inductor, "compile", without_symbols)
+    for function in (linear_cross_entropy._fused_chunk_gradient, linear_cross_entropy._compiled_for_any_rows):
+        function.cache_clear()
+    given = torch.randn(3, 11), torch.arange(3), torch.full((3,), 0.25)
+    fused = linear_cross_entropy._fused_chunk_gradient(3, 9, 11, torch.float32, given[0].device, 1.0, 0.0)
+    torch.testing.assert_close(tuple(fused(*given)), linear_cross_entropy._chunk_gradient(*given, 1.0, 0.0))
+    linear_cross_entropy._compiled_for_any_rows.cache_clear()
+
+
 def test_each_rank_of_a_host_has_a_folder_of_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path))
     folders = set()

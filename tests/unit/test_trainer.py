@@ -82,6 +82,21 @@ def test_no_step_waits_for_an_update(model: Any, tmp_path: Path, monkeypatch: py
     assert counts[1] == counts[2]
 
 
+def test_parameters_are_counted_before_the_first_step(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting waits for the update in flight, and Trainer counts floating-point operations in every step."""
+    counted: list[int] = []
+    before, count = model.megacompile.stats["steps"], type(model).num_parameters
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> int:
+        counted.append(self.megacompile.stats["steps"])
+        return int(count(self, *args, **kwargs))
+
+    monkeypatch.setattr(type(model), "num_parameters", noted)
+    run = trained.run(Trainer, tmp_path, model, max_steps=2)
+    assert model.megacompile.stats["steps"] == before + 2 and run.state.total_flos > 0
+    assert {*counted} == {before}
+
+
 def test_callbacks_find_gradients_without_whole_steps(model: Any, tmp_path: Path) -> None:
     seen: list[bool] = []
 

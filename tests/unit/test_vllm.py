@@ -31,7 +31,7 @@ import megacompile
 from megacompile.errors import UnsupportedError
 from megacompile.grpo import GRPOTrainer
 from megacompile.rloo import RLOOTrainer
-from megacompile.trainers.sent_weights import weights_on_device
+from megacompile.trainers.sent_weights import refuse_codes, sent_weights
 
 ADAPTER = functools.partial(peft.LoraConfig, r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM",
                             init_lora_weights=False)
@@ -127,7 +127,9 @@ def test_merged_weights_leave_the_policy_as_it_is(serving: Any) -> None:
         model = megacompile.stream(copy.deepcopy(plain), device="cpu")
         try:
             before = tiny_models.weights(model)
-            sent = {name: weight.clone() for name, weight in weights_on_device(model)}
+            sent = {name: weight.clone() for name, weight in sent_weights(model, torch.device("cpu"))}
+            shapes = {name: weight.shape for name, weight in sent_weights(model, torch.device("meta"))}
+            assert shapes == {name: weight.shape for name, weight in sent.items()}
             assert tiny_models.same_bits(tiny_models.weights(model), before)
         finally:
             model.megacompile.close()
@@ -141,6 +143,6 @@ def test_weights_in_codes_are_not_sent(tmp_path: Path) -> None:
     model = megacompile.from_pretrained(tmp_path, quantize="nf4", adapter=ADAPTER(), device="cpu", compile=False)
     try:
         with pytest.raises(UnsupportedError, match=r"stored in codes: stream the policy without quantize="):
-            dict(weights_on_device(model))
+            refuse_codes(model)
     finally:
         model.megacompile.close()

@@ -112,8 +112,8 @@ class _ForAnyRows:
 @functools.lru_cache(maxsize=64)
 def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, device: torch.device, scale: float,
                            softcap: float) -> _ForAnyRows | None:
-    """`_chunk_gradient`, compiled for any number of rows from 2 on; inductor chooses kernels for `usual` ones. None if the code
-    holds for one number only."""
+    """`_chunk_gradient`, compiled for any number of rows from 2 on; inductor chooses kernels for `usual` ones. None if inductor
+    cannot compile it with a symbol, or if the code holds for one number only."""
     environment = ShapeEnv()
     symbol = environment.create_symbol(usual, ConstantSource("rows"), DimDynamic.DYNAMIC)
     number = environment.create_symintnode(symbol, hint=usual)
@@ -126,7 +126,12 @@ def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, devi
         # An input of its own: inductor's cache keeps only conditions on symbols that are inputs.
         examples: list[Tensor | torch.SymInt] = [number, *_examples(number, vocabulary, dtype, device)]
         graph = make_fx(function, tracing_mode="real")(*examples)
-    compiled = Inductor().compile(graph, examples)
+    try:
+        compiled = Inductor().compile(graph, examples)
+    except (MemoryError, TimeoutError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # symbolic sizes are harder for inductor; with a number it may still compile
+        return None
     if environment.simplify(symbol) != symbol:
         return None
     return _ForAnyRows(compiled, symbol, tuple(guard.expr for guard in environment.guards))

@@ -4,8 +4,8 @@ The number of rows is a symbol. The length is a multiple of `UNIT` tokens, and t
 knows what divides strides, as it does for a number. The environment of the symbols records what the graph's ops, and then
 inductor, assume of them. Code is not used for sizes that break one of these conditions.
 
-PyTorch makes no symbol of a size of 1, and takes each symbol to be at least 2. Code for two or more rows also serves one row: a
-dimension of as many rows is never broadcast, and templates name the dimensions that they squeeze.
+PyTorch makes no symbol of a size of 1, and takes each symbol to be at least 2. Code for two or more rows also serves one row
+with as many tokens: a dimension of as many rows is never broadcast, and templates name the dimensions that they squeeze.
 """
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ Size: TypeAlias = int | sympy.Expr
 Runnable: TypeAlias = Callable[..., tuple[Any, ...]]
 
 
-def can_be_symbols(length: int) -> tuple[sympy.Symbol, ...]:
-    """B, and U if rows of this length have two units or more."""
-    return (BATCH, UNITS) if length % UNIT == 0 and length // UNIT > 1 else (BATCH,)
+def can_be_symbols(rows: int, length: int) -> tuple[sympy.Symbol, ...]:
+    """Which of B and U can stand for the sizes [rows, length] in code for two rows or more of two units or more. A single row
+    needs four units, since such code may take for granted that there are as many tokens."""
+    units = length // UNIT if length % UNIT == 0 else 0
+    if units > 1 and rows * units >= 4:
+        return BATCH, UNITS
+    return (BATCH,) if rows > 1 else ()
 
 
 class SymbolicSizes:
@@ -43,7 +47,7 @@ class SymbolicSizes:
     sizes; `numbers`: the symbols as sizes. State: the environment, with the conditions so far."""
 
     def __init__(self, rows: int, length: int, symbols: Sequence[sympy.Symbol]) -> None:
-        assert rows > 1 and symbols and set(symbols) <= set(can_be_symbols(length)), f"{symbols} for {rows} x {length}"
+        assert rows > 1 and symbols and set(symbols) <= set(can_be_symbols(rows, length)), f"{symbols} for {rows} x {length}"
         self.symbols, self._environment = tuple(symbols), ShapeEnv()
         hints = {BATCH: sympy.Integer(rows), UNITS: sympy.Integer(length // UNIT)}
         create = self._environment.create_symbol
@@ -93,7 +97,7 @@ class CodeForAnySize:
 
     def of(self, rows: int, length: int) -> Runnable | None:
         """The code for rows of this length. None if it does not hold for them."""
-        if not set(self.symbols) <= set(can_be_symbols(length)):
+        if not set(self.symbols) <= set(can_be_symbols(rows, length)):
             return None
         known = {BATCH: sympy.Integer(rows), UNITS: sympy.Integer(length // UNIT)}
         numbers = tuple(int(known[symbol]) for symbol in self.symbols)

@@ -179,6 +179,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.ownership.check()
         for streamed in owners_of(self._parameters()):
             streamed.evict()
+            streamed.store.lend_moments()
         return self.ownership.states
 
     @state.setter

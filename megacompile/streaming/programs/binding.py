@@ -79,8 +79,9 @@ class Binder:
         return kernels
 
     def compile_ahead(self, program: Program, plan: Plan) -> None:
-        """Compiles what `bind` would compile for any size and for training, but nothing for one size only."""
-        if not (self.symbolic_sizes and self.captured.key.packed and self.compiling and UNITS in can_be_symbols(plan.length)):
+        """Compiles what `bind` would compile for training in addition to the code for any size that there is, such as code for
+        few tokens. Compiles no variant that has no code yet, and nothing for one size only."""
+        if not (self.symbolic_sizes and self.captured.key.packed and self.compiling):
             return
         calls = {c.name: c for c in self.captured.calls_for(plan.output)}
         needed = {(calls[argument(node, "call")].template, op_of(node).name, program.micro_batches[argument(node, "mb")])
@@ -91,7 +92,8 @@ class Binder:
                 at(f"{name}, {op}")
                 template = self.captured.templates[name]
                 variant = _variant(template, op, batch, plan)
-                if None not in self.for_any_size.get((variant, None), {}).values():
+                codes = self.for_any_size.get((variant, None))
+                if codes and None not in codes.values() and UNITS in can_be_symbols(batch, plan.length):
                     self._with_symbols(template, variant, batch, plan.length, (BATCH, UNITS))
 
     def _kernel(self, program: Program, call: Call, op: str, batch: int, plan: Plan, mode: str) -> Kernel:
@@ -128,8 +130,9 @@ class Binder:
         if not (self.symbolic_sizes and self.captured.key.packed and mode == "inductor"):
             return None
         # A variant that fixes the length may still serve any number of rows.
-        for symbols in dict.fromkeys((can_be_symbols(length), (BATCH,))):
-            if (made := self._with_symbols(template, variant, batch, length, symbols)) is not None:
+        possible = can_be_symbols(batch, length)
+        for symbols in dict.fromkeys((possible, (BATCH,) if batch > 1 else ())):
+            if symbols and (made := self._with_symbols(template, variant, batch, length, symbols)) is not None:
                 return made
         return None
 
@@ -152,8 +155,8 @@ class Binder:
 
     def _hints(self, batch: int, length: int, any_length: bool) -> list[tuple[int, int]]:
         """Numbers of rows (at least 2) and their lengths for inductor to choose kernels for, in the order to try them: usual
-        ones; then, since code may hold only from a number of tokens on, or up to one, the powers of two around the tokens of
-        this size. Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one."""
+        ones; then, since code may hold only from a number of tokens on, or up to one, sizes with fewer and with more tokens
+        than this one. Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one."""
         usual = self.usual_length if any_length else length
         first = max(2, self.usual_rows or FULL_TOKENS // usual), usual
         if not any_length:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megacompile.errors import UnsupportedError
+from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.templates.heads import LOGITS
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.inputs.packed_layout import lengths_of, power_of_two
@@ -173,9 +173,9 @@ class Shapes:
 
     def plan_ahead(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> None:
         """Call this for each training step, once it has its program. At the second one of packed rows, makes programs for steps
-        of about the same size, which are likely to come, and compiles kernels that only these need. One step waits for them
-        here; later, one step after another would. Does nothing if other models take part of the budget: plans depend on how
-        much they take at the time."""
+        of about the same size, which are likely to come, and compiles more code for their sizes where the loss is the model's
+        own. One step waits for them here; later, one step after another would. Does nothing if other models take part of the
+        budget: plans depend on how much they take at the time."""
         if not (shape.packed and shape.training) or shape.lean:
             return
         self.packed_steps += 1
@@ -188,9 +188,10 @@ class Shapes:
                     if time.monotonic() < until:
                         self._plan_one_ahead(replace(shape, batch=batch, length=length), keep)
             if shape.labels:
-                with under_way(f"compiling kernels for {others}"), contextlib.suppress(Exception):
+                with under_way(f"compiling kernels for {others}"):
                     for each in [each for each in self.table.values() if not each.asked]:
-                        self.captures.serve(each.shape.capture_key).binder.compile_ahead(each.program, each.plan)
+                        with contextlib.suppress(MegacompileError, torch.OutOfMemoryError):  # raised again if the shape comes
+                            self.captures.serve(each.shape.capture_key).binder.compile_ahead(each.program, each.plan)
         finally:
             self.table[shape] = self.table.pop(shape)  # it stays the latest
 
