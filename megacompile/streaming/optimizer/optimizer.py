@@ -74,8 +74,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (writes the batch and the norm of each gradient to a
     folder in `dump_folder`, then raises). With `overlap="backward"` each tile is checked when its gradients arrive: a tile
     whose gradients are not finite keeps its weights and moments, and the other tiles are updated (`stats["kept_tiles"]`
-    counts). If no tile was updated, the step count is rolled back, unless a tile was skipped on the device: the host learns of
-    that later.
+    counts). If no tile was updated, the step count is rolled back, unless the device skipped one: the host learns that later.
 
     Raises `MegacompileError` for parameters that belong to no streamed model, or to several, and for options out of range;
     `InsufficientMemoryError`, with what would fit, if the host cannot hold the state. Then nothing has changed."""
