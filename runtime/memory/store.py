@@ -120,9 +120,9 @@ class Store:
             tile.allocate_sums()
 
     def lend_moments(self) -> None:
-        """Call this before the user gets the moments: writes to them may go unnoticed from then on."""
+        """Call this before the user gets the moments."""
         for tile in self.tiles.values():
-            tile.moments_written |= bool(tile.moments)
+            tile.moments_lent |= bool(tile.moments)
 
     @property
     def has_moments(self) -> bool:

@@ -260,7 +260,8 @@ class HostTile:
     remainder: Tensor | None = None  # int16 [elements]
     moments: list[Tensor] = field(default_factory=list)  # uint8, each as `StateLayout` says
     sums: Tensor | None = None  # fp32 [elements]
-    moments_written: bool = False  # by an update, a loaded optimizer or the user; until then they are untouched zeros
+    moments_written: bool = False  # by an update or a loaded optimizer; until then they are untouched zeros
+    moments_lent: bool = False  # to the user, whose writes may go unnoticed
     shared: SharedMemory | None = None  # with several ranks: where all parts are
     _prepared: list[Tensor] | None = None  # memory for moments
 
@@ -294,7 +295,7 @@ class HostTile:
     @property
     def moments_are_zero(self) -> bool:
         """Whether nothing has written the moments. The system may not have made their pages yet."""
-        return not (self.moments_written or any(moment._version for moment in self.moments))
+        return not (self.moments_written or self.moments_lent or any(moment._version for moment in self.moments))
 
     def keep(self, layout: TileLayout) -> list[Tensor]:
         """From now on the optimizer's state is laid out so. Moments restart if they were kept in another way, and a master
@@ -304,7 +305,7 @@ class HostTile:
         if layout.state_layout != before.state_layout:
             # Pages of this process start as zeros again, those of shared memory do not.
             self.moments_written = self.shared is not None and not self.moments_are_zero
-            self.moments, self._prepared = [], None
+            self.moments, self._prepared, self.moments_lent = [], None, False
         if not layout.has_remainder:
             self.remainder = None
         elif self.remainder is None:

@@ -119,7 +119,7 @@ def test_a_policy_is_sampled_by_an_engine_in_its_process_and_trained_as_it_is_un
         model.megacompile.close()
 
 
-def test_merged_weights_leave_the_policy_as_it_is(serving: Any) -> None:
+def test_merged_weights_leave_the_policy_as_it_is() -> None:
     """In bf16, merging and unmerging in place would change the base a little with every step. DoRA is merged as PEFT does."""
     native = tiny_models.build(bf16=True, num_hidden_layers=1)
     for options in ({}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}):

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megacompile.codegen.inductor import Inductor
+from megacompile.frontend.templates.symbolic_sizes import UNIT, CodeForAnySize, SymbolicSizes
+from megacompile.frontend.templates.template import BATCH
 from megacompile.ir.token_loop import accumulate_product
 from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
-from megacompile.torch_compat.dynamo import ConstantSource
-from megacompile.torch_compat.symbols import DimDynamic, ShapeEnv
+from megacompile.torch_compat.symbols import ShapeEnv
 
 
 def _linear_cross_entropy(
@@ -91,38 +90,29 @@ def _fused_chunk_gradient(
     the device's memory a dozen times. Only a last chunk has fewer rows than `chunk`. Its code is for any number of rows, since
     micro-batches of packed rows leave many different ones, and each compilation would stop a step for seconds."""
     if 1 < rows < chunk:
-        found = _compiled_for_any_rows(max(2, chunk // 2), vocabulary, dtype, device, scale, softcap)
-        if found is not None and all(condition.xreplace({found.rows: rows}) == sympy.true for condition in found.conditions):
-            return functools.partial(found.function, rows)
+        code = _compiled_for_any_rows(max(2, chunk // 2), vocabulary, dtype, device, scale, softcap)
+        if code is not None and (made := code.of(rows, UNIT)) is not None:
+            return made
     with FakeTensorMode(shape_env=ShapeEnv()):
         examples = _examples(rows, vocabulary, dtype, device)
         graph = make_fx(functools.partial(_chunk_gradient, scale=scale, softcap=softcap))(*examples)
     return Inductor().compile(graph, examples)
 
 
-@dataclass(frozen=True)
-class _ForAnyRows:
-    """`function`: of the number of rows, scores, target and factor. It holds where the `conditions` on the symbol `rows` do."""
-
-    function: Callable[..., tuple[Tensor, Tensor]]
-    rows: sympy.Symbol
-    conditions: tuple[sympy.Basic, ...]
-
-
 @functools.lru_cache(maxsize=64)
 def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, device: torch.device, scale: float,
-                           softcap: float) -> _ForAnyRows | None:
-    """`_chunk_gradient`, compiled for any number of rows from 2 on; inductor chooses kernels for `usual` ones. None if inductor
-    cannot compile it with a symbol, or if the code holds for one number only."""
-    environment = ShapeEnv()
-    symbol = environment.create_symbol(usual, ConstantSource("rows"), DimDynamic.DYNAMIC)
-    number = environment.create_symintnode(symbol, hint=usual)
-    assert isinstance(number, torch.SymInt), f"the number {usual} is not a symbol"
+                           softcap: float) -> CodeForAnySize | None:
+    """`_chunk_gradient`, compiled for any number of rows from 2 on; inductor chooses kernels for `usual` ones. Rows have no
+    length here, so the code is for rows of one unit. Returns None if inductor cannot compile it with a symbol, or if the code
+    holds for one number only."""
+    sizes = SymbolicSizes(usual, UNIT, (BATCH,))
+    (number,) = sizes.numbers
+    assert isinstance(number, torch.SymInt), f"{usual} rows are not a symbol"
 
     def function(_: int, scores: Tensor, target: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
         return _chunk_gradient(scores, target, factor, scale, softcap)
 
-    with FakeTensorMode(shape_env=environment), torch.no_grad(), enable_python_dispatcher():
+    with sizes.fakes, torch.no_grad(), enable_python_dispatcher():
         # An input of its own: inductor's cache keeps only conditions on symbols that are inputs.
         examples: list[Tensor | torch.SymInt] = [number, *_examples(number, vocabulary, dtype, device)]
         graph = make_fx(function, tracing_mode="real")(*examples)
@@ -132,9 +122,9 @@ def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, devi
         raise
     except Exception:  # symbolic sizes are harder for inductor; with a number it may still compile
         return None
-    if environment.simplify(symbol) != symbol:
+    if sizes.are_fixed:
         return None
-    return _ForAnyRows(compiled, symbol, tuple(guard.expr for guard in environment.guards))
+    return CodeForAnySize(compiled, sizes.symbols, (), sizes.conditions(), lambda made, _: made)
 
 
 def _examples(rows: int | torch.SymInt, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -98,7 +98,7 @@ def _keep(path: Path, made: fx.GraphModule) -> None:
 
 
 def _path_of(asked: str) -> Path | None:
-    """The file for the answer to a question. Returns None if there is no cache folder."""
+    """Returns the file that stores the answer to a question, or None if there is no cache folder."""
     try:
         return cache_directory() / "graphs" / hashlib.sha256(f"{_versions()}\n{asked}".encode()).hexdigest()[:32]
     except CacheError:

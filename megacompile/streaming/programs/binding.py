@@ -163,8 +163,8 @@ class Binder:
             return [first, (max(2, power_of_two(batch)), length)]
         tokens = batch * length
         around = [power_of_two(tokens + 1) // 2, power_of_two(tokens)]
-        shorter = [max(2 * UNIT, min(usual, tokens // 2)) for tokens in around]
-        hints = [(max(2, tokens // each), each) for tokens, each in zip(around, shorter, strict=True)]
+        lengths = [max(2 * UNIT, min(usual, count // 2)) for count in around]
+        hints = [(max(2, count // each), each) for count, each in zip(around, lengths, strict=True)]
         return [first, *(hints if tokens < math.prod(first) else reversed(hints))]
 
     def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
