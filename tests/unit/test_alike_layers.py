@@ -103,6 +103,24 @@ class BranchesOnItsIndex(Model):
     layer = DoublesThird
 
 
+class NamesItsLayers(Model):
+    """Each layer knows its own name, and where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, layer in enumerate(self.layers):
+            layer.own = {"name": f"model.layers.{number}.up", "device": torch.device("cpu")}
+
+
+class NamesAnotherLayer(Model):
+    """The first four layers know their own name, and the other two that of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, layer in enumerate(self.layers):
+            layer.own = f"layers.{min(number, 3)}"
+
+
 class HasAnAttributeOfItsOwn(Model):
     """Which the traced sizes do not show."""
 
@@ -176,6 +194,7 @@ class RunsLayersInPairs(Model):
 
 @pytest.mark.parametrize(("model", "kept"), [
     (Model, 2), (HasAConstantOfItsOwn, 3), (BranchesOnItsIndex, 4), (HasAnAttributeOfItsOwn, 5), (RunsLayersInPairs, 3),
+    (NamesItsLayers, 2), (NamesAnotherLayer, 5),
     *((each, LAYERS) for each in (ReadsAnEarlierLayer, ComputesBetweenLayers, ReadsAllLayersAtItsEnd, CountsItsLayers,
                                   RunsALayerTwice, EndsInAnotherLayer)),
 ])
@@ -208,6 +227,18 @@ def test_layers_above_frozen_ones_are_of_another_kind(removed: list[Mapping[str,
         module.requires_grad_(False)
     assert described(capture(model)) == described(whole(model))
     assert list(removed[0]) == ["model.layers.3"]  # the first that is trained is given what requires no gradient
+
+
+@pytest.mark.parametrize("stored", [None, "nf4"])
+def test_layers_with_adapters_are_alike(stored: str | None, removed: list[Mapping[str, str]]) -> None:
+    """PEFT's adapters store the name of the layer that they belong to."""
+    peft = pytest.importorskip("peft")
+    model = of_transformers("Qwen2Config", num_hidden_layers=4, hidden_size=64, intermediate_size=64)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    if stored is not None:
+        model = megacompile.quantize(model, stored)
+    assert described(capture(model)) == described(whole(model))
+    assert list(removed[0]) == [f"base_model.model.model.layers.{number}" for number in (2, 3)]
 
 
 def test_experts_in_pieces_are_repeated_piece_by_piece(removed: list[Mapping[str, str]]) -> None:

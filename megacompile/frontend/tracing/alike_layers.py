@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megacompile.frontend.graph.split import Section
@@ -154,7 +155,8 @@ def _likenesses(run: _Run, stack: LayerStack) -> list[int]:
             continue
         key = (type(layer), called, build_of(layer), run.stretches[position].gradients,
                tuple(parameter.requires_grad for parameter in layer.parameters()))
-        alike = (other for other in known.get(key, []) if _same_attributes(layer, stack.layers[other], position - other))
+        alike = (other for other in known.get(key, []) if _same_attributes(
+            layer, stack.layers[other], _Places(stack.names[position], stack.names[other], position - other)))
         like.append(next(alike, position))
         if like[-1] == position:
             known.setdefault(key, []).append(position)
@@ -169,26 +171,44 @@ def _same_but_shorter(short: _Run, whole: _Run) -> bool:
         for position in range(len(short.stretches))))
 
 
-def _same_attributes(layer: nn.Module, other: nn.Module, distance: int) -> bool:
-    """Whether two layers of the same build have the same attributes. Numbers may differ as the positions of the layers do."""
-    return all(_same(vars(one), vars(two), distance) for one, two in zip(layer.modules(), other.modules(), strict=True))
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """The names of two layers in the model, and how many positions the first is after the second."""
+
+    one: str
+    two: str
+    distance: int
+
+    def same_text(self, one: str, two: str) -> bool:
+        """Whether texts of the two layers are equal, but for the layers' own names, which PEFT stores in each adapter. A module
+        inside the model does not know the names of the modules around it, so only the last two parts count: layers.1."""
+        own, others = (f".{'.'.join(name.split('.')[-2:])}." for name in (self.one, self.two))
+        return one == two or f".{one}.".replace(own, others) == f".{two}."
 
 
-def _same(one: Any, two: Any, distance: int) -> bool:
+def _same_attributes(layer: nn.Module, other: nn.Module, places: _Places) -> bool:
+    """Whether two layers of the same build have the same attributes. Numbers may differ as the positions of the layers do, and
+    texts as their names do."""
+    return all(_same(vars(one), vars(two), places) for one, two in zip(layer.modules(), other.modules(), strict=True))
+
+
+def _same(one: Any, two: Any, places: _Places) -> bool:
     if one is two:
         return True
     if type(one) is not type(two):
         return False
     if isinstance(one, Mapping):
         keys = [key for key in one if key not in _COMPARED]
-        return keys == [key for key in two if key not in _COMPARED] and all(_same(one[k], two[k], distance) for k in keys)
+        return keys == [key for key in two if key not in _COMPARED] and all(_same(one[k], two[k], places) for k in keys)
     if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(_same, one, two, itertools.repeat(distance)))
+        return len(one) == len(two) and all(map(_same, one, two, itertools.repeat(places)))
     if isinstance(one, functools.partial):
-        return all(_same(getattr(one, part), getattr(two, part), distance) for part in ("func", "args", "keywords"))
+        return all(_same(getattr(one, part), getattr(two, part), places) for part in ("func", "args", "keywords"))
     if type(one) is int:
-        return bool(one in (two, two + distance))
-    return isinstance(one, bool | float | str | bytes | set | frozenset) and one == two
+        return bool(one in (two, two + places.distance))
+    if isinstance(one, str):
+        return places.same_text(one, two)
+    return isinstance(one, bool | float | bytes | set | frozenset | torch.device | torch.dtype) and bool(one == two)
 
 
 # ---------------------------------------------------------------- the calls of the removed layers
