@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.select_algorithm import extern_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -153,8 +154,10 @@ def test_only_our_compilations_are_silent_about_tf32(cache: Path, monkeypatch: p
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_the_fused_gradient_of_a_chunk_is_the_unfused_one(cache: Path, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 9 tokens, and last chunks of any number of tokens, for which one compilation is enough."""
+    """Chunks of 9 tokens, and last chunks of any number of tokens, for which one compilation is enough. Inductor's cache keeps
+    all of them."""
     compiled, compile_ = [], Inductor.compile
+    counters["aot_autograd"].clear()
 
     def counted(inductor: Inductor, graph: torch.fx.GraphModule, examples: Any) -> Any:
         compiled.append(graph)
@@ -172,6 +175,8 @@ def test_the_fused_gradient_of_a_chunk_is_the_unfused_one(cache: Path, softcap: 
             expected = linear_cross_entropy._chunk_gradient(scores, target, factor, 0.5, softcap)
         torch.testing.assert_close(tuple(got), expected)
         assert len(compiled) == compilations
+    assert counters["aot_autograd"]["autograd_cache_saved"] == 3
+    assert not counters["aot_autograd"]["autograd_cache_bypass"]
 
 
 def test_a_last_chunk_that_does_not_compile_with_a_symbol_is_compiled_for_its_number(

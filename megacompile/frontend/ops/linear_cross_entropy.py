@@ -109,13 +109,11 @@ def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, devi
     (number,) = sizes.numbers
     assert isinstance(number, torch.SymInt), f"{usual} rows are not a symbol"
 
-    def function(_: int, scores: Tensor, target: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        return _chunk_gradient(scores, target, factor, scale, softcap)
-
     with sizes.fakes, torch.no_grad(), enable_python_dispatcher():
         # An input of its own: inductor's cache keeps only conditions on symbols that are inputs.
         examples: list[Tensor | torch.SymInt] = [number, *_examples(number, vocabulary, dtype, device)]
-        graph = make_fx(function, tracing_mode="real")(*examples)
+        # A lambda, since inductor cannot name annotations in the key of its cache.
+        graph = make_fx(lambda _, *chunk: _chunk_gradient(*chunk, scale, softcap), tracing_mode="real")(*examples)
     try:
         compiled = Inductor().compile(graph, examples)
     except (MemoryError, TimeoutError, torch.OutOfMemoryError):
