@@ -38,7 +38,7 @@ LENGTH = 2048
 #: Length of the shortest packed row in tokens.
 _SHORTEST = 64
 #: The shares of the usual length that rows may have where kernels serve any length.
-SHARES = (Fraction(7, 8), Fraction(3, 4))
+SHARES = (Fraction(15, 16), Fraction(7, 8), Fraction(13, 16), Fraction(3, 4))
 #: The share of a batch's slots that shorter rows must save. Each size of a batch needs a program of its own.
 _WORTH = Fraction(1, 32)
 
