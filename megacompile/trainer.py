@@ -33,6 +33,7 @@ from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.statistics import compiled_variants
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.system.long_lived import LongLived
+from megacompile.trainers.read_ahead import ReadAhead
 from megacompile.trainers.trainer_arguments import check_arguments, check_model, optimizer_asked, refuse_other_forwards
 
 #: The folder of the training state in one of Trainer's checkpoints.
@@ -56,6 +57,7 @@ class Trainer(transformers.Trainer):
         self._gathered: list[Mapping[str, Any]] = []  # batches of the current step that have not run yet
         self._parameters = 0  # number of parameters without embeddings, counted once
         self._token_rate = TokenRate()
+        self._read_ahead = ReadAhead()
         self._long_lived = LongLived(lambda: compiled_variants(check_model(self.model)),
                                      lambda: len(check_model(self.model).shapes))
         super().__init__(*args, **kwargs)
@@ -107,6 +109,10 @@ class Trainer(transformers.Trainer):
         """As in the class that it derives from."""
         with self._long_lived:
             return super().train(*args, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The batches of the next step, and the number of their targets. The batches may have been read before a log."""
+        return super().get_batch_samples(self._read_ahead.of(epoch_iterator), num_batches, device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of one batch, 0-d, detached. In a whole step, the last batch returns the loss of all batches, and the others
@@ -187,12 +193,14 @@ class Trainer(transformers.Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, and adds to each loss `tokens_per_second` (without padding) and `padding_share` (of the computed tokens) since
         the last one. Waits for `grad_norm`, which is known once the update has begun; with `overlap="backward"` there is
-        none."""
+        none. Before it waits, it reads the batches of the next step, which the device would otherwise wait for."""
         if "loss" in logs:
             logs.update(self._token_rate.since(check_model(self.model).step.tokens))
         if "train_runtime" in logs:
             self._token_rate.end()
         if "grad_norm" in logs:
+            if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+                self._read_ahead.read(self.args.gradient_accumulation_steps)
             norm = self._streamed_optimizer.grad_norm
             if norm is not None:
                 logs["grad_norm"] = norm

@@ -15,6 +15,7 @@ import trained
 import transformers
 
 import megacompile
+from megacompile import AdamW
 from megacompile.errors import ArgumentError, MegacompileError, UnsupportedError
 from megacompile.trainer import Trainer
 
@@ -95,6 +96,45 @@ def test_parameters_are_counted_before_the_first_step(model: Any, tmp_path: Path
     run = trained.run(Trainer, tmp_path, model, max_steps=2)
     assert model.megacompile.stats["steps"] == before + 2 and run.state.total_flos > 0
     assert {*counted} == {before}
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_a_log_does_not_keep_the_device_waiting_for_the_next_batches(
+        steps: int, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log waits for the gradient norm. By then the batches of the next step have been read: two, and one more by Accelerate's
+    loader. An epoch has five steps, and no batches are read after the last step."""
+    read: list[int] = []
+    waits: list[int] = []
+    norm = AdamW.grad_norm
+
+    def collate(rows: Any) -> Any:
+        read.append(len(rows))
+        return trained.padded(rows)
+
+    def noted(optimizer: Any) -> Any:
+        waits.append(len(read))
+        return norm.fget(optimizer)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(AdamW, "grad_norm", property(noted))
+    trained.run(Trainer, tmp_path, model, given=dict(data_collator=collate, train_dataset=trained.sequences(30)),
+                max_steps=steps)
+    assert waits == ([5, 7, 9, 9] if steps == 4 else [5, 7, 9, 10, 10, 13])
+
+
+def test_an_error_of_the_data_is_raised_after_the_complete_steps_were_logged(model: Any, tmp_path: Path) -> None:
+    batches: list[int] = []
+
+    def collate(rows: Any) -> Any:
+        batches.append(len(rows))
+        if len(batches) == 8:
+            raise ValueError("the eighth batch is broken")
+        return trained.padded(rows)
+
+    trainer = Trainer(model=model, args=trained.arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=1),
+                      train_dataset=trained.sequences(60), data_collator=collate)
+    with pytest.raises(ValueError, match="the eighth batch"):
+        trainer.train()
+    assert len(trained.curve(trainer, "loss")) == 3 and Path(tmp_path, "checkpoint-3").exists()
 
 
 def test_callbacks_find_gradients_without_whole_steps(model: Any, tmp_path: Path) -> None:
