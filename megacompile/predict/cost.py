@@ -146,7 +146,12 @@ def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
             base = base_of(used)
             for value in fusion.sources[base] if fusion is not None else (base,):
                 last[value] = node  # a value that is computed again keeps its sources alive
-    inside = {n for n in graph.nodes if fusion is not None and computes(n) and n not in fusion.stored}
+    inside: set[fx.Node] = set()
+    if fusion is not None:
+        inside = {n for n in graph.nodes if computes(n) and n not in fusion.stored}
+        for group in fusion.made_together():
+            end = max(group)  # in the order of the graph
+            last |= {value: max(last[value], end) for node in group for value in fusion.made_from[node]}
     dies: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
         dies.setdefault(node, []).append(value)

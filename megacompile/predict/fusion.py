@@ -33,13 +33,29 @@ _INLINED_READS = 4
 class Fusion:
     """The fusion of one graph. `stored`: the stored values. `sources`: for each value the stored values that it is computed
     from (itself, if it is stored or the result of a separate kernel). `stage`: its stage. `reads`: the values that each stage
-    reads. `read_by_kernels`: the values that separate kernels read."""
+    reads. `read_by_kernels`: the values that separate kernels read. `made_from`: the values that each stored one is computed
+    from."""
 
     stored: set[fx.Node] = field(default_factory=set)
     sources: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    made_from: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     stage: dict[fx.Node, int] = field(default_factory=dict)
     reads: dict[int, set[fx.Node]] = field(default_factory=dict)
     read_by_kernels: set[fx.Node] = field(default_factory=set)
+
+    def made_together(self) -> list[set[fx.Node]]:
+        """The stored values in groups, each of which one kernel writes. A compiler fuses ops of a stage that read the same
+        values of the results' size, or each other's results. It allocates all results of a kernel before it frees an input."""
+        groups: dict[fx.Node, set[fx.Node]] = {}
+        first: dict[tuple[int, fx.Node], fx.Node] = {}  # a stage and a value -> the first stored value that it is part of
+        for node, read in self.made_from.items():
+            groups[node] = {node}
+            for value in (node, *read):
+                if _elements(value) == _elements(node):
+                    other = first.setdefault((self.stage[node], value), node)
+                    joined = groups[other] | groups[node]
+                    groups |= dict.fromkeys(joined, joined)
+        return list({id(group): group for group in groups.values()}.values())
 
 
 def fuse(graph: fx.Graph) -> Fusion:
@@ -57,6 +73,7 @@ def fuse(graph: fx.Graph) -> Fusion:
         if _is(node, _REDUCTIONS) or node in found.read_by_kernels or len(made_from) > _INLINED_READS:
             found.stored.add(node)
             found.reads.setdefault(stage[node], set()).update(made_from)
+            found.made_from[node] = made_from
             sources[node] = {node}
     return found
 
@@ -75,6 +92,11 @@ def kernel_of(node: fx.Node) -> str | None:
 def tensor_of(node: Any) -> Tensor:
     value: Tensor = node.meta["val"]
     return value
+
+
+def _elements(node: fx.Node) -> str:
+    """The number of elements of a value, as text: to compare symbolic numbers would fix them."""
+    return str(tensor_of(node).numel())
 
 
 def computes(node: fx.Node) -> bool:

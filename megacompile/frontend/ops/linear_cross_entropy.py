@@ -113,7 +113,8 @@ def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, devi
         # An input of its own: inductor's cache keeps only conditions on symbols that are inputs.
         examples: list[Tensor | torch.SymInt] = [number, *_examples(number, vocabulary, dtype, device)]
         # A lambda, since inductor cannot name annotations in the key of its cache.
-        graph = make_fx(lambda _, *chunk: _chunk_gradient(*chunk, scale, softcap), tracing_mode="real")(*examples)
+        graph = make_fx(lambda _, scores, target, factor: _chunk_gradient(scores, target, factor, scale, softcap),
+                        tracing_mode="real")(*examples)
     try:
         compiled = Inductor().compile(graph, examples)
     except (MemoryError, TimeoutError, torch.OutOfMemoryError):
