@@ -8,7 +8,6 @@ and gradients are clipped by their norm. Each layer prefetches the next ones. Th
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import time
 from typing import Any
@@ -69,6 +68,7 @@ def sharded(given: argparse.Namespace) -> Any:
 
 
 def measure(given: argparse.Namespace) -> rows.Row:
+    start_processes()
     started = time.perf_counter()
     model = sharded(given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -102,16 +102,23 @@ def measure(given: argparse.Namespace) -> rows.Row:
         peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0, setup_s=round(setup_s, 1))
 
 
-def main() -> None:
+def start_processes() -> None:
+    """Joins the process group, once; `--help` works without one."""
+    if dist.is_initialized():
+        return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // process_count()))
+
+
+def main() -> None:
     try:
-        rows.main("fsdp", options(), functools.partial(measure))
+        rows.main("fsdp", options(), measure)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
