@@ -1,4 +1,4 @@
-"""Families train on padded rows of random lengths as native PyTorch does, in float32: packed, or padded where they cannot be."""
+"""Families train on padded rows of random lengths as native PyTorch does, in float32: packed, or padded where they must be."""
 from __future__ import annotations
 
 import copy
