@@ -50,11 +50,14 @@ class Fusion:
         first: dict[tuple[int, fx.Node], fx.Node] = {}  # a stage and a value -> the first stored value that it is part of
         for node, read in self.made_from.items():
             groups[node] = {node}
+            size = _elements(node)
             for value in (node, *read):
-                if _elements(value) == _elements(node):
+                if _elements(value) == size:
                     other = first.setdefault((self.stage[node], value), node)
-                    joined = groups[other] | groups[node]
-                    groups |= dict.fromkeys(joined, joined)
+                    smaller, larger = sorted((groups[other], groups[node]), key=len)
+                    if smaller is not larger:
+                        larger |= smaller
+                        groups |= dict.fromkeys(smaller, larger)
         return list({id(group): group for group in groups.values()}.values())
 
 
