@@ -107,8 +107,11 @@ class Trainer(transformers.Trainer):
     # ---------------------------------------------------------------- steps
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in the class that it derives from."""
-        with self._long_lived:
-            return super().train(*args, **kwargs)
+        try:
+            with self._long_lived:
+                return super().train(*args, **kwargs)
+        finally:
+            self._read_ahead = ReadAhead()  # the loader's iterator holds its workers
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The batches of the next step, and the number of their targets. The batches may have been read before a log."""
@@ -199,7 +202,7 @@ class Trainer(transformers.Trainer):
         if "train_runtime" in logs:
             self._token_rate.end()
         if "grad_norm" in logs:
-            if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            if self._reads_ahead():
                 self._read_ahead.read(self.args.gradient_accumulation_steps)
             norm = self._streamed_optimizer.grad_norm
             if norm is not None:
@@ -207,6 +210,13 @@ class Trainer(transformers.Trainer):
             else:
                 del logs["grad_norm"]
         super().log(logs, *args, **kwargs)
+
+    def _reads_ahead(self) -> bool:
+        """Whether a step follows in this epoch, whose batches come as the loader gives them. A subclass may take them from an
+        iterator of its own."""
+        control = self.control
+        return (self.state.global_step < self.state.max_steps and not control.should_epoch_stop
+                and not control.should_training_stop and type(self).get_batch_samples is Trainer.get_batch_samples)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """The estimate of transformers."""

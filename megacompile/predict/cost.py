@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -147,11 +147,13 @@ def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
             for value in fusion.sources[base] if fusion is not None else (base,):
                 last[value] = node  # a value that is computed again keeps its sources alive
     inside: set[fx.Node] = set()
+    made: dict[fx.Node, Collection[fx.Node]] = {}  # what is allocated with a stored value: its group, or nothing
     if fusion is not None:
         inside = {n for n in graph.nodes if computes(n) and n not in fusion.stored}
         for group in fusion.made_together():
-            end = max(group)  # in the order of the graph
+            begin, end = min(group), max(group)  # in the order of the graph
             last |= {value: max(last[value], end) for node in group for value in fusion.made_from[node]}
+            made |= {**dict.fromkeys(group, frozenset()), begin: group}
     dies: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
         dies.setdefault(node, []).append(value)
@@ -160,7 +162,7 @@ def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
         if node.op == "output":
             peak = max(peak, held + workspace(node, size))
         elif node.op in _MAKING and base_of(node) is node and node not in inside:
-            held += _made_bytes(node, size)
+            held += sum(_made_bytes(each, size) for each in made.get(node, [node]))
             peak = max(peak, held + workspace(node, size))
         for value in dies.get(node, ()):
             if value.op in _MAKING:

@@ -81,7 +81,7 @@ def test_steps_of_typical_lengths_fill_shorter_rows_better_in_few_sizes() -> Non
     usual, shorter = ([lay_out([Span(row, 0, count, 0) for row, count in enumerate(each)], (64, max(each)), shares=shares)
                        for each in batches] for shares in ((), SHARES))
     filled = [sum(drawn) / sum(layout.source.numel() for layout in layouts) for layouts in (usual, shorter)]
-    assert filled[0] < 0.94 and filled[1] > 0.955
+    assert filled[0] < 0.94 and filled[1] > 0.965
     assert len({layout.source.shape for layout in shorter}) <= 14
 
 

@@ -1,6 +1,8 @@
 """transformers' Trainer on streamed models, against the same models unstreamed."""
 from __future__ import annotations
 
+import gc
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,29 @@ def test_a_log_does_not_keep_the_device_waiting_for_the_next_batches(
     trained.run(Trainer, tmp_path, model, given=dict(data_collator=collate, train_dataset=trained.sequences(30)),
                 max_steps=steps)
     assert waits == ([5, 7, 9, 9] if steps == 4 else [5, 7, 9, 10, 10, 13])
+
+
+def test_a_trainer_that_takes_batches_from_its_own_iterator_loses_none(model: Any, tmp_path: Path) -> None:
+    class Wrapping(Trainer):
+        def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
+            return super().get_batch_samples(map(dict, epoch_iterator), *args)
+
+    used: list[Any] = []
+
+    class Noted(Wrapping):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            used.extend(inputs["input_ids"][:, 0].tolist())
+            return super().training_step(model, inputs, *args)
+
+    rows = [{"input_ids": torch.full((9,), number)} for number in range(24)]
+    trained.run(Noted, tmp_path, model, given=dict(train_dataset=rows))
+    assert sorted(used) == list(range(24))
+
+
+def test_no_worker_of_a_loader_outlives_a_training(model: Any, tmp_path: Path) -> None:
+    trained.run(Trainer, tmp_path, model, dataloader_num_workers=1)
+    gc.collect()
+    assert not multiprocessing.active_children()
 
 
 def test_an_error_of_the_data_is_raised_after_the_complete_steps_were_logged(model: Any, tmp_path: Path) -> None:

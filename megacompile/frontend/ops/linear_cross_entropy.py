@@ -112,7 +112,7 @@ def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, devi
     with sizes.fakes, torch.no_grad(), enable_python_dispatcher():
         # An input of its own: inductor's cache keeps only conditions on symbols that are inputs.
         examples: list[Tensor | torch.SymInt] = [number, *_examples(number, vocabulary, dtype, device)]
-        # A lambda, since inductor cannot name annotations in the key of its cache.
+        # Without annotations: inductor's cache refuses graphs of functions that have them.
         graph = make_fx(lambda _, scores, target, factor: _chunk_gradient(scores, target, factor, scale, softcap),
                         tracing_mode="real")(*examples)
     try:

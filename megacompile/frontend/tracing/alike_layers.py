@@ -182,8 +182,8 @@ class _Places:
     def same_text(self, one: str, two: str) -> bool:
         """Whether texts of the two layers are equal, but for the layers' own names, which PEFT stores in each adapter. A module
         inside the model does not know the names of the modules around it, so only the last two parts count: layers.1."""
-        own, others = (f".{'.'.join(name.split('.')[-2:])}." for name in (self.one, self.two))
-        return one == two or f".{one}.".replace(own, others) == f".{two}."
+        from_, to = (f".{'.'.join(name.split('.')[-2:])}." for name in (self.one, self.two))
+        return one == two or f".{one}.".replace(from_, to) == f".{two}."
 
 
 def _same_attributes(layer: nn.Module, other: nn.Module, places: _Places) -> bool:
