@@ -6,7 +6,8 @@
 Reports processor seconds, on the CPU and uncompiled, each family in its own process. `stream` traces the model. `step` is a
 plain training step, `padded` a step with a batch that is padded on the left, `evaluation` a forward in evaluation mode. The
 last two trace the model again if it computes something else then. Needs no GPU and no weights. Models have three or four
-layers and are small, since tracing time depends on what a layer computes and hardly on its width.
+layers and are small, since tracing time depends on what a layer computes and hardly on its width. The one with adapters has 64
+layers.
 """
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ _QWEN3_NEXT = _COMMON | dict(moe_intermediate_size=16, shared_expert_intermediat
 #: Name -> (model type, fields of its config that differ from the defaults).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", _COMMON),
+    "qwen3_adapters": ("qwen3", _COMMON | dict(num_hidden_layers=64)),
     "llama": ("llama", _COMMON),
     "gemma3": ("gemma3_text", _COMMON | dict(sliding_window=8)),
     "gpt_oss": ("gpt_oss", _COMMON | _EXPERTS | dict(sliding_window=8)),
@@ -55,6 +57,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         linear_num_value_heads=9, linear_key_head_dim=7, linear_value_head_dim=5, linear_conv_kernel_dim=3,
         layer_types=["linear_attention"] * 2 + ["full_attention"])),
 }
+#: Families with a LoRA adapter (PEFT) in each linear layer.
+_ADAPTED = frozenset({"qwen3_adapters"})
 
 
 def measure(name: str, pipe: Connection | None = None) -> dict[str, float]:
@@ -77,7 +81,10 @@ def measure(name: str, pipe: Connection | None = None) -> dict[str, float]:
 
     model_type, fields = FAMILIES[name]
     config = transformers.AutoConfig.for_model(model_type, **fields, use_cache=False)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    if name in _ADAPTED:
+        import peft
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     ids = torch.randint(8, 96, (2, 20))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0

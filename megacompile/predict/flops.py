@@ -204,7 +204,7 @@ def _fused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
     """A fused kernel reads each value from outside of its stage once, and writes the values that are read outside of it."""
     fusion = fuse(graph)
     # Values that a stage makes itself are in registers or in a cache.
-    fetched = {at: {s for s in found if s not in fusion.stored or fusion.stage[s] != at} for at, found in fusion.reads.items()}
+    fetched = {at: {s for s in read if s not in fusion.stored or fusion.stage[s] != at} for at, read in fusion.reads().items()}
     written = {s for s in fusion.stored if s in fusion.read_by_kernels or any(s in found for found in fetched.values())}
     moved = sizes.bytes(*written) + sum((sizes.bytes(*found) for found in fetched.values()), _ZERO)
-    return Work(bytes=moved, kernels=len(fusion.reads))
+    return Work(bytes=moved, kernels=len(fetched))

@@ -7,7 +7,7 @@ if it is a result.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,17 +31,26 @@ _INLINED_READS = 4
 
 @dataclass
 class Fusion:
-    """The fusion of one graph. `stored`: the stored values. `sources`: for each value the stored values that it is computed
-    from (itself, if it is stored or the result of a separate kernel). `stage`: its stage. `reads`: the values that each stage
-    reads. `read_by_kernels`: the values that separate kernels read. `made_from`: the values that each stored one is computed
-    from."""
+    """The fusion of one graph. `made_from`: for each stored value, in the order of the graph, the values that it is computed
+    from. `sources`: for each value the stored values that it is computed from (itself, if it is stored or the result of a
+    separate kernel). `stage`: its stage. `read_by_kernels`: the values that separate kernels read."""
 
-    stored: set[fx.Node] = field(default_factory=set)
-    sources: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     made_from: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    sources: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     stage: dict[fx.Node, int] = field(default_factory=dict)
-    reads: dict[int, set[fx.Node]] = field(default_factory=dict)
     read_by_kernels: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def stored(self) -> Set[fx.Node]:
+        """The stored values."""
+        return self.made_from.keys()
+
+    def reads(self) -> dict[int, set[fx.Node]]:
+        """The values that each stage reads."""
+        found: dict[int, set[fx.Node]] = {}
+        for node, values in self.made_from.items():
+            found.setdefault(self.stage[node], set()).update(values)
+        return found
 
     def made_together(self) -> list[set[fx.Node]]:
         """The stored values in groups, each of which one kernel writes. A compiler fuses ops of a stage that read the same
@@ -74,8 +83,6 @@ def fuse(graph: fx.Graph) -> Fusion:
         made_from: set[fx.Node] = set().union(*(sources[used] for used in inputs(node)))
         stage[node], sources[node] = max((stage[s] for s in made_from), default=0), made_from
         if _is(node, _REDUCTIONS) or node in found.read_by_kernels or len(made_from) > _INLINED_READS:
-            found.stored.add(node)
-            found.reads.setdefault(stage[node], set()).update(made_from)
             found.made_from[node] = made_from
             sources[node] = {node}
     return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from megacompile.codegen.inductor import Inductor
 from megacompile.frontend.templates.symbolic_sizes import UNIT, CodeForAnySize, SymbolicSizes
 from megacompile.frontend.templates.template import BATCH
+from megacompile.frontend.templates.variants import Traced, code_for_any_size
 from megacompile.ir.token_loop import accumulate_product
 from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
 from megacompile.torch_compat.symbols import ShapeEnv
@@ -115,15 +116,7 @@ def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, devi
         # Without annotations: inductor's cache refuses graphs of functions that have them.
         graph = make_fx(lambda _, scores, target, factor: _chunk_gradient(scores, target, factor, scale, softcap),
                         tracing_mode="real")(*examples)
-    try:
-        compiled = Inductor().compile(graph, examples)
-    except (MemoryError, TimeoutError, torch.OutOfMemoryError):
-        raise
-    except Exception:  # symbolic sizes are harder for inductor; with a number it may still compile
-        return None
-    if sizes.are_fixed:
-        return None
-    return CodeForAnySize(compiled, sizes.symbols, (), sizes.conditions(), lambda made, _: made)
+    return code_for_any_size(Traced(graph, examples, (0, 1, 2)), sizes, Inductor())
 
 
 def _examples(rows: int | torch.SymInt, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

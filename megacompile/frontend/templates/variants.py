@@ -54,7 +54,13 @@ def compile_for_any_size(variant: Variant, example_args: Sequence[Tensor | int |
     the variant or inductor's code only holds for one number, or if it runs a chunk of tokens at a time."""
     if token_loops(variant.graph):
         return None
-    traced = _specialise(variant.graph, variant.reads, [example_args[i] for i in variant.reads], sizes)
+    return code_for_any_size(_specialise(variant.graph, variant.reads, [example_args[i] for i in variant.reads], sizes), sizes,
+                             inductor)
+
+
+def code_for_any_size(traced: Traced, sizes: SymbolicSizes, inductor: Inductor) -> CodeForAnySize | None:
+    """Code for any number that the symbols of `sizes` may be. `traced` has these sizes, and `sizes.numbers` as its first
+    inputs. Returns None if the graph or inductor's code only holds for one number, or if inductor fails with a symbol."""
     if sizes.are_fixed:
         return None
     try:
@@ -76,7 +82,7 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
     return _runnable(traced.positions, traced.dtypes, compiled, [example.stride() for example in traced.tensors])
 
 
-def _compile_traced(traced: _Traced, inductor: Inductor) -> Callable[..., Any]:
+def _compile_traced(traced: Traced, inductor: Inductor) -> Callable[..., Any]:
     try:
         return inductor.compile(traced.graph, traced.examples)
     except (MegacompileError, MemoryError, TimeoutError, torch.OutOfMemoryError):
@@ -163,7 +169,7 @@ def _compile_body(variant: Variant, loop: TokenLoop, batch: int, length: int, co
 
 
 @dataclass(frozen=True)
-class _Traced:
+class Traced:
     """`graph`: reads only live tensors. `examples`: its inputs, fakes of one mode; numbers that are symbols come first.
     `positions`: which arguments of the variant the tensors are."""
 
@@ -181,7 +187,7 @@ class _Traced:
 
 
 def _specialise(variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | torch.SymInt | None],
-                sizes: SymbolicSizes | None = None) -> _Traced:
+                sizes: SymbolicSizes | None = None) -> Traced:
     """The variant's graph, reading only the live tensors, with the sizes of `live`, some of which may be symbols.
 
     A template's symbols mean "at least 2", so that a batch of one must be traced again; and inductor makes better code
@@ -209,7 +215,7 @@ def _specialise(variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Te
     with fakes, torch.no_grad(), dispatching:
         specialised = make_fx(function, tracing_mode="real")(*numbers, *examples)
     tolerate_strides(specialised)  # inductor's decompositions use other layouts than the ops do
-    return _Traced(specialised, [*numbers, *examples], tuple(reads[i] for i in tensors))
+    return Traced(specialised, [*numbers, *examples], tuple(reads[i] for i in tensors))
 
 
 def _without_overlap(value: Tensor) -> Sequence[int]:
