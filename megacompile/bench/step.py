@@ -78,6 +78,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--pinned-memory",
                         help="budget for pinned memory; if it does not hold all tiles, copies use pinned buffers "
                              "(default: no limit)")
+    parser.add_argument("--host-memory", help='host memory budget, such as "48GiB" (default: the available memory)')
     parser.add_argument("--uncompiled", action="store_true", help="run templates op by op instead of compiling them")
     parser.add_argument("--train-step", action="store_true", help="run each step as one program")
     parser.add_argument("--waves", type=int, help="number of waves in a step (default: chosen by the planner)")
@@ -103,7 +104,7 @@ def options() -> argparse.ArgumentParser:
 
 
 #: Rows that have these options in common are measured on one model.
-MODEL = ("shape", "layers", "device", "pinned_memory", "uncompiled", "nccl", "lora", "quantize",
+MODEL = ("shape", "layers", "device", "pinned_memory", "host_memory", "uncompiled", "nccl", "lora", "quantize",
          "overlap")  # clipping leaves gradients in tiles
 #: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
@@ -141,7 +142,7 @@ class Models:
             torch.cuda.empty_cache()
         self.before = resident_bytes()
         self.model = megacompile.stream(model, device=given.device, pinned_memory=given.pinned_memory,
-                                        compile=False if given.uncompiled else None,
+                                        host_memory=given.host_memory, compile=False if given.uncompiled else None,
                                         peer_copies=False if given.nccl else None, **planned)
         return self.model
 
