@@ -17,7 +17,6 @@ from megacompile.frontend.captured import CapturedModel
 from megacompile.frontend.pipeline import CaptureState, Watch, run_steps
 from megacompile.frontend.steps import STEPS
 from megacompile.frontend.templates.template import TargetLike, TemplatePass
-from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE
 from megacompile.frontend.tracing.layers import Layers, LayerStack, find_layers
 from megacompile.frontend.tracing.options import refuse_options
 from megacompile.frontend.tracing.trace import our_attention, subject
@@ -104,7 +103,8 @@ class Recapture:
 
     def for_key(self, key: CaptureKey) -> CapturedModel:
         if key not in self.known:
-            with recording(), under_way(f"tracing {type(self.plain).__name__} for another kind of batch"):
+            kind = f"{key.traced_length} tokens" if key.traced_length else "another kind of batch"
+            with recording(), under_way(f"tracing {type(self.plain).__name__} for {kind}"):
                 self.known[key] = _captured(CaptureState(
                     self.plain, self.layers, self.example, self.template_passes, self.target, key, self.loss,
                     known_patches=self.patches, known_trace=self.validity.unlike.pop(key, None)))
@@ -112,6 +112,6 @@ class Recapture:
 
     def only_hides(self, key: CaptureKey, name: str) -> bool:
         attention = our_attention(self.plain, self.traced_example, key)
-        fakes, twin, given, options = subject(self.plain, self.layers, self.traced_example, key, CAPTURE_SHAPE, attention)
+        fakes, twin, given, options = subject(self.plain, self.layers, self.traced_example, key, attention)
         with fakes:
             return only_hides(twin, model_arguments(given, key.images), options, name)

@@ -20,7 +20,7 @@ from megacompile.frontend.graph.output import OutputStructure
 from megacompile.frontend.templates.heads import LOGITS, Head, Heads
 from megacompile.frontend.templates.sizes import Condition
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template
-from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE
+from megacompile.frontend.tracing.fake_model import capture_shape
 from megacompile.ir.plan import CaptureKey
 
 
@@ -177,7 +177,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
 
     def same_in_evaluation(self) -> bool:
         """Whether the model computes the same in evaluation mode. The first call runs the model on fakes."""
-        return self.others.holds(False, CAPTURE_SHAPE)
+        return self.others.holds(False, capture_shape(self.key))
 
     def for_key(self, key: CaptureKey) -> CapturedModel:
         """The same model, captured for another key. The first call with a key takes as long as the first capture."""
@@ -191,7 +191,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
     def check_shape(self, batch: int, length: int, output: str = "loss") -> None:
         """Raise `UnsupportedError` if the captured graphs, including those of `output`, do not hold at this batch size and
         length. The first check of a size of 1 runs the model on fakes."""
-        size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
+        size = tuple(1 if n == 1 else traced for n, traced in zip((batch, length), capture_shape(self.key), strict=True))
         if 1 in size and not self.others.holds(not self.key.evaluating, size):  # type: ignore[arg-type]
             raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
                                    "were captured: remove the branch on a size of 1 from the model's forward, or avoid it")
@@ -200,3 +200,8 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
                 raise UnsupportedError(
                     f"a batch of {batch} x {length} breaks {condition.expression}, which the captured graph assumes"
                     f"{condition.line}: keep batches within it, or remove the branch on sizes from the model's forward")
+
+    def holds_at(self, length: int) -> bool:
+        """Whether the captured graphs hold at this length, as far as conditions on the length alone say that."""
+        return all(condition.expression.subs({LENGTH: length}) != sympy.false for condition in self.conditions
+                   if condition.expression.free_symbols == {LENGTH})

@@ -39,7 +39,7 @@ from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Source,
 from megacompile.frontend.templates.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
 from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.alike_layers import with_repeats
-from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE, fake_twin, is_transformers_model
+from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE, capture_shape, fake_twin, is_transformers_model
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.layers import LayerStack, find_layers
 from megacompile.frontend.tracing.model_graph import ModelGraph
@@ -108,7 +108,7 @@ def trace_model(plain: nn.Module, layers: tuple[str, ...], traced_example: Examp
 def check_state(plain: nn.Module, layers: tuple[str, ...], traced_example: Example, key: CaptureKey, traced: Traced) -> None:
     """Refuses a model that computes something else at its second call."""
     if traced.graph.changes_state and traced.shortened is None:  # a shortened model was called twice already
-        fakes, twin, given, options = subject(plain, layers, traced_example, key, CAPTURE_SHAPE, traced.attention)
+        fakes, twin, given, options = subject(plain, layers, traced_example, key, traced.attention)
         with fakes:
             refuse_changing_state(twin, model_arguments(given, key.images), options)
 
@@ -207,7 +207,7 @@ def repeat_layers(
     """Adds a copied section for each layer that was not traced; returns the twin with all layers, and the layers' names."""
     twin = traced.twin
     if traced.shortened is not None:
-        twin = subject(plain, layers, traced_example, key, CAPTURE_SHAPE, traced.attention)[1]
+        twin = subject(plain, layers, traced_example, key, traced.attention)[1]
     repeated = with_repeats(sections, traced.repeats)
     names = dict.fromkeys(section.layer or section.name for section in repeated[1:-1] if section.visit == 1)
     return repeated, twin, tuple(names)
@@ -312,7 +312,7 @@ def describe_batch(
     inputs += tuple(n for n, _, _ in read_by_loss if n not in inputs)
     labels = tuple(n for n in inputs
                    if loss_facts.has_loss and n not in read_early and n not in map(argument, key.further))
-    same_logits = _same_logits_without_labels(twin, graph, positions, model_arguments(batch, key.images), labels)
+    same_logits = _same_logits_without_labels(twin, graph, positions, batch, labels, key)
     return BatchFacts(
         forward_arguments=frozenset(forward_signature(twin).parameters), batch_inputs=inputs, labels=labels,
         same_logits_without_labels=same_logits,
@@ -321,7 +321,8 @@ def describe_batch(
 
 
 def _same_logits_without_labels(
-    twin: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: Mapping[str, Tensor], labels: tuple[str, ...]
+    twin: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: dict[str, Tensor], labels: tuple[str, ...],
+    key: CaptureKey,
 ) -> bool:
     """Whether logits have the same shape without labels: some models then compute those of the last position alone.
 
@@ -329,15 +330,16 @@ def _same_logits_without_labels(
     if is_transformers_model(twin) or len(positions) < 2:
         return True
     captured = tuple(graph.results[positions[1]].meta["example_value"].shape)
+    given = {name: value for name, value in model_arguments(batch, key.images).items() if name not in labels}
     fakes = next(twin.parameters()).fake_mode  # type: ignore[attr-defined]
     with fakes, torch.no_grad():
         try:
-            returned = twin(**{k: torch.zeros(v.shape, dtype=v.dtype) for k, v in batch.items() if k not in labels})
+            returned = twin(**{name: torch.zeros(value.shape, dtype=value.dtype) for name, value in given.items()})
         except TRACING_ERRORS:  # the model needs its labels, so it has no logits without them
             return False
     leading = min(2, len(captured) - 1)  # dimensions of the batch: a classifier's logits only have rows
     shapes = [tuple(t.shape) for t in pytree.tree_leaves(returned) if isinstance(t, Tensor) and t.dim() > leading]
-    return shapes == [(*CAPTURE_SHAPE[:leading], *captured[leading:])]
+    return shapes == [(*capture_shape(key)[:leading], *captured[leading:])]
 
 
 #: A capture, from the first step to the last. Names appear in progress lines and in `explain_capture(model, show_steps=print)`.

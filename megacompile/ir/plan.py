@@ -23,12 +23,14 @@ class CaptureKey:
     `further`: names of the batch arguments beyond those of every batch (a mask, positions that restart within a row); a mask of
     pairs with its dtype and shape ("mask: bool [B, 1, T, T]"). `evaluating`: the graphs of evaluation mode, where they differ
     from training mode. `without_adapters`: PEFT's adapters are switched off. `images`: images per sequence, for a model that
-    takes images."""
+    takes images. `traced_length`: the tokens of a sequence that the model was traced with, if its code does something else for
+    this length than for the usual one; 0: the usual one."""
 
     further: tuple[str, ...] = ()
     evaluating: bool = False
     without_adapters: bool = False
     images: int = 1
+    traced_length: int = 0
 
     @property
     def packed(self) -> bool:
@@ -46,8 +48,7 @@ class Shape:
     A `lean` program keeps none of the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
     `Plan`). A `whole_step` is one program for a step; otherwise forward, backward and update are sections. `output` is what the
     epilogue returns: the model's "loss" (without labels only its logits), or a head's outputs, which the caller differentiates:
-    "logits", or the name of a function of tokens. `further`, `evaluating`, `without_adapters` and `images` select the model's
-    capture (`CaptureKey`)."""
+    "logits", or the name of a function of tokens. The last five select the model's capture (`CaptureKey`)."""
 
     batch: int
     length: int
@@ -61,10 +62,11 @@ class Shape:
     evaluating: bool = False
     without_adapters: bool = False
     images: int = 1
+    traced_length: int = 0
 
     @property
     def capture_key(self) -> CaptureKey:
-        return CaptureKey(self.further, self.evaluating, self.without_adapters, self.images)
+        return CaptureKey(self.further, self.evaluating, self.without_adapters, self.images, self.traced_length)
 
     @property
     def packed(self) -> bool:

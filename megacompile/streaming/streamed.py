@@ -376,10 +376,9 @@ class Streamed:
     def shape_of(self, given: BatchArguments, training: bool, output: str = "loss") -> Shape:
         """The shape of a batch in the user's loop, with the optimizer that it has now."""
         output = self.captured.main_output if output == "loss" else output
-        key = given.key
         return Shape(given.rows, given.length, output == "loss" and given.has_labels, training,
-                     update=self.optimizer_in_backward.update_at if training else "step", output=output, further=key.further,
-                     evaluating=key.evaluating, without_adapters=key.without_adapters, images=key.images)
+                     update=self.optimizer_in_backward.update_at if training else "step", output=output,
+                     **vars(self.captures.key_at(given.key, given.length, training)))
 
     def _batch(self, shape: CompiledShape, given: BatchArguments, all_rows: AllRows | None) -> Batch:
         captured, constants = self.captures.serve(shape.shape.capture_key).captured, self.constants.on_device

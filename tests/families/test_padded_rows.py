@@ -14,8 +14,8 @@ from torch import Tensor
 
 import megacompile
 
-#: The last two have convolutions over tokens or recurrent layers, and are not packed.
-FAMILIES = ("llama", "gemma3_text", "qwen3", "gpt_neox", "olmo2", "gpt2", "cohere2", "falcon", "lfm2", "qwen3_next")
+#: The last three have convolutions over tokens or recurrent layers, and are not packed.
+FAMILIES = ("llama", "gemma3_text", "qwen3", "gpt_neox", "olmo2", "gpt2", "cohere2", "falcon", "lfm2", "qwen3_next", "mamba2")
 LONGEST = 24
 
 

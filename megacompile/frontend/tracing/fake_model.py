@@ -20,9 +20,16 @@ from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.layers import Layers, encoders, find_layers
 from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
 from megacompile.frontend.tracing.recorders import remove_hooks_for_gradients
+from megacompile.ir.plan import CaptureKey
 from megacompile.torch_compat.core import FakeTensorMode
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialized, and equal sizes could share one symbol.
+
+
+def capture_shape(key: CaptureKey) -> tuple[int, int]:
+    """The [batch, length] that a model is traced with for batches of a key."""
+    batch, length = CAPTURE_SHAPE[0], key.traced_length or CAPTURE_SHAPE[1]
+    return batch + (length == batch), length
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -78,7 +85,7 @@ def _fake_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
 
 def fake_batch(
     model: nn.Module, example: dict[str, torch.Tensor] | None, fakes: FakeTensorMode,
-    size: tuple[int, int] = CAPTURE_SHAPE, further: Collection[str] = (), images: int = 1,
+    size: tuple[int, int], further: Collection[str] = (), images: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
 

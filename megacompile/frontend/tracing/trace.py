@@ -16,7 +16,7 @@ from megacompile.frontend.graph.attention_calls import all_layers_call_attention
 from megacompile.frontend.ops.attention import implementation_for
 from megacompile.frontend.tracing.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.tracing.alike_layers import Shortened, shorten
-from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
+from megacompile.frontend.tracing.fake_model import capture_shape, fake_batch, fake_twin, is_transformers_model
 from megacompile.frontend.tracing.layer_calls import layer_calls
 from megacompile.frontend.tracing.layers import find_layers, share_weights
 from megacompile.frontend.tracing.model_graph import ModelGraph, capture_model_graph
@@ -45,15 +45,16 @@ class Traced(NamedTuple):
 
 def trace(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
-    size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False, whole: bool = False,
+    size: tuple[int, int] | None = None, images_apart: bool = False, whole: bool = False,
 ) -> Traced:
-    """A trace of the model, with our attention if its layers call it; with all of its layers if `whole`.
+    """A trace of the model, with our attention if its layers call it; with all of its layers if `whole`. `size`: of the batch,
+    [batch, length]; None: that of the key's captures.
 
     A transformers model that asks for a mask but has its own attention code would get no mask, and silently see the future. So
     it is captured again with the attention implementation it came with. `images_apart`: the number of images is a size of its
     own (see `rows.py`).
     """
-    ours = our_attention(model, example, key)
+    ours, size = our_attention(model, example, key), size or capture_shape(key)
     shown = _rehearsed(model, layers, example, key, size, ours)
     for attention in dict.fromkeys((None if shown.without_attention else ours, None)):
         try:
@@ -84,7 +85,7 @@ def _rehearsed(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, size: tuple[int, int],
     attention: str | None,
 ) -> Rehearsal:
-    fakes, twin, batch, options = subject(model, layers, example, key, size, attention)
+    fakes, twin, batch, options = subject(model, layers, example, key, attention, size)
     with fakes:
         return rehearse(twin, model_arguments(batch, key.images), options, find_layers(twin, layers))
 
@@ -94,7 +95,7 @@ def _traced(
     attention: str | None, images_apart: bool, each_call: bool = False, whole: bool = False,
 ) -> Traced:
     """A trace with this attention. If layers run more than once, or share weights, each call is traced separately."""
-    fakes, twin, batch, options = subject(model, layers, example, key, size, attention)
+    fakes, twin, batch, options = subject(model, layers, example, key, attention, size)
     if images_apart:
         batch |= traced_apart(batch, fakes)
     stack = find_layers(twin, layers)
@@ -113,13 +114,14 @@ def _traced(
 
 
 def subject(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, size: tuple[int, int],
-    attention: str | None,
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, attention: str | None,
+    size: tuple[int, int] | None = None,
 ) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
-    """What a trace runs: the fakes' mode, the twin, its batch and its other arguments."""
+    """What a trace runs: the fakes' mode, the twin, its batch and its other arguments. `size`: as for `trace`."""
     fakes = FakeTensorMode(shape_env=ShapeEnv())
     twin = fake_twin(model, fakes, attention, training=not key.evaluating, layers=layers)
     if key.without_adapters:
         switch_off_adapters(twin)
-    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, key.further, key.images)
+    given = dict(example) if example is not None else None
+    batch = fake_batch(model, given, fakes, size or capture_shape(key), key.further, key.images)
     return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.frontend.batches.patches import model_arguments
-from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE
+from megacompile.frontend.tracing.fake_model import capture_shape
 from megacompile.frontend.tracing.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.tracing.trace import Traced, subject, trace
 from megacompile.ir.plan import CaptureKey
@@ -24,7 +24,7 @@ class Validity:
     def __init__(self, model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
                  found: Traced, images_apart: bool) -> None:
         self.model, self.layers, self.example, self.key = model, layers, example, key
-        self.images_apart, self.attention = images_apart, found.attention
+        self.images_apart, self.attention, self.size = images_apart, found.attention, capture_shape(key)
         self.performed, self.repeats = operations(found.graph), found.repeats
         self.said = found.shortened.said if found.shortened is not None else None
         self.unlike: dict[CaptureKey, Traced] = {}
@@ -32,15 +32,15 @@ class Validity:
         self.holds = functools.cache(self._holds)
 
     def _called(self, key: CaptureKey, size: tuple[int, int]) -> tuple[Said, ...] | None:
-        fakes, twin, batch, options = subject(self.model, self.layers, self.example, key, size, self.attention)
+        fakes, twin, batch, options = subject(self.model, self.layers, self.example, key, self.attention, size)
         with fakes:
             return torch_calls(twin, model_arguments(batch, key.images), options)
 
     def _holds(self, training: bool, size: tuple[int, int]) -> bool:
         """Whether the model computes the same in a mode and for a batch of [batch, length] `size`."""
         key = dataclasses.replace(self.key, evaluating=not training)
-        exact = size == CAPTURE_SHAPE  # else some whole numbers are sizes
-        expected = self.said if self.said is not None else self.called(self.key, CAPTURE_SHAPE)
+        exact = size == self.size  # else some whole numbers are sizes
+        expected = self.said if self.said is not None else self.called(self.key, self.size)
         called = None if expected is None else self.called(key, size)
         if expected is not None and called is not None and alike(called, expected, exact):
             return True
@@ -49,7 +49,7 @@ class Validity:
             if made.repeats == self.repeats:
                 same = alike(operations(made.graph), self.performed, exact)
             else:  # other layers were traced
-                same = alike(self._operations(key, size), self._operations(self.key, CAPTURE_SHAPE), exact)
+                same = alike(self._operations(key, size), self._operations(self.key, self.size), exact)
         if not same and exact and not self.images_apart:
             self.unlike[key] = made
         return same

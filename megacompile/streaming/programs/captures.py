@@ -1,10 +1,12 @@
 """The captures of one streamed model: graphs, plans and kernels for each kind of batch, over the same tiles.
 
 A plain batch has the graphs that the model was streamed with. Padding that must be seen, several sequences in a row, evaluation
-mode where it computes something else: each has graphs of its own, captured when the first such batch comes.
+mode where it computes something else, lengths at which the model's code branches: each has graphs of its own, captured when the
+first such batch comes.
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +33,9 @@ from megacompile.sizes import parse_bytes
 from megacompile.streaming.adapters import AdapterStates
 from megacompile.streaming.programs.binding import Binder
 from megacompile.weights.tiling import Tiling
+
+#: How often a model is captured again for lengths at which its code does something else.
+MOST_LENGTHS = 8
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class ModelCaptures:
         binder = Binder(captured, tiling, backend.device, compiling, any_size, config.micro_batch_size, self.repacking.least)
         self._known = {PLAIN: Served(captured, planner, binder)}
         self._reads_masks: dict[CaptureKey, bool] = {}
+        self._keys_at: dict[tuple[CaptureKey, int], CaptureKey] = {}
 
     @property
     def first(self) -> Served:
@@ -106,6 +112,27 @@ class ModelCaptures:
         key of training mode also serves evaluation mode where both compute the same."""
         key = CaptureKey(further, without_adapters=self.adapters.disabled(), images=images)
         return key if training or self.serve(key).captured.same_in_evaluation() else replace(key, evaluating=True)
+
+    def key_at(self, key: CaptureKey, length: int, training: bool) -> CaptureKey:
+        """The key of a capture that holds for sequences of `length` tokens, where `key` serves the batch in all else. The model
+        is captured again if its code branches on the length, at most `MOST_LENGTHS` times. If no capture holds, returns `key`:
+        `check_shape` then refuses the batch, and names the branch."""
+        if (key, length) not in self._keys_at:
+            self._keys_at[key, length] = next(self._holding(key, length), key)
+        found = self._keys_at[key, length]
+        if found == key or training or found.evaluating or self.serve(found).captured.same_in_evaluation():
+            return found
+        return self.key_at(replace(key, evaluating=True), length, training)
+
+    def _holding(self, key: CaptureKey, length: int) -> Iterator[CaptureKey]:
+        """Keys of captures that hold at this length, the known ones first."""
+        known = [each for each in self._known if replace(each, traced_length=0) == key]
+        yield from (each for each in (key, *known) if self.serve(each).captured.holds_at(length))
+        if len(known) <= MOST_LENGTHS:
+            with contextlib.suppress(CaptureError, UnsupportedError):
+                other = replace(key, traced_length=length)
+                if self.serve(other).captured.holds_at(length):
+                    yield other
 
     def reads_masks(self, key: CaptureKey) -> bool:
         """Whether our attention, in every layer, reads the masks of pairs of a key's batches. May capture it."""
@@ -148,7 +175,7 @@ class ModelCaptures:
             raise UnsupportedError(f"{type(self.model).__name__} does nothing with {', '.join(ignored)}: leave it out")
         if not self._reads_as_planned(captured, key):
             what = ("without its adapters" if key.without_adapters else "in evaluation mode" if key.evaluating
-                    else f"with {', '.join(key.further)}")
+                    else f"with {key.traced_length} tokens" if key.traced_length else f"with {', '.join(key.further)}")
             raise UnsupportedError(f"{what} the model reads its weights in other layers than in training without: a streamed "
                                    "model cannot do both, leave it out")
         hardware = planner.simulator.durations.hardware if planner.simulator is not None else None

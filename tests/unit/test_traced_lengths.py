@@ -1,0 +1,173 @@
+"""Models whose code does something else for some lengths: they are captured again there, and equal native PyTorch."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import assert_same_gradients
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.capture import capture
+from megacompile.streaming.programs.captures import MOST_LENGTHS
+
+CHUNK = 4
+
+
+class Layer(nn.Module):
+    """Adds up within chunks, as Mamba2 does: the code differs for one chunk, and for chunks that are whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.tanh(self.first(x))
+        empty = -x.shape[1] % CHUNK
+        if empty > 0:
+            made = F.pad(made, (0, 0, 0, empty))
+        if made.shape[1] > CHUNK:
+            made = made.unflatten(1, (-1, CHUNK)).cumsum(2).flatten(1, 2)
+        return x + made[:, :x.shape[1]]
+
+
+class Decoder(nn.Module):
+    layer: type[nn.Module] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(self.layer() for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class DropsFullChunks(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.shape[1] % CHUNK else self.drop(x))
+
+
+class LoopsOverChunks(Layer):
+    """Reads the first token of each chunk, as a loop over chunks; each number of chunks is another graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.tanh(self.first(x))
+        state = made[:, :1]
+        for number in range(-(-x.shape[1] // CHUNK)):
+            state = state / 2 + made[:, number * CHUNK:number * CHUNK + 1]
+        return x + made + state
+
+
+def model_of(layer: type[nn.Module]) -> Any:
+    return type("Model", (Decoder,), {"layer": layer})()
+
+
+def tokens(length: int, rows: int = 2) -> Tensor:
+    return torch.randint(0, 16, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def check(ours: Any, native: Any, length: int) -> None:
+    """The same loss, gradients and logits without labels, on a batch of this length."""
+    for model in (ours, native):
+        model.zero_grad()
+    ids = tokens(length)
+    losses = [model(input_ids=ids, labels=ids)["loss"] for model in (ours, native)]
+    for loss in losses:
+        loss.backward()
+    assert torch.allclose(*losses, rtol=1e-6), length
+    assert_same_gradients(ours, native)
+    with torch.no_grad():
+        assert torch.allclose(ours(input_ids=ids)["logits"], native(input_ids=ids)["logits"], atol=1e-6)
+
+
+def captures_of(model: Any) -> int:
+    return len(list(model.megacompile.streamed.captures))
+
+
+def test_each_branch_on_the_length_is_captured_once_when_it_first_comes() -> None:
+    native = model_of(Layer)
+    ours = megacompile.stream(copy.deepcopy(native), device="cpu")
+    for length, captures in ((17, 1), (13, 1), (8, 2), (16, 2), (3, 3), (4, 4), (2, 4), (17, 4), (20, 4)):
+        check(ours, native, length)
+        assert captures_of(ours) == captures, length
+    ours.megacompile.close()
+
+
+def test_a_whole_step_trains_alike_with_lengths_on_both_sides_of_a_branch() -> None:
+    native = model_of(Layer)
+    ours = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=1)
+    optimizer = megacompile.AdamW(ours.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(native.parameters(), lr=1e-2)
+    for length in (17, 8, 3, 4, 12, 17):
+        ids = tokens(length)
+        loss = ours.megacompile.train_step({"input_ids": ids, "labels": ids}, optimizer)
+        theirs = native(input_ids=ids, labels=ids)["loss"]
+        theirs.backward()
+        reference.step()
+        reference.zero_grad()
+        assert torch.allclose(torch.as_tensor(loss), theirs, rtol=1e-5), length
+    for name, weight in ours.state_dict().items():
+        assert torch.allclose(weight, native.state_dict()[name], atol=1e-5), name
+
+
+def test_a_branch_that_drops_in_training_does_not_drop_in_evaluation() -> None:
+    native = model_of(DropsFullChunks).eval()
+    ours = megacompile.stream(copy.deepcopy(native).train(), device="cpu").eval()
+    with torch.no_grad():
+        for length in (17, 8):
+            ids = tokens(length)
+            assert torch.allclose(ours(input_ids=ids)["logits"], native(input_ids=ids)["logits"], atol=1e-6), length
+
+
+def test_lengths_that_each_need_a_capture_are_refused_after_some_with_the_line() -> None:
+    native = model_of(LoopsOverChunks)
+    ours = megacompile.stream(copy.deepcopy(native), device="cpu")
+    chunks = [number for number in range(1, MOST_LENGTHS + 2) if number != 5]  # five are captured at first
+    for number in chunks:
+        check(ours, native, number * CHUNK - 1)
+    assert captures_of(ours) == MOST_LENGTHS + 1
+    ids = tokens((MOST_LENGTHS + 2) * CHUNK - 1)
+    with pytest.raises(UnsupportedError, match=r"a batch of 2 x 39 breaks .*test_traced_lengths.py:\d+ .*for number in range"):
+        ours(input_ids=ids, labels=ids)
+    check(ours, native, 7)
+
+
+def test_a_length_at_which_the_model_raises_is_refused_by_its_condition() -> None:
+    class Bounded(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] > 32:
+                raise ValueError("too long")
+            return super().forward(x)
+
+    model = megacompile.stream(model_of(Bounded), device="cpu")
+    ids = tokens(33)
+    with pytest.raises(UnsupportedError, match="a batch of 2 x 33 breaks T <= 32"):
+        model(input_ids=ids, labels=ids)
+    assert captures_of(model) == 1
+
+
+def test_a_program_for_another_branch_can_be_saved_edited_and_loaded() -> None:
+    ours = megacompile.stream(model_of(Layer), device="cpu")
+    ids = tokens(8)
+    before = ours(input_ids=ids, labels=ids)["loss"].item()
+    text = ours.megacompile.text()
+    assert "traced_length=8" in text
+    ours.megacompile.load_program(text)
+    assert ours(input_ids=ids, labels=ids)["loss"].item() == before
+
+
+def test_a_condition_says_what_a_capture_holds_for() -> None:
+    captured = capture(model_of(Layer))
+    assert captured.holds_at(13) and not captured.holds_at(16) and not captured.holds_at(3)
