@@ -113,7 +113,9 @@ def _link_rate(slots: LayerSlots) -> float:
 
 
 def _switching(model: Any, generate: Callable[[Tensor, int], float], given: argparse.Namespace) -> rows.Row:
-    """Seconds from the end of a training step to the first token, and back; and the memory that is reserved after each."""
+    """Seconds from the end of a training step to the first token, and back; and the memory that is reserved after each. A step
+    ends when all weights are updated: `update_s` is how long that takes after the device has finished, beside which the next
+    step would begin."""
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5)
     cuda, vocabulary = given.device == "cuda", SHAPES[given.shape]["vocab_size"]
 
@@ -126,16 +128,19 @@ def _switching(model: Any, generate: Callable[[Tensor, int], float], given: argp
         return time.perf_counter() - begun
 
     steady = statistics.median([step() for _ in range(5)][2:])
-    first, back, reserved = [], [], []
+    first, back, reserved, updates = [], [], [], []
     for _ in range(given.switches):
         ids = torch.randint(0, vocabulary, (given.batch, given.length))
+        begun = time.perf_counter()
+        model.megacompile.synchronize()
+        updates.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         generate(ids, 1)
         first.append(time.perf_counter() - begun)
         back.append(step() - steady)
         reserved.append(round(torch.cuda.memory_reserved() / 2**30, 2) if cuda else 0.0)
     return dict(first_token_s=round(statistics.median(first), 3), back_s=round(statistics.median(back), 3),
-                train_step_s=round(steady, 3), first_tokens_s=[round(t, 3) for t in first], backs_s=[round(t, 3) for t in back],
+                update_s=round(statistics.median(updates), 3), train_step_s=round(steady, 3), first_tokens_s=[round(t, 3) for t in first], backs_s=[round(t, 3) for t in back],
                 reserved_gib=reserved)
 
 

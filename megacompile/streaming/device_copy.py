@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.ir.places import stays
 from megacompile.planning.planner import Planner
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.arena import Arena
@@ -84,8 +85,8 @@ class DeviceCopy:
 
     @contextmanager
     def use(self, original: type[nn.Module], more_bytes: int = 0, turns: Turns = Turns.NONE) -> Iterator[nn.Module]:
-        """The model, of its `original` class, with current weights. `more_bytes`: of device memory that its use takes. Raises
-        `InsufficientMemoryError` if it does not fit, `TornError` if the weights are not all of one step, and
+        """The model, of its `original` class, with current weights. `more_bytes`: of device memory that its use takes; 0:
+        unknown, and all memory that the streamed model can give is freed. Raises `InsufficientMemoryError` if it does not fit, `TornError` if the weights are not all of one step, and
         `MegacompileError` if another use is open and has the wrong layers on the device."""
         streamed = self._streamed
         with streamed.turn:
@@ -99,7 +100,7 @@ class DeviceCopy:
                 self.release()
             if self.native is None:
                 turning = self._layers_in_turns(more_bytes, turns)
-                self._make_room(self._bytes_with(turning) + more_bytes)
+                self._make_room(self._bytes_with(turning) + more_bytes, keep_tiles=more_bytes > 0)
                 self.native = self._made(original, turning)
             elif self._version != streamed.step.version:
                 self._copy_changed(self.native)
@@ -195,19 +196,38 @@ class DeviceCopy:
                 "device_memory, let layers take turns (on_device(in_turns=True)), or call the streamed model")
         return found
 
-    def _make_room(self, needed: int) -> None:
-        """Frees slots if the budget does not hold both, but not those that an open forward's backward reads. With several
-        ranks, state that is newer on the devices stays there: all ranks copy it back together, and one of them may generate
-        alone."""
+    def _make_room(self, needed: int, keep_tiles: bool) -> None:
+        """Frees slots if the budget does not hold both, but not those that an open forward's backward reads. With `keep_tiles`,
+        tiles that stay on the device from step to step stay there if the budget holds them too: their optimizer state, which
+        is newer there, would have to be copied to the host and back. With several ranks they always stay: all ranks copy it
+        together, and one of them may generate alone."""
         streamed = self._streamed
-        if self._holds(needed + streamed.shapes.largest):
+        if self._holds(needed + streamed.shapes.largest) or streamed.forwards.open():
             return
-        if not streamed.forwards.open() and not (streamed.together.size > 1 and streamed.residency.state_ahead):
+        self._forget(stays_too=not keep_tiles)
+        if not self._holds(needed + streamed.arena.device_bytes()):
+            self._forget(stays_too=True)
+        streamed.backend.trim()
+
+    def free_slots(self) -> bool:
+        """After memory has ended in a use: frees the copy, and the slots that `_make_room` has left. Returns whether there were
+        any."""
+        self.release()
+        before = self._streamed.arena.device_bytes()
+        if not self._streamed.forwards.open():
+            self._forget(stays_too=True)
+        return self._streamed.arena.device_bytes() < before
+
+    def _forget(self, stays_too: bool) -> None:
+        """Frees the slots of the streamed model's steps; `stays_too`: also those of tiles that stay from step to step, after
+        what is newer there was copied to the host."""
+        streamed = self._streamed
+        stays_too = stays_too and not (streamed.together.size > 1 and streamed.residency.state_ahead)
+        if stays_too:
             streamed.evict()
-            awaited = set(streamed.residency.awaited())
-            streamed.runner.forget_slots([slot for slot in streamed.arena.slots
-                                          if slot not in awaited and not streamed.arena.is_slab(slot)])
-            streamed.backend.trim()
+        awaited = set(streamed.residency.awaited())
+        streamed.runner.forget_slots([slot for slot in streamed.arena.slots if slot not in awaited
+                                      and not streamed.arena.is_slab(slot) and (stays_too or not stays(slot))])
 
     # ---------------------------------------------------------------- the model
     def _made(self, original: type[nn.Module], turning: Sequence[LayerWeights]) -> nn.Module:

@@ -176,14 +176,18 @@ class StreamedPretrained(StreamedModule):
         the keys and values of all tokens do not fit either, they wait in host memory. Otherwise streams all layers for every
         token, without a cache: correct, and slow."""
         device_copy = self.megacompile.streamed.device_copy
-        for way in ways_to_generate(self, args, kwargs, device_copy.fits):
+        ways = ways_to_generate(self, args, kwargs, device_copy.fits)
+        way = next(ways, None)
+        while way is not None:
             try:
                 with torch.no_grad(), device_copy.use(original_class(self), way.bytes, way.turns) as native:
                     return native.generate(*args, **way.kwargs)  # type: ignore[operator]
             except torch.OutOfMemoryError as error:
-                device_copy.release()
+                if device_copy.free_slots():  # the same way has more memory now
+                    continue
                 warnings.warn("the device has too little memory for this generation with so many weights there: it starts "
                               f"again with fewer, and is slower ({str(error).splitlines()[0]})", stacklevel=2)
+                way = next(ways, None)
         with torch.no_grad(), base_calls_streamed(self, _for_generation):
             return super().generate(*args, **with_options(kwargs, use_cache=False))  # type: ignore[misc]
 

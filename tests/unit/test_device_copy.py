@@ -18,7 +18,7 @@ from torch import Tensor
 import megacompile
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.streaming.device_copy import DeviceCopy, Turns
-from megacompile.streaming.generation import Way, cache_bytes, ways_to_generate
+from megacompile.streaming.generation import Way, cache_bytes, ways_to_generate, working_bytes
 from megacompile.streaming.layer_slots import LayerWeights, Piece, resident_layers, slot_bytes
 
 LAYERS = 6
@@ -83,6 +83,7 @@ def test_where_it_does_not_fit_generation_streams_with_the_same_tokens(
 def test_where_memory_ends_generation_starts_again_with_fewer_layers_there(
         times: int, streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated(copy.deepcopy(streamed), do_sample=False)
+    elsewhere.free_slots()
     original, arrangements = type(tiny_models.build()).generate, []
 
     def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,6 +165,49 @@ def test_slots_give_way_and_the_next_step_has_the_same_bits(
         assert torch.equal(streamed(**batch()).loss, expected)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_tiles_that_the_device_updates_stay_there_while_a_generation_fits_beside_them(
+        fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else their state is copied to the host; training has the same bits either way."""
+    def trained(generating: bool) -> Any:
+        model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=("model.layers.1",))
+        streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
+        monkeypatch.setattr(type(streamed.shapes), "largest", property(lambda _: streamed.planner.device_bytes))
+        for seed in range(3):
+            model.megacompile.train_step(batch(seed), optimizer)
+            if generating:
+                before = streamed.arena.device_bytes()
+                call = model, (), dict(**left_padded(), **OPTIONS)
+                there = streamed.planner.device_bytes - streamed.planner.margin_bytes
+                room = there - cache_bytes(*call) - working_bytes(*call) - (before if fits else 0)
+                monkeypatch.setattr(DeviceCopy, "bytes", property(lambda _: room))
+                model.generate(**left_padded(), **OPTIONS)
+                assert 0 < streamed.arena.device_bytes() < before if fits else streamed.arena.device_bytes() == 0
+                assert streamed.residency.state_ahead == fits
+        return tiny_models.state_of(model, optimizer)
+
+    expected = trained(generating=False)
+    monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
+    monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
+    assert tiny_models.same_bits(trained(generating=True), expected)
+
+
+def test_where_memory_ends_beside_tiles_that_stayed_the_same_way_is_tried_without_them(
+        monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=("model.layers.1",))
+    streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
+    model.megacompile.train_step(batch(), optimizer)
+    original, there = type(tiny_models.build()).generate, []
+
+    def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
+        there.append(streamed.arena.device_bytes())
+        return _out_of_memory() if there[-1] else original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(tiny_models.build()), "generate", ends)
+    model.generate(**left_padded(), **OPTIONS)
+    assert there[0] > 0 and there[1:] == [0] and not [w for w in recwarn if "starts again" in str(w.message)]
+
+
 def test_an_interrupted_generation_leaves_training_intact(streamed: Any, elsewhere: DeviceCopy) -> None:
     optimizer = megacompile.AdamW(streamed.parameters(), lr=1e-3)
     streamed.megacompile.train_step(batch(), optimizer)
@@ -188,7 +232,7 @@ def staying(request: pytest.FixtureRequest, streamed: Any, elsewhere: DeviceCopy
     planner = mock.Mock(wraps=streamed.megacompile.streamed.planner, device_bytes=budget - (1 << 10), margin_bytes=1 << 30)
     monkeypatch.setattr(type(streamed.megacompile.streamed), "planner", property(lambda self: planner))
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
-                        lambda model, args, kwargs, fits: [Way(Turns.SOME, -(1 << 10), kwargs)])
+                        lambda model, args, kwargs, fits: iter([Way(Turns.SOME, -(1 << 10), kwargs)]))
     return int(request.param)
 
 
@@ -244,7 +288,7 @@ def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypat
     monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
     monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
-                        lambda model, args, kwargs, fits: [Way(Turns.ALL, 0, kwargs)])
+                        lambda model, args, kwargs, fits: iter([Way(Turns.ALL, 0, kwargs)]))
     adapter = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     plain = peft.get_peft_model(tiny_models.build(num_hidden_layers=3), adapter).eval()
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
