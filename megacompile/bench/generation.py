@@ -140,8 +140,8 @@ def _switching(model: Any, generate: Callable[[Tensor, int], float], given: argp
         back.append(step() - steady)
         reserved.append(round(torch.cuda.memory_reserved() / 2**30, 2) if cuda else 0.0)
     return dict(first_token_s=round(statistics.median(first), 3), back_s=round(statistics.median(back), 3),
-                update_s=round(statistics.median(updates), 3), train_step_s=round(steady, 3), first_tokens_s=[round(t, 3) for t in first], backs_s=[round(t, 3) for t in back],
-                reserved_gib=reserved)
+                update_s=round(statistics.median(updates), 3), train_step_s=round(steady, 3),
+                first_tokens_s=[round(t, 3) for t in first], backs_s=[round(t, 3) for t in back], reserved_gib=reserved)
 
 
 def main() -> None:

@@ -86,8 +86,9 @@ class DeviceCopy:
     @contextmanager
     def use(self, original: type[nn.Module], more_bytes: int = 0, turns: Turns = Turns.NONE) -> Iterator[nn.Module]:
         """The model, of its `original` class, with current weights. `more_bytes`: of device memory that its use takes; 0:
-        unknown, and all memory that the streamed model can give is freed. Raises `InsufficientMemoryError` if it does not fit, `TornError` if the weights are not all of one step, and
-        `MegacompileError` if another use is open and has the wrong layers on the device."""
+        unknown, and all memory that the streamed model can give is freed. Raises `InsufficientMemoryError` if it does not fit,
+        `TornError` if the weights are not all of one step, and `MegacompileError` if another use is open and has the wrong
+        layers on the device."""
         streamed = self._streamed
         with streamed.turn:
             streamed.settle()

@@ -180,7 +180,7 @@ def test_tiles_that_the_device_updates_stay_there_while_a_generation_fits_beside
                 call = model, (), dict(**left_padded(), **OPTIONS)
                 there = streamed.planner.device_bytes - streamed.planner.margin_bytes
                 room = there - cache_bytes(*call) - working_bytes(*call) - (before if fits else 0)
-                monkeypatch.setattr(DeviceCopy, "bytes", property(lambda _: room))
+                monkeypatch.setattr(DeviceCopy, "bytes", property(lambda _, room=room: room))
                 model.generate(**left_padded(), **OPTIONS)
                 assert 0 < streamed.arena.device_bytes() < before if fits else streamed.arena.device_bytes() == 0
                 assert streamed.residency.state_ahead == fits
