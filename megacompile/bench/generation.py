@@ -132,7 +132,7 @@ def _switching(model: Any, generate: Callable[[Tensor, int], float], given: argp
     for _ in range(given.switches):
         ids = torch.randint(0, vocabulary, (given.batch, given.length))
         begun = time.perf_counter()
-        model.megacompile.synchronize()
+        model.megacompile.whole()
         updates.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         generate(ids, 1)
