@@ -75,13 +75,13 @@ def is_compiled(row: Row) -> bool:
 
 
 def plan_of(row: Row) -> Plan:
-    return Plan(row["batch"], row["length"], split(row["batch"], row["micro_batch"]), row["checkpoint_interval"],
-                row["saved_layers"], row["weight_slots"], resident=tuple(row["resident"]), waves=row.get("waves", 1),
-                resident_state=tuple(row.get("resident_state", ())), update="arrival" if row.get("overlap") else "step",
-                visiting_state=tuple(row.get("visiting_state", ())), deferred_moments=row.get("deferred_moments", False),
-                host_checkpoints=row.get("host_checkpoints", 0), update_order=tuple(row.get("update_order", ())),
-                token_chunk=row.get("token_chunk", 0), host_sums=tuple(row.get("host_sums", ())),
-                residuals=row.get("residuals", "all"))
+    return Plan.of(row["batch"], row["length"], split(row["batch"], row["micro_batch"]), row["checkpoint_interval"],
+                   row["saved_layers"], row["weight_slots"], resident=tuple(row["resident"]), waves=row.get("waves", 1),
+                   resident_state=tuple(row.get("resident_state", ())), update="arrival" if row.get("overlap") else "step",
+                   visiting_state=tuple(row.get("visiting_state", ())), deferred_moments=row.get("deferred_moments", False),
+                   host_checkpoints=row.get("host_checkpoints", 0), update_order=tuple(row.get("update_order", ())),
+                   token_chunk=row.get("token_chunk", 0), host_sums=tuple(row.get("host_sums", ())),
+                   residuals=row.get("residuals", "all"))
 
 
 def test_there_are_rows_to_hold_predictions_against() -> None:
