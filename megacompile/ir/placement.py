@@ -4,8 +4,8 @@
     placements["layers.0"]                                 # Placement(Updated.VISITING, resident=True)
     placements.lists["visiting_state"]                     # ("layers.0", "layers.1")
 
-A tile has one placement, so no plan updates it in two places. Options, texts and files name tiles in lists instead, one for each
-place; `Placements.named` reads such lists, and `lists` gives them. A new place is a new member of `Updated`.
+A tile has one placement, so no plan updates it in two places. Options, texts and files name tiles in lists instead, one for
+each place; `Placements.named` reads such lists, and `lists` gives them. A new place is a new member of `Updated`.
 """
 from __future__ import annotations
 
@@ -52,16 +52,20 @@ class Placements(Mapping[str, Placement]):
 
     def __init__(self, placed: Mapping[str, Placement] | None = None) -> None:
         self._placed = {tile: placement for tile, placement in (placed or {}).items() if placement != STREAMED}
-        self.lists: Mapping[str, tuple[str, ...]] = {
-            "resident": tuple(tile for tile, placement in self._placed.items() if placement.resident),
-            **{each.value: self._updated(each) for each in Updated if each in LISTS}}
+        lists: dict[str, list[str]] = {name: [] for name in LISTS}
+        for tile, placement in self._placed.items():
+            if placement.resident:
+                lists["resident"].append(tile)
+            if placement.updated in lists:
+                lists[placement.updated].append(tile)
+        self.lists: Mapping[str, tuple[str, ...]] = {name: tuple(tiles) for name, tiles in lists.items()}
 
     @classmethod
     def named(cls, resident: Sequence[str] = (), **updated: Sequence[str]) -> Placements:
         """The placements with these lists of tiles, by name. Tiles of `resident_state` need not be in `resident`. Lists keep
         their order, unless it contradicts that of the resident tiles. Raises `MegacompileError` for a tile that is named twice
         in a list, or in two lists that say where it is updated."""
-        lists = {Updated(name): tiles for name, tiles in updated.items()}
+        lists = {Updated(name): updated[name] for name in sorted(updated, key=LISTS.index)}
         for name, tiles in {"resident": resident, **lists}.items():
             if len(set(tiles)) < len(tiles):
                 raise MegacompileError(f"{name} names a tile twice: name each once")
@@ -104,9 +108,13 @@ class Placements(Mapping[str, Placement]):
         return f"Placements.named({', '.join(f'{name}={tiles!r}' for name, tiles in self.lists.items() if tiles)})"
 
 
+#: Of a plan that names no tile.
+ALL_STREAMED = Placements()
+
+
 def check_disjoint(lists: Mapping[str, Collection[str]]) -> None:
     """Raises `MegacompileError` for a tile in two of these lists, which say where tiles are updated."""
     for (first, tiles), (second, others) in combinations(lists.items(), 2):
         if both := set(tiles).intersection(others):
-            raise MegacompileError(f"{first} and {second} both name {listed(sorted(both))}, and a tile is updated in one place: "
-                                   "name it in only one of them")
+            raise MegacompileError(f"{first} and {second} both name {listed(sorted(both))}, and a tile is updated in one "
+                                   "place: name it in only one of them")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megacompile.errors import MegacompileError, shortened
-from megacompile.ir.placement import LISTS, STREAMED, Placement, Placements, Updated
+from megacompile.ir.placement import ALL_STREAMED, LISTS, STREAMED, Placement, Placements, Updated
 from megacompile.limits import check_micro_batches, check_whole
 
 #: When tiles are updated: all at the end of a step, or each when its gradients arrive.
@@ -118,7 +118,7 @@ class Plan:
     saved_layers: int = 0
     weight_slots: int = 2
     gradient_slots: int = 2
-    placements: Placements = Placements()
+    placements: Placements = ALL_STREAMED
     pinned: bool = True
     staging_slabs: int = 2
     gradient_slabs: int = 12

@@ -56,7 +56,8 @@ def _updating(plan: Plan, on_arrival: bool) -> Plan:
         return plan
     if not on_arrival:
         return replace(plan, update="step", update_order=())
-    return replace(plan.placed(Updated.VISITING, ()), update="arrival", deferred_moments=False, gradient_slabs=_SLABS_ON_ARRIVAL)
+    return replace(plan.placed(Updated.VISITING, ()), update="arrival", deferred_moments=False,
+                   gradient_slabs=_SLABS_ON_ARRIVAL)
 
 
 def _fitting(plan: Plan, planner: Planner) -> Plan:
