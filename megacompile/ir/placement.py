@@ -65,7 +65,7 @@ class Placements(Mapping[str, Placement]):
         """The placements with these lists of tiles, by name. Tiles of `resident_state` need not be in `resident`. Lists keep
         their order, unless it contradicts that of the resident tiles. Raises `MegacompileError` for a tile that is named twice
         in a list, or in two lists that say where it is updated."""
-        lists = {Updated(name): updated[name] for name in sorted(updated, key=LISTS.index)}
+        lists = {name: updated[name] for name in sorted(updated, key=LISTS.index)}
         for name, tiles in {"resident": resident, **lists}.items():
             if len(set(tiles)) < len(tiles):
                 raise MegacompileError(f"{name} names a tile twice: name each once")
@@ -76,7 +76,7 @@ class Placements(Mapping[str, Placement]):
             number = -1
             for tile in tiles:  # one that does not stay comes behind the resident tile before it in this list
                 number, _ = position.setdefault(tile, (number, True))
-        where = {tile: each for each, tiles in lists.items() for tile in tiles}
+        where = {tile: Updated(name) for name, tiles in lists.items() for tile in tiles}
         return cls({tile: Placement(where.get(tile, STREAMED.updated), tile in stay)
                     for tile in sorted(position, key=position.__getitem__)})
 
