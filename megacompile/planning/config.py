@@ -64,7 +64,7 @@ class StreamConfig:
             updated there; None: as many as fit and as make a step faster.
         visiting_state: names of tiles (or one name, or "all" others) that are copied to the device for their update, with their
             optimizer state, and back; None: as many as make a step faster that waits for the host's updates. Only with updates
-            at the end of a step.
+            at the end of a step. A tile may be named in one of `resident_state`, `visiting_state` and `host_sums`.
         deferred_moments: whether the host first updates the weights of all tiles, which the next forward waits for, and then
             their moments, beside that forward. This takes 36 bytes of memory traffic per parameter instead of 26, but the
             forward waits for only 18 of them. None: where that makes a step faster. Only with updates at the end of a step.
