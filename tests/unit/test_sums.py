@@ -326,7 +326,7 @@ def test_no_plan_takes_more_of_the_host_than_there_is(analysis: Any) -> None:
     captured, tiling = analysis
     whole = planner(analysis, waves=4).plan_step(32, LENGTH, "step")
     tight = planner(analysis, waves=4, host_sums="all")
-    budget = tight.estimate(replace(whole, host_sums=tight._sums())).total
+    budget = tight.estimate(whole.placed(Updated.FROM_HOST_SUMS, tight._sums())).total
     tiles = tiling.host_bytes() + HOST_MARGIN_BYTES
     layer = tiling.layouts["model.layers.0"].sum_bytes
     summed = []
