@@ -188,6 +188,7 @@ class Plan:
             **self.placements.lists}
 
     def placement(self, tile: str) -> Placement:
+        """Where a tile is updated, and whether its weights stay on the device."""
         return self.placements.get(tile, STREAMED)
 
     def placed(self, updated: Updated, tiles: Sequence[str]) -> Plan:
