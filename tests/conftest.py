@@ -103,7 +103,7 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
                               OUTPUT_BYTES if role == "layer" and "host_checkpoints" in plan else 0))
     batch = sum(micro_batches)
     model = model_program(calls, tiles, batch, labels=not outputs, whole_step=whole_step, differentiable=outputs)
-    return compile_program(model, Plan(batch, 8, micro_batches, **plan), PIPELINE)
+    return compile_program(model, Plan.of(batch, 8, micro_batches, **plan), PIPELINE)
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from megacompile.errors import MegacompileError, shortened
+from megacompile.ir.placement import ALL_STREAMED, LISTS, STREAMED, Placement, Placements, Updated
 from megacompile.limits import check_micro_batches, check_whole
 
 #: When tiles are updated: all at the end of a step, or each when its gradients arrive.
@@ -99,12 +101,10 @@ class Plan:
     wait in host memory and are fetched into `checkpoint_slots` device slots.
 
     Updates: tiles are updated at "step", after an exact clip over all gradients, or each on "arrival" of its gradients,
-    unclipped, in `update_order` (empty: the order of arrival) as far as slabs last. `resident` tiles keep their weights on the
-    device. Those of them in `resident_state` also keep their optimizer state and gradients there and are updated there.
-    `visiting_state` tiles are copied to the device for their update, a chunk at a time, and back. With `deferred_moments` the
-    host first updates the weights of all other tiles and then their moments, beside the next forward and backward. Between
-    waves gradients are added up in FP32: on the device, or for `host_sums` tiles in host memory, to which each wave's
-    gradients come in link precision.
+    unclipped, in `update_order` (empty: the order of arrival) as far as slabs last. `placements` say for each tile where it is
+    updated (`Updated`) and whether its weights stay on the device. With `deferred_moments` the host first updates the weights
+    of its tiles and then their moments, beside the next forward and backward. Between waves gradients are added up in FP32: on
+    the device, or for tiles with host sums in host memory, to which each wave's gradients come in link precision.
 
     `ranks` processes, each with its own device and batch, run the program together. They share the tiles: each rank copies and
     updates its shard of every tile, and the ranks exchange shards. Each of `hosts` hosts has so many ranks and a copy of all
@@ -120,8 +120,7 @@ class Plan:
     saved_layers: int = 0
     weight_slots: int = 2
     gradient_slots: int = 2
-    resident: tuple[str, ...] = ()
-    resident_state: tuple[str, ...] = ()
+    placements: Placements = ALL_STREAMED
     pinned: bool = True
     staging_slabs: int = 2
     gradient_slabs: int = 12
@@ -131,9 +130,7 @@ class Plan:
     update_order: tuple[str, ...] = ()
     host_checkpoints: int = 0
     checkpoint_slots: int = 2
-    host_sums: tuple[str, ...] = ()
     output: str = "loss"
-    visiting_state: tuple[str, ...] = ()
     deferred_moments: bool = False
     residuals: str = "all"
     ranks: int = 1
@@ -157,10 +154,8 @@ class Plan:
         for name, value in least.items():
             check_whole(name, getattr(self, name), value)
         check_micro_batches(len(self.micro_batches))
-        for name in ("resident", "resident_state", "update_order", "host_sums", "visiting_state"):
-            tiles = getattr(self, name)
-            if len(set(tiles)) < len(tiles):
-                raise MegacompileError(f"{name} names a tile twice: name each once")
+        if len(set(self.update_order)) < len(self.update_order):
+            raise MegacompileError("update_order names a tile twice: name each once")
         if sum(self.micro_batches) != self.batch or min(self.micro_batches, default=0) < 1:
             raise MegacompileError(f"micro-batches of {shortened(str(self.micro_batches))} are not a split of {self.batch} "
                                    "sequences")
@@ -172,24 +167,55 @@ class Plan:
         if self.residuals not in RESIDUALS:
             raise MegacompileError(f"residuals is {self.residuals!r}, and must be one of {', '.join(RESIDUALS)}")
         check_residuals(self.residuals, self.checkpoint_interval)
-        if not set(self.resident_state) <= set(self.resident):
-            raise MegacompileError("resident_state names tiles whose weights are not on the device: name them in resident too")
-
         if self.host_sums and self.waves == 1:
             raise MegacompileError("host_sums adds gradients up between waves, and there is one wave: plan more waves, or "
                                    "leave host_sums out")
-        if set(self.host_sums) & set(self.resident_state):
-            raise MegacompileError("resident_state and host_sums name the same tile, and gradients of a tile that the device "
-                                   "updates are added up there: name it in one of the two")
         if self.visiting_state and self.update == "arrival":
             raise MegacompileError("visiting_state needs updates at the end of a step, not on arrival of gradients: leave out "
                                    "one of the two")
         if self.deferred_moments and self.update == "arrival":
             raise MegacompileError("deferred_moments needs updates at the end of a step, not on arrival of gradients: leave "
                                    "out one of the two")
-        if set(self.visiting_state) & {*self.resident_state, *self.host_sums}:
-            raise MegacompileError("visiting_state names a tile that is also in resident_state or host_sums: name each tile in "
-                                   "only one of them")
+
+    @classmethod
+    def of(cls, batch: int, length: int, micro_batches: tuple[int, ...], **choices: Any) -> Plan:
+        """The plan with these values of its fields, and with lists of tiles (`LISTS`) in the place of `placements`. Raises
+        `MegacompileError` for values that exclude each other."""
+        lists = {name: choices.pop(name) for name in LISTS if name in choices}
+        return cls(batch, length, micro_batches, placements=Placements.named(**lists), **choices)
+
+    def values(self) -> dict[str, Any]:
+        """The numbers, texts and tuples that `of` makes this plan from."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "placements"} | {
+            **self.placements.lists}
+
+    def placement(self, tile: str) -> Placement:
+        """Where a tile is updated, and whether its weights stay on the device."""
+        return self.placements.get(tile, STREAMED)
+
+    def placed(self, updated: Updated, tiles: Sequence[str]) -> Plan:
+        """As `Placements.placed`."""
+        return replace(self, placements=self.placements.placed(updated, tiles))
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """The tiles whose weights stay on the device."""
+        return self.placements.lists["resident"]
+
+    @property
+    def resident_state(self) -> tuple[str, ...]:
+        """The tiles that stay on the device with their optimizer state, and are updated there."""
+        return self.placements.lists["resident_state"]
+
+    @property
+    def visiting_state(self) -> tuple[str, ...]:
+        """The tiles that are copied to the device for their update."""
+        return self.placements.lists["visiting_state"]
+
+    @property
+    def host_sums(self) -> tuple[str, ...]:
+        """The tiles whose gradients are added up in host memory between waves."""
+        return self.placements.lists["host_sums"]
 
     def wave_of(self, mb: int) -> int:
         return mb * self.waves // len(self.micro_batches)

@@ -33,12 +33,28 @@ DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
               "output_bytes": "number"}, ("weightless", "output_bytes")),
     "slot": ({"name": "text", "bytes": "number"}, ())}
 _FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts"}
+#: Field of `Plan` -> the lists of tiles that texts have after it, together in the place of `Plan.placements`.
+_LISTS_AFTER = {"gradient_slots": ("resident", "resident_state"), "checkpoint_slots": ("host_sums",),
+                "output": ("visiting_state",)}
+
+
+def _parameters(made: type[Shape | Plan], written: Sequence[str] = (),
+                lists_after: Mapping[str, Sequence[str]] | None = None) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The parameters of a declaration: the fields of what it makes, but those that are `written` elsewhere, and after some of
+    them lists of tiles. Each with its kind; then those that have a default."""
+    kinds: dict[str, str] = {}
+    for field in dataclasses.fields(made):
+        if field.name not in written:
+            kinds[field.name] = _FIELD_KINDS[str(field.type)]
+        kinds |= dict.fromkeys((lists_after or {}).get(field.name, ()), "texts")
+    needed = {field.name for field in dataclasses.fields(made) if field.default is dataclasses.MISSING}
+    return kinds, tuple(name for name in kinds if name not in needed)
+
+
 #: Declarations of what a program was made for: the fields of `Shape` and `Plan`, except those that the opening has. Fields with
 #: a default may be absent.
 MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    kind: ({f.name: _FIELD_KINDS[str(f.type)] for f in dataclasses.fields(made) if f.name not in written},
-           tuple(f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING))
-    for kind, made, written in (("shape", Shape, ()), ("plan", Plan, ("batch", "length", *OPENING)))}
+    "shape": _parameters(Shape), "plan": _parameters(Plan, ("batch", "length", "placements", *OPENING), _LISTS_AFTER)}
 
 
 def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str, int],

@@ -161,8 +161,8 @@ class _Parser:
         if self.shape is None or self.head is None:
             self.fail(call.word, "a plan without a shape; expected `program.shape(...)` above it")
         try:
-            self.plan = Plan(self.shape.batch, self.shape.length, self.head["micro_batches"], ranks=self.head.get("ranks", 1),
-                             hosts=self.head.get("hosts", 1), **given)
+            self.plan = Plan.of(self.shape.batch, self.shape.length, self.head["micro_batches"],
+                                ranks=self.head.get("ranks", 1), hosts=self.head.get("hosts", 1), **given)
         except MegacompileError as error:
             self.fail(call.word, f"{error}; expected a valid plan")
 

@@ -10,14 +10,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile.errors import MegacompileError, listed, shortened
+from megacompile.ir.placement import LISTS, check_disjoint
 from megacompile.ir.plan import RESIDUALS, check_residuals
 from megacompile.limits import check_whole
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
 from megacompile.sizes import parse_bytes
 
-#: Options that name tiles.
-NAMES_OF_TILES = ("resident", "resident_state", "visiting_state", "host_sums")
 #: The smallest value of each integer option. (`limits.LARGEST` has the largest values.)
 _LEAST = {"checkpoint_interval": 1, "micro_batch_size": 1, "saved_layers": 0, "waves": 1, "token_chunk": 0, "weight_slots": 1,
           "expert_pieces": 1, "gradient_slots": 1, "gradient_slabs": 1}
@@ -65,7 +64,7 @@ class StreamConfig:
             updated there; None: as many as fit and as make a step faster.
         visiting_state: names of tiles (or one name, or "all" others) that are copied to the device for their update, with their
             optimizer state, and back; None: as many as make a step faster that waits for the host's updates. Only with updates
-            at the end of a step.
+            at the end of a step. A tile may be named in one of `resident_state`, `visiting_state` and `host_sums`.
         deferred_moments: whether the host first updates the weights of all tiles, which the next forward waits for, and then
             their moments, beside that forward. This takes 36 bytes of memory traffic per parameter instead of 26, but the
             forward waits for only 18 of them. None: where that makes a step faster. Only with updates at the end of a step.
@@ -140,13 +139,16 @@ class StreamConfig:
         check_residuals(self.residuals, self.checkpoint_interval)
         if self.host_checkpoints not in (None, True, False):
             check_whole("host_checkpoints", self.host_checkpoints, 0)
-        for option in NAMES_OF_TILES:
+        for option in LISTS:
             names = getattr(self, option)
             if isinstance(names, str) and names != "all":
                 object.__setattr__(self, option, (names,))
             elif names not in ("all", None) and not (
                     isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {shortened(repr(names))}")
+        # "all" means all tiles that the others do not name.
+        check_disjoint({option: names for option in LISTS
+                        if option != "resident" and (names := getattr(self, option)) not in ("all", None)})
         if not isinstance(self.repack, bool):
             check_whole("repack", self.repack)
         timeout = self.stall_timeout
@@ -178,7 +180,7 @@ class StreamConfig:
 
     def check_tiles(self, tiles: Collection[str], model: str) -> None:
         """Raises `MegacompileError` for an option that names a tile which the model does not have. `model`: its class."""
-        for option in NAMES_OF_TILES:
+        for option in LISTS:
             names = getattr(self, option)
             if names not in ("all", None) and (unknown := set(names) - set(tiles)):
                 raise MegacompileError(f"{option} names {listed(sorted(unknown))}, which are not tiles of {model}: choose from "

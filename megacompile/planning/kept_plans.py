@@ -10,7 +10,6 @@ user gave no budget. That is never the same twice, so a plan is reused where abo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -22,6 +21,7 @@ from typing import Any
 from megacompile import schema
 from megacompile.codegen import kept_files
 from megacompile.codegen.cache import CacheError, cache_directory
+from megacompile.ir.placement import LISTS
 from megacompile.ir.plan import RESIDUALS, UPDATES, Plan
 from megacompile.limits import LONGEST_NAME
 
@@ -35,12 +35,12 @@ _LONGEST = 1 << 22
 _count = schema.whole(0, 2**31 - 1)
 _name = schema.must(lambda value: type(value) is str and len(value) < LONGEST_NAME, "a name")
 _tiles = schema.sequence(_name)
-#: The values that each field of a plan may have; `Plan` itself checks combinations.
+#: What each of `Plan.values` may be; `Plan` itself checks combinations.
 FIELDS: Mapping[str, schema.Rule] = {
     **dict.fromkeys(("batch", "length", "checkpoint_interval", "saved_layers", "weight_slots", "gradient_slots",
                      "staging_slabs", "gradient_slabs", "waves", "token_chunk", "host_checkpoints", "checkpoint_slots",
                      "ranks", "hosts"), _count),
-    **dict.fromkeys(("resident", "resident_state", "update_order", "host_sums", "visiting_state"), _tiles),
+    **dict.fromkeys((*LISTS, "update_order"), _tiles),
     **dict.fromkeys(("pinned", "deferred_moments"), schema.flag),
     "micro_batches": schema.sequence(_count), "update": schema.one_of(UPDATES), "residuals": schema.one_of(RESIDUALS),
     "output": _name,
@@ -70,12 +70,12 @@ def _read(path: Path) -> tuple[Plan, dict[str, int]]:
     _FILE(found, "the file")
     choices: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
                                for name, value in found["plan"].items()}
-    return Plan(**choices), found["free"]
+    return Plan.of(**choices), found["free"]
 
 
 def keep(question: Mapping[str, Any], free: Mapping[str, int], plan: Plan) -> None:
     """Writes the plan for a question. Does nothing if the file cannot be written."""
-    contents = json.dumps({"plan": dataclasses.asdict(plan), "free": dict(free)}, indent=0).encode()
+    contents = json.dumps({"plan": plan.values(), "free": dict(free)}, indent=0).encode()
     with contextlib.suppress(CacheError, OSError):
         kept_files.keep(_folder() / _name_of(question), contents, MOST_PLANS)
 

@@ -12,6 +12,7 @@ from itertools import pairwise, zip_longest
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.frontend.templates.template import Call
+from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
 from megacompile.predict import cost
 from megacompile.runtime.memory.tiles import TileLayout
@@ -98,7 +99,7 @@ def _visiting(tiling: Tiling, plan: Plan) -> int:
 def _shards(tiling: Tiling, plan: Plan) -> int:
     """Bytes of the slots through which shards pass before they are gathered: two for each rank of layers' tiles, and one for
     the boundary. Tiles that are updated on the device arrive only in `load`, whole."""
-    arriving = [layout for name, layout in tiling.layouts.items() if name not in plan.resident_state]
+    arriving = [x for x in tiling.layouts.values() if plan.placement(x.name).updated is not Updated.ON_DEVICE]
     boundary = tiling.boundary()
     of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.ranked()]
     return 2 * sum(of_layers) + max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
@@ -107,9 +108,9 @@ def _shards(tiling: Tiling, plan: Plan) -> int:
 def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Callable[[str], int]) -> int:
     """Bytes of the slots of weights and gradients that tiles of one rank take turns in, without gradients of the `kept` tiles.
     Weights arrive for each of the `runs` of a tile; gradients leave once."""
-    streamed = [x for x in layers if x.name not in plan.resident]
+    streamed = [x for x in layers if not plan.placement(x.name).resident]
     trained = [x for x in layers if x.trainable and x.name not in kept]
-    sent = len(trained) + (plan.waves - 1) * sum(x.name in plan.host_sums for x in trained)
+    sent = len(trained) + (plan.waves - 1) * sum(plan.placement(x.name).updated is Updated.FROM_HOST_SUMS for x in trained)
     arrivals = 2 * plan.waves * sum(runs(x.name) for x in streamed)
     return (min(plan.weight_slots, arrivals) * max((x.weight_bytes for x in streamed), default=0)
             + min(plan.gradient_slots, sent) * max((x.reduced_bytes for x in trained), default=0))

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 
 from megacompile.errors import InsufficientMemoryError
+from megacompile.ir.placement import Updated
 from megacompile.ir.plan import FULL_TOKENS, Plan, Shape
 from megacompile.planning.planner import Choice, Planner
 
@@ -125,8 +126,9 @@ def derived(base: Plan, shape: Shape, balanced: bool = False) -> list[Plan]:
         alike = round(shape.batch * shape.length * base.waves / (base.batch * base.length))
         no_more = math.ceil(len(micro_batches) * base.waves / len(base.micro_batches))
         counts = (alike, no_more) if shape.whole_step else (1,)
+        in_one = base.placements.placed(Updated.FROM_HOST_SUMS, ())
         plans += [replace(base, batch=shape.batch, length=shape.length, micro_batches=micro_batches, waves=waves,
-                          host_sums=base.host_sums if waves > 1 else ())
+                          placements=base.placements if waves > 1 else in_one)
                   for waves in (min(max(1, count), len(micro_batches)) for count in counts)]
     return list(dict.fromkeys(plans))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
+from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane
 from megacompile.planning import kept_plans
@@ -70,7 +71,7 @@ class Planner(SearchSpace):
     def _accepts(self, kept: Plan, batch: int, length: int, update: str) -> bool:
         """Whether a plan from the disk belongs to this step and fits."""
         asked = batch, length, update, self.output
-        named = {*kept.resident, *kept.update_order, *kept.host_sums, *kept.visiting_state}
+        named = {*kept.placements, *kept.update_order}
         return (asked == (kept.batch, kept.length, kept.update, kept.output) and named <= self.tiling.layouts.keys()
                 and self.fits(kept))
 
@@ -127,12 +128,12 @@ class Planner(SearchSpace):
         if (self.config.visiting_state is not None or self.pinned_bytes is not None  # visiting state takes pinned memory
                 or plan.update != "step" or plan.visiting_state):
             return [plan]  # with whole matrices, as many tiles as possible stay there, and all others visit
-        tiles = [tile for tile in self.trained() if tile not in plan.resident_state and tile not in plan.host_sums]
+        tiles = [tile for tile in self.trained() if plan.placement(tile).updated is Updated.ON_HOST]
         # The device memory that visiting takes does not depend on the number of tiles.
-        visited = self.fewest_on_the_host(replace(plan, visiting_state=tuple(tiles[:1])))
+        visited = self.fewest_on_the_host(plan.placed(Updated.VISITING, tiles[:1]))
         if not self.fits(visited):
             return [plan]
-        return [plan, *(replace(visited, visiting_state=tuple(tiles[:count])) for count in range(1, len(tiles) + 1))]
+        return [plan, *(visited.placed(Updated.VISITING, tiles[:count]) for count in range(1, len(tiles) + 1))]
 
     def _with_each_state(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int]) -> list[Plan]:
         """The plans that fit, for each number in `counts` of tiles that the device updates. Raises `InsufficientMemoryError` if

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
+from megacompile.ir.placement import STREAMED, Placement, Placements, Updated
 from megacompile.ir.plan import FULL_TOKENS, Plan, split
 from megacompile.planning.memory import slab_bytes
 from megacompile.planning.memory_budget import MemoryBudget
 from megacompile.planning.pinned_memory import PinnedMemory
 from megacompile.planning.step_time import StepSimulator
+from megacompile.runtime.memory.tiles import TileLayout
 
 #: Fewest tokens of a chunk. Smaller chunks leave kernels empty and read all weights too often.
 LEAST_CHUNK = 2048
@@ -137,9 +139,9 @@ class SearchSpace(MemoryBudget):
         slots = config.weight_slots or min(len(self.captured.calls) - 2, max(2, interval + 1))
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-            config.gradient_slots or 2, self.resident(), self.resident_state(), pinned.tiles, pinned.staging_slabs,
+            config.gradient_slots or 2, self._placements(update), pinned.tiles, pinned.staging_slabs,
             self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
-            visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals or "all",
+            deferred_moments=config.defers(update), residuals=config.residuals or "all",
             ranks=self.tiling.ranks, hosts=self.tiling.hosts)
 
     def _slabs(self, pinned: PinnedMemory, update: str) -> int:
@@ -185,27 +187,32 @@ class SearchSpace(MemoryBudget):
         if not there.host_sums:
             yield from self.residuals_either_way(self._most_residuals(self.fewest_on_the_host(there), room), room)
         if plan.waves > 1 and (sums := self._sums()):
-            yield self._fewest_sums(self._most_residuals(self.fewest_on_the_host(replace(plan, host_sums=sums)), room))
+            summed = plan.placed(Updated.FROM_HOST_SUMS, sums)
+            yield self._fewest_sums(self._most_residuals(self.fewest_on_the_host(summed), room))
 
     def _fewest_sums(self, plan: Plan) -> Plan:
         """The plan with as few tiles added up on the host between waves as let it fit the device, or with all of `_sums`."""
         tiles = self._sums()
         if plan.waves == 1 or not tiles:
             return plan
-        plans = [replace(plan, host_sums=tiles[:count]) for count in range(len(tiles) + 1)]
+
+        def summed(count: int) -> Plan:
+            return plan.placed(Updated.FROM_HOST_SUMS, tiles[:count])
+
         if self.config.host_sums is not None:
-            return plans[-1]
-        if self.fits_device(plans[0]):
-            return plans[0]
+            return summed(len(tiles))
+        if self.fits_device(summed(0)):
+            return summed(0)
         # With any tile on the host, a block also has one wave's accumulators for K layers at once: need falls only from there
         # on.
-        return plans[min(bisect_left(plans, True, lo=1, key=self.fits_device), len(tiles))]
+        fewest = bisect_left(range(len(tiles) + 1), True, lo=1, key=lambda count: self.fits_device(summed(count)))
+        return summed(min(fewest, len(tiles)))
 
     def _sums(self) -> tuple[str, ...]:
         """The tiles that may be added up on the host, in the order in which their gradients arrive: as many as fit host memory,
         or those that the user has named."""
-        named, there = self.config.host_sums, {*self.resident_state(), *self._visiting("step")}
-        tiles = [tile for tile in reversed(self.trained()) if tile not in there]
+        named, placements = self.config.host_sums, self._placements("step")
+        tiles = [tile for tile in reversed(self.trained()) if placements.get(tile, STREAMED).updated is Updated.ON_HOST]
         if named is not None:
             return tuple(tile for tile in tiles if named == "all" or tile in named)
         room, held = self.host_room, accumulate(self.tiling.layouts[tile].sum_bytes for tile in tiles)
@@ -280,11 +287,6 @@ class SearchSpace(MemoryBudget):
             intervals.append(intervals[-1] * 2)
         return intervals
 
-    def resident(self) -> tuple[str, ...]:
-        named = self.config.resident
-        chosen = set(self.tiling.layouts if named == "all" else named) | set(self.resident_state())
-        return tuple(tile for tile in self.tiling.layouts if tile in chosen)
-
     def resident_state(self) -> tuple[str, ...]:
         """The tiles that are updated on the device: those that the user has named, or else `stateful`."""
         named = self.config.resident_state
@@ -292,9 +294,16 @@ class SearchSpace(MemoryBudget):
             return self.stateful or ()
         return tuple(tile for tile in self.trained() if named == "all" or tile in named)
 
-    def _visiting(self, update: str) -> tuple[str, ...]:
-        """The tiles that visit the device for their update, in the order of the next forward: those that the user has named,
-        and those that are updated by whole matrices. Only with updates at the end of a step."""
-        named = self.config.visiting_state or ()
-        on_host = [tile for tile in self.trained() if tile not in self.resident_state()] if update == "step" else []
-        return tuple(tile for tile in on_host if named == "all" or tile in named or self.tiling.layouts[tile].has_matrices)
+    def _placements(self, update: str) -> Placements:
+        """The placements by the user's options and `stateful`: without host sums, which depend on waves. Tiles that are updated
+        by whole matrices visit the device. Nothing visits it with updates on arrival."""
+        there, stay, visiting = set(self.resident_state()), self.config.resident, self.config.visiting_state or ()
+
+        def updated(layout: TileLayout) -> Updated:
+            if layout.name in there:
+                return Updated.ON_DEVICE
+            visits = visiting == "all" or layout.name in visiting or layout.has_matrices
+            return Updated.VISITING if update == "step" and layout.trainable and visits else Updated.ON_HOST
+
+        return Placements({tile: Placement(updated(layout), stay == "all" or tile in stay)
+                           for tile, layout in self.tiling.layouts.items()})

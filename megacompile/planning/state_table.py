@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
+from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
 from megacompile.planning.planner import Planner
 from megacompile.planning.state_choices import StateChoice, bytes_each, combinations, with_choice
@@ -55,7 +56,8 @@ def _updating(plan: Plan, on_arrival: bool) -> Plan:
         return plan
     if not on_arrival:
         return replace(plan, update="step", update_order=())
-    return replace(plan, update="arrival", visiting_state=(), deferred_moments=False, gradient_slabs=_SLABS_ON_ARRIVAL)
+    return replace(plan.placed(Updated.VISITING, ()), update="arrival", deferred_moments=False,
+                   gradient_slabs=_SLABS_ON_ARRIVAL)
 
 
 def _fitting(plan: Plan, planner: Planner) -> Plan:
@@ -63,9 +65,11 @@ def _fitting(plan: Plan, planner: Planner) -> Plan:
     if planner.tiling.has_matrices:
         return plan  # those that do not stay visit, and take memory too
     there = plan.resident_state
-    plans = [replace(plan, resident_state=there[:count], resident=tuple(t for t in plan.resident if t not in there[count:]))
-             for count in range(len(there), -1, -1)]
-    return next((each for each in plans if planner.fits_device(each)), plans[-1])
+    for count in range(len(there), 0, -1):
+        fewer = plan.placed(Updated.ON_DEVICE, there[:count])
+        if planner.fits_device(fewer):
+            return fewer
+    return plan.placed(Updated.ON_DEVICE, ())
 
 
 def state_table(rows: Sequence[StateRow], tokens: int, host_budget: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from megacompile.frontend.capture import CapturedModel
 from megacompile.ir.lowering import model_program
+from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane, Program, argument, op_of
 from megacompile.passes import PIPELINE
@@ -111,7 +112,8 @@ class StepSimulator:
         """Whether the gradients of a tile may arrive in a slab although those of others wait in theirs. Tiles that take turns
         in slabs are those of the boundary, or of one rank of the layers."""
         alike = next((group for group in self._taking_turns if tile in group), frozenset({tile}))
-        held = alike.intersection(waiting).difference(plan.host_sums)  # a sum has memory of its own
+        held = [each for each in alike.intersection(waiting)
+                if plan.placement(each).updated is not Updated.FROM_HOST_SUMS]  # a sum has memory of its own
         return len(held) < (1 if tile in self.tiling.boundary() else plan.gradient_slabs)
 
     @functools.cached_property
@@ -144,8 +146,8 @@ class StepSimulator:
         rates = self.durations.hardware
         faster = rates.adam_parts["weights"]  # than a whole update, on most hosts
         share = self.caution * (faster if plan.deferred_moments else max(1.0, faster) if may_defer else 1.0)
-        elsewhere = {*plan.resident_state, *plan.visiting_state}
-        tiles = {tile: layout for tile, layout in self.tiling.layouts.items() if layout.trainable and tile not in elsewhere}
+        tiles = {tile: layout for tile, layout in self.tiling.layouts.items()
+                 if layout.trainable and plan.placement(tile).updated in (Updated.ON_HOST, Updated.FROM_HOST_SUMS)}
         found, updated, before = total, 0.0, 0.0
         for call, forward in forwards.items():
             updated += sum(self.durations.update_s(tiles.pop(tile)) / share for tile in self.tiling.tiles_of[call]

@@ -110,15 +110,16 @@ def _whole_step(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
     kept: dict[Kept, fx.Node] = {}
     ever = {Kept.of(value) for lease in find(forward, "lease") for value in operands(lease, "value")}
     backward = _Backward(program, plan, build, kept.__getitem__, ever)
+    of_one_wave = set(plan.host_sums)
     for wave in range(plan.waves):
-        backward.accumulators = {tile: node for tile, node in backward.accumulators.items() if tile not in plan.host_sums}
+        backward.accumulators = {tile: node for tile, node in backward.accumulators.items() if tile not in of_one_wave}
         for node in nodes(forward):
             op, mb = op_of(node).name, argument(node, "mb")
             if op == "lease":
                 if (value := operands(node, "value")[0]) in image:
                     kept[Kept.of(value)] = image[value]
             elif (plan.wave_of(mb) == wave if mb is not None else
-                  op == "zeros" and (node not in image or argument(node, "tile") in plan.host_sums)):
+                  op == "zeros" and (node not in image or argument(node, "tile") in of_one_wave)):
                 arguments = {k: fx.map_arg(v, lambda n: image[n]) for k, v in node.kwargs.items()}
                 image[node] = build.add(op, node.name, **arguments)
                 if op == "stash":

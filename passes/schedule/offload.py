@@ -28,6 +28,7 @@ from itertools import pairwise
 
 from torch import fx
 
+from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Builder, Program, argument, copy_section, find, nodes, operands
 
@@ -53,14 +54,15 @@ def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: 
         tile: str = argument(value, "tile")
         number = program.number(tile)
         reduced = build.after(anchors[value], "reduce", f"d{number}", tile=tile, accumulators=value)
-        stays = tile in plan.resident_state
+        updated = plan.placement(tile).updated
+        stays = updated is Updated.ON_DEVICE
         if stays and plan.update == "arrival":
             continue  # the update on the device consumes them
         if stays and section == "train_step":
             build.after(reduced, "offload_norms", tile=tile, reduced=reduced)
             continue
         sent = build.after(reduced, "offload", f"o{number}", tile=tile, reduced=reduced, into=None)
-        if tile in plan.host_sums and section == "train_step":
+        if updated is Updated.FROM_HOST_SUMS and section == "train_step":
             waves = [other for other in accumulators if argument(other, "tile") == tile]
             added = build.after(sent, "add_to_sum", tile=tile, slab=sent if slabs else None, overwrite=value is waves[0])
             if value is waves[-1] and plan.update == "step":

@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
+from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import OPS, Builder, Program, argument, copy_section, find
 from megacompile.ir.stack import boundary_tiles
@@ -46,6 +47,9 @@ from megacompile.ir.stack import boundary_tiles
 from .prefetch import layer_ranks
 
 name, requires, provides = "optimizer", "offload", "optimizer"
+#: The op that updates a tile.
+_OPS = {Updated.ON_HOST: "adam", Updated.ON_DEVICE: "adam_resident", Updated.VISITING: "adam_visiting",
+        Updated.FROM_HOST_SUMS: "adam_of_sum"}
 
 
 def run(program: Program, plan: Plan) -> Program:
@@ -59,9 +63,9 @@ def run(program: Program, plan: Plan) -> Program:
     elif "backward" in sections or "train_step" in sections:
         sections["update"] = _update(program, plan, [t for t in tiles if program.tiles[t].trainable])
     if plan.resident:
-        sections["load"] = _load(program, plan, [t for t in tiles if t in plan.resident])
+        sections["load"] = _load(program, plan, [t for t in tiles if plan.placement(t).resident])
     if plan.resident_state:
-        stateful = [t for t in tiles if t in plan.resident_state]
+        stateful = [t for t in tiles if plan.placement(t).updated is Updated.ON_DEVICE]
         sections["store"] = _each(program, stateful, _store)
         sections["rescue"] = _each(program, stateful, _bring_home)
         if "backward" in sections and plan.update == "step":
@@ -79,13 +83,13 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     build = Builder(graph, name)
     clip = build.add("clip", "c", tiles=tuple(tiles))
     for tile in tiles:
-        if tile in plan.resident_state:
+        op = _op(plan, tile)
+        if op == "adam_resident":
             gradients = build.add("resident_gradients", f"g{program.number(tile)}", tile=tile)
             _update_there(build, program, tile, gradients, clip)
             continue
-        op = _op(plan, tile)
         build.add(op, f"v{program.number(tile)}" if OPS[op].result else None, tile=tile, clip=clip)
-        if tile in plan.resident:
+        if plan.placement(tile).resident:
             _arrive(build, program, plan, tile)
     for node in reversed([*find(graph, "adam_weights")]):
         build.add("adam_moments", tile=argument(node, "tile"), clip=clip)
@@ -94,12 +98,9 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
 
 
 def _op(plan: Plan, tile: str) -> str:
-    """The op that updates a tile whose state is in host memory."""
-    if tile in plan.visiting_state:
-        return "adam_visiting"
-    if tile in plan.host_sums:
-        return "adam_of_sum"
-    return "adam_weights" if plan.deferred_moments else "adam"
+    """The op that updates a tile."""
+    op = _OPS[plan.placement(tile).updated]
+    return "adam_weights" if op == "adam" and plan.deferred_moments else op
 
 
 def _update_there(build: Builder, program: Program, tile: str, reduced: fx.Node, clip: fx.Node | None) -> None:
@@ -122,7 +123,7 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     """Updates each tile once its gradients are in a slab."""
     build = Builder(graph, name)
     for node in list(find(graph, "reduce")):
-        if argument(node, "tile") in plan.resident_state:
+        if plan.placement(argument(node, "tile")).updated is Updated.ON_DEVICE:
             following = node.next
             with graph.inserting_before(following):
                 _update_there(build, program, argument(node, "tile"), node, None)
@@ -133,7 +134,7 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
         op = _op(plan, tile)
         slab = {"slab": homes[tile]} if op == "adam" else {}
         last[arrival] = build.after(last[arrival], op, None, tile=tile, **slab)
-        if tile in plan.resident:
+        if plan.placement(tile).resident:
             staging = None
             if not plan.pinned:
                 last[arrival] = staging = build.after(last[arrival], "pack", f"k{program.number(tile)}", tile=tile)
@@ -148,11 +149,12 @@ def _turns(program: Program, plan: Plan, arriving: Sequence[str]) -> Iterator[tu
     boundary, ranks = boundary_tiles(program.calls), layer_ranks(program)
     order = [tile for tile in plan.update_order or arriving if tile in arriving]
     group = {tile: -1 if tile in boundary else ranks.get(tile, 0) for tile in arriving}  # tiles that take turns in slabs
+    summed = set(plan.host_sums)  # a sum has memory of its own
     waiting: set[str] = set()
     before = ""
     for tile in arriving:
         slabs = 1 if tile in boundary else plan.gradient_slabs
-        held = [each for each in order if each in waiting and group[each] == group[tile] and each not in plan.host_sums]
+        held = [each for each in order if each in waiting and group[each] == group[tile] and each not in summed]
         for each in held[:max(0, len(held) - slabs + 1)]:
             yield each, before
             order.remove(each)
@@ -169,7 +171,7 @@ def _load(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     build = Builder(graph, name)
     for tile in tiles:
         _arrive(build, program, plan, tile)
-        if tile in plan.resident_state:
+        if plan.placement(tile).updated is Updated.ON_DEVICE:
             build.add("fetch_state", f"m{program.number(tile)}", tile=tile)
     return graph
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import (
     Builder,
@@ -73,11 +74,11 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
     tile = argument(value, "tile")
     match op_of(value).result:
         case "weights":
-            return tile in plan.resident
+            return plan.placement(tile).resident
         case "state" | "gradients":
             return True
         case "reduced":
-            return tile in plan.resident_state and plan.update == "step"
+            return plan.placement(tile).updated is Updated.ON_DEVICE and plan.update == "step"
     return False
 
 
@@ -101,6 +102,8 @@ class _Places:
         self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs,
                        "D": plan.gradient_slabs, "P": 2, "C": plan.checkpoint_slots,
                        "H": len(plan.from_host(differentiated(program))) * len(plan.wave(0))}
+        only_weights = [tile for tile in plan.resident if plan.placement(tile).updated is not Updated.ON_DEVICE]
+        self.numbers = {tile: number for tiles in (plan.resident_state, only_weights) for number, tile in enumerate(tiles)}
 
     def assign(self, graph: fx.Graph) -> None:
         for node in list(nodes(graph)):
@@ -117,10 +120,9 @@ class _Places:
     def _choose(self, node: fx.Node) -> SlotName:
         tile, kind = argument(node, "tile"), op_of(node).result
         if _stays(node, self.plan):
-            if tile in self.plan.resident_state:
-                family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG")
-                return SlotName(family, number=self.plan.resident_state.index(tile))
-            return SlotName("R", number=[t for t in self.plan.resident if t not in self.plan.resident_state].index(tile))
+            updated_there = self.plan.placement(tile).updated is Updated.ON_DEVICE
+            family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG") if updated_there else "R"
+            return SlotName(family, number=self.numbers[tile])
         if kind == "visiting":  # tiles visit one after the other, boundary tiles too: their chunks are no larger
             return self._take(SlotName("V"), 1)
         if op_of(node).name == "stashed":
@@ -142,7 +144,7 @@ class _Places:
         """The tiles of one boundary call are on the device together: the largest of each call take turns in WB0, the next
         largest in WB1. `prefetch` holds the tiles of one call at a time, so the slot is free."""
         call = next(argument(user, "call") for user in node.users if argument(user, "call"))
-        tiles = [t for t in self.program.call(call).tiles if t in self.boundary and t not in self.plan.resident]
+        tiles = [t for t in self.program.call(call).tiles if t in self.boundary and not self.plan.placement(t).resident]
         tiles.sort(key=lambda t: -self.program.tiles[t].weight_bytes)
         return SlotName("W", boundary=True, number=tiles.index(argument(node, "tile")))
 

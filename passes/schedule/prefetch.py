@@ -138,12 +138,12 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     build = Builder(graph, name)
     _fetch(program, plan, graph)
     stays = _stays(program, plan, graph)
-    pending = deque(s for s in stays if s.tile not in plan.resident)
+    pending = deque(s for s in stays if not plan.placement(s.tile).resident)
     present: list[_Stay] = []
     ranks = layer_ranks(program)
     first = next(iter(nodes(graph)), None)
     for stay in stays:
-        if stay.tile in plan.resident and first is not None:
+        if plan.placement(stay.tile).resident and first is not None:
             stay.weights = build.before(first, "resident", f"w{program.number(stay.tile)}", tile=stay.tile)
 
     def fits(stay: _Stay) -> bool:

@@ -106,4 +106,4 @@ def plan_of(schedule: dict[str, Any]) -> Plan:
     options = {"micro_batches": (1,), **schedule}
     for name in ("layers", "runs", "shared", "frozen", "tied", "whole_step", "outputs"):
         options.pop(name, None)
-    return Plan(sum(options["micro_batches"]), 8, **options)
+    return Plan.of(sum(options["micro_batches"]), 8, **options)

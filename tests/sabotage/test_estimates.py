@@ -16,6 +16,7 @@ from torch import nn
 
 import megacompile
 from megacompile.ir.ops import TEMPLATE_OPS
+from megacompile.ir.placement import LISTS
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Program, argument, find, op_of, slot_family
 from megacompile.planning.memory import accumulator_bytes, host_parts, slot_bytes
@@ -49,10 +50,10 @@ def of_this_model(planner: Planner, schedule: dict[str, Any]) -> Plan:
     layouts = planner.tiling.layouts
     named = {f"layers.{i}": tile for i, tile in enumerate(t for t in layouts if "logue" not in t)}
     tiles = {}
-    for key in ("resident", "resident_state", "visiting_state", "update_order", "host_sums"):
+    for key in (*LISTS, "update_order"):
         there = dict.fromkeys(tile for each in schedule[key] if (tile := named.get(each, each)) in layouts)
         tiles[key] = tuple(tile for tile in there if key == "resident" or layouts[tile].trainable)
-    return replace(plan_of(schedule), output="logits" if schedule["outputs"] else "loss", ranks=planner.tiling.ranks, **tiles)
+    return replace(plan_of(schedule | tiles), output="logits" if schedule["outputs"] else "loss", ranks=planner.tiling.ranks)
 
 
 def templates_s(planner: Planner, program: Program, plan: Plan) -> float:

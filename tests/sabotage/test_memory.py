@@ -18,6 +18,7 @@ from torch import nn
 
 import megacompile
 from megacompile.ir.lowering import model_program
+from megacompile.ir.placement import LISTS
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Program
 from megacompile.passes import PIPELINE
@@ -193,9 +194,9 @@ def of_any_plan(model: Schedule, layers: int, examples: int) -> None:
     @given(schedules(layers=layers, often=False))
     def walked(schedule: dict[str, Any]) -> None:
         output, ranks = "logits" if schedule["outputs"] else "loss", model.tiling.ranks
-        plan = replace(plan_of(schedule), output=output, ranks=ranks, **{key: tuple(dict.fromkeys(
-            tile for tile in (names.get(t, t) for t in schedule[key]) if tile in model.tiling.layouts))
-            for key in ("resident", "resident_state", "visiting_state", "update_order", "host_sums")})
+        tiles = {key: tuple(dict.fromkeys(tile for tile in (names.get(t, t) for t in schedule[key])
+                                          if tile in model.tiling.layouts)) for key in (*LISTS, "update_order")}
+        plan = replace(plan_of(schedule | tiles), output=output, ranks=ranks)
         program = compiled(model, plan, schedule["whole_step"])
         assert sum(slots_stated(program)) <= slot_bytes(model.captured, model.tiling, plan)
         estimate = training_bytes(model.captured, model.tiling, plan)

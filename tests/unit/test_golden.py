@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megacompile.ir.placement import Placements
 from megacompile.ir.plan import Plan
 from megacompile.ir.text import parse
 from megacompile.passes import PIPELINE
@@ -61,7 +62,7 @@ def plan_of(name: str) -> Plan:
     options = {"micro_batches": (1,), **GOLDENS[name]}
     for name in ("whole_step", "outputs"):
         options.pop(name, None)
-    return Plan(sum(options["micro_batches"]), 8, **options)
+    return Plan.of(sum(options["micro_batches"]), 8, **options)
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -108,9 +109,8 @@ def test_names_and_order_of_tiles_decide_nothing(name: str, make_schedule: Sched
         tiles={new[t.name]: replace(t, name=new[t.name]) for t in reversed(model.tiles.values())},
         calls=tuple(replace(c, tiles=tuple(new[t] for t in c.tiles)) for c in model.calls))
     plan = plan_of(name)
-    named = {key: tuple(new[t] for t in getattr(plan, key))
-             for key in ("resident", "resident_state", "visiting_state", "host_sums")}
-    program = compile_program(renamed, replace(plan, **named), PIPELINE).program
+    placements = Placements({new[tile]: placement for tile, placement in plan.placements.items()})
+    program = compile_program(renamed, replace(plan, placements=placements), PIPELINE).program
     assert program.slots == compiled.program.slots
     assert list(program.sections) == list(compiled.program.sections)
     for section in program.sections:

@@ -23,6 +23,7 @@ from test_inductor import fresh_process
 from megacompile import api, scheduling
 from megacompile.codegen import seal
 from megacompile.errors import NoFittingPlanError
+from megacompile.ir.placement import Placements
 from megacompile.ir.plan import Plan
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE, insert_after
 from megacompile.passes.schedule import place
@@ -34,8 +35,8 @@ from megacompile.predict.hardware import Hardware
 
 FREE = {"device": 100 * 2**30, "host": 2**40}
 QUESTION = {"batch": 8, "tiles": ["a", "b"]}
-PLAN = Plan(8, 16, (4, 4), saved_layers=3, resident=("a", "b"), resident_state=("b",), waves=2, host_sums=("a",), pinned=False,
-            residuals="attention")
+PLAN = Plan(8, 16, (4, 4), saved_layers=3, waves=2, pinned=False, residuals="attention",
+            placements=Placements.named(("a", "b"), resident_state=("b",), host_sums=("c", "a")))
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def test_a_kept_plan_is_found_as_it_was() -> None:
 
 
 def test_every_field_of_a_plan_has_a_rule() -> None:
-    assert kept_plans.FIELDS.keys() == {field.name for field in dataclasses.fields(Plan)}
+    assert kept_plans.FIELDS.keys() == PLAN.values().keys()
 
 
 @pytest.mark.parametrize(("free", "serves"), [
@@ -144,7 +145,8 @@ def test_a_damaged_file_is_replaced(cache: Path) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [
     ("batch", 9), ("batch", True), ("batch", 8.0), ("batch", None), ("micro_batches", [8, 0]), ("micro_batches", [[8]]),
-    ("micro_batches", 8), ("waves", 3), ("resident", ["a", "a"]), ("resident", "ab"), ("resident", [1]), ("output", "x" * 2000),
+    ("micro_batches", 8), ("waves", 3), ("resident", ["a", "a"]), ("resident", "ab"), ("resident", [1]),
+    ("visiting_state", ["a"]), ("host_sums", ["b"]), ("output", "x" * 2000),
     ("residuals", "some"), ("update", None), ("pinned", 1), ("weight_slots", 2**40), ("more", 1), ("length", ...),
 ], ids=str)
 def test_an_invalid_plan_is_skipped_even_if_it_is_sealed(field: str, value: Any, cache: Path) -> None:
@@ -219,7 +221,7 @@ def test_the_plans_used_last_stay(cache: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_reader_beside_writers_finds_one_of_their_plans() -> None:
-    plans = [replace(PLAN, saved_layers=n, host_sums=()) for n in range(4)]
+    plans = [replace(PLAN, saved_layers=n) for n in range(4)]
     kept_plans.keep(QUESTION, FREE, plans[0])
 
     def write(plan: Plan) -> None:
@@ -342,11 +344,12 @@ def test_memory_that_is_found_free_need_not_be_the_same_to_the_byte(analysis: An
 
 
 @pytest.mark.parametrize("spoiled", [{"batch": 8, "micro_batches": (8,)}, {"length": 32}, {"update": "arrival"},
-                                     {"output": "logits"}, {"resident": ("no such tile",)}], ids=str)
+                                     {"output": "logits"},
+                                     {"placements": Placements.named(("no such tile",))}], ids=str)
 def test_a_plan_of_another_step_or_model_is_not_taken(spoiled: dict[str, Any], analysis: Any) -> None:
     planned = make(analysis)
     found, _ = choose(planned)
-    replace_kept(make(analysis), replace(found, resident_state=(), visiting_state=(), update_order=(), **spoiled))
+    replace_kept(make(analysis), replace(found, **{"placements": Placements(), "update_order": (), **spoiled}))
     assert choose(make(analysis)) == (found, 1)
 
 

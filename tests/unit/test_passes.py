@@ -12,6 +12,7 @@ from torch import fx
 
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.ir.lowering import model_program
+from megacompile.ir.placement import Placements
 from megacompile.ir.plan import Plan, split
 from megacompile.ir.program import (
     Builder,
@@ -62,7 +63,7 @@ Schedules = Callable[..., Compiled]
 def plan_of(options: dict[str, Any]) -> Plan:
     micro_batches = options.get("micro_batches", (1,))
     chosen = {k: v for k, v in options.items() if k not in ("micro_batches", "tied", "frozen")}
-    return Plan(sum(micro_batches), 8, micro_batches, **chosen)
+    return Plan.of(sum(micro_batches), 8, micro_batches, **chosen)
 
 
 @pytest.fixture(params=PLANS)
@@ -326,7 +327,8 @@ def models_and_plans(draw: st.DrawFn) -> tuple[Program, Plan]:
     plan = Plan(
         batch, 8, split(batch, draw(st.integers(1, batch))), interval, draw(st.integers(0, depth)),
         weight_slots=max(min(interval, depth), draw(st.integers(1, 4))), gradient_slots=draw(st.integers(1, 3)),
-        resident=resident, resident_state=stateful, visiting_state=visiting, deferred_moments=draw(st.booleans()),
+        placements=Placements.named(resident, resident_state=stateful, visiting_state=visiting),
+        deferred_moments=draw(st.booleans()),
         pinned=draw(st.booleans()),
         staging_slabs=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1, 3)))
     return model_program(calls, tiles, batch, labels=True), plan

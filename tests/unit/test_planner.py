@@ -64,7 +64,7 @@ def planner(analysis: Analysis, budget: int = 2**40, margin: int = 0, **options:
 
 def plan(analysis: Analysis, batch: int = 8, length: int = LENGTH, micro_batch_size: int = 2, **choices: Any) -> Plan:
     defaults = {"checkpoint_interval": 1, "weight_slots": 2}
-    return Plan(batch, length, split(batch, micro_batch_size), **{**defaults, **choices})
+    return Plan.of(batch, length, split(batch, micro_batch_size), **{**defaults, **choices})
 
 
 def estimate(analysis: Analysis, training: bool = True, **choices: Any) -> Estimate:

@@ -15,6 +15,7 @@ from torch import fx
 import megacompile
 from megacompile.bench.shapes import config
 from megacompile.bench.step import left_out
+from megacompile.ir.placement import LISTS, Placements
 from megacompile.ir.plan import Plan, split
 from megacompile.ir.program import op_of
 from megacompile.predict.durations import Durations
@@ -76,12 +77,11 @@ def is_compiled(row: Row) -> bool:
 
 def plan_of(row: Row) -> Plan:
     return Plan(row["batch"], row["length"], split(row["batch"], row["micro_batch"]), row["checkpoint_interval"],
-                row["saved_layers"], row["weight_slots"], resident=tuple(row["resident"]), waves=row.get("waves", 1),
-                resident_state=tuple(row.get("resident_state", ())), update="arrival" if row.get("overlap") else "step",
-                visiting_state=tuple(row.get("visiting_state", ())), deferred_moments=row.get("deferred_moments", False),
+                row["saved_layers"], row["weight_slots"], waves=row.get("waves", 1),
+                placements=Placements.named(**{name: row.get(name, ()) for name in LISTS}),
+                update="arrival" if row.get("overlap") else "step", deferred_moments=row.get("deferred_moments", False),
                 host_checkpoints=row.get("host_checkpoints", 0), update_order=tuple(row.get("update_order", ())),
-                token_chunk=row.get("token_chunk", 0), host_sums=tuple(row.get("host_sums", ())),
-                residuals=row.get("residuals", "all"))
+                token_chunk=row.get("token_chunk", 0), residuals=row.get("residuals", "all"))
 
 
 def test_there_are_rows_to_hold_predictions_against() -> None:

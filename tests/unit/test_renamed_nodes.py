@@ -81,7 +81,7 @@ def test_passes_verifier_and_simulator_read_no_names(schedule: dict[str, Any], s
     usual = make_schedule(**schedule)
     chosen = {"micro_batches": (1,), **{key: value for key, value in schedule.items()
                                         if key not in ("whole_step", "outputs", "tied", "runs", "shared")}}
-    plan = Plan(sum(chosen["micro_batches"]), 8, **chosen)
+    plan = Plan.of(sum(chosen["micro_batches"]), 8, **chosen)
     renamed = compile_program(usual.stages["model"], plan, renaming(shuffled)).program
     assert without_names(renamed) == without_names(usual.program)
     assert renamed != usual.program

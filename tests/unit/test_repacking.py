@@ -19,6 +19,7 @@ import megacompile
 from megacompile.bench.uneven import DATA
 from megacompile.errors import InsufficientMemoryError
 from megacompile.inputs.packed_layout import LENGTH, SHARES, Span, lay_out, spans_of
+from megacompile.ir.placement import Placements, Updated
 from megacompile.ir.plan import CaptureKey, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import PackedPlans, derived
@@ -226,11 +227,13 @@ def shape_of(rows: int, whole_step: bool) -> Shape:
 
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_a_derived_plan_keeps_every_choice_and_few_micro_batch_sizes(whole_step: bool) -> None:
-    base = Plan(16, 2048, (8, 8), saved_layers=3, waves=2 if whole_step else 1, host_sums=("a",) if whole_step else ())
+    base = Plan(16, 2048, (8, 8), saved_layers=3, waves=2 if whole_step else 1,
+                placements=Placements.named(("a", "b"), host_sums=("a",) if whole_step else ()))
     for rows in range(1, 40):
         for plan in derived(base, shape_of(rows, whole_step)):
             assert sum(plan.micro_batches) == rows and set(plan.micro_batches) <= {8, 4, 2, 1}
-            assert replace(plan, batch=16, micro_batches=(8, 8), waves=base.waves, host_sums=base.host_sums) == base
+            assert replace(plan, batch=16, micro_batches=(8, 8), waves=base.waves, placements=base.placements) == base
+            assert plan.placements == (base if plan.waves > 1 else base.placed(Updated.FROM_HOST_SUMS, ())).placements
             assert whole_step or plan.waves == 1, "only whole steps go in waves"
         if whole_step:  # the last one takes no more memory than the base
             assert max(len(plan.wave(wave)) for wave in range(plan.waves)) <= 1

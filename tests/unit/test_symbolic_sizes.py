@@ -23,6 +23,7 @@ from megacompile.errors import MegacompileError
 from megacompile.frontend.templates import variants
 from megacompile.frontend.templates.symbolic_sizes import UNIT, UNITS, CodeForAnySize, SymbolicSizes, can_be_symbols
 from megacompile.frontend.templates.template import BATCH, LENGTH, Variant
+from megacompile.ir.placement import Placements
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import derived
@@ -101,7 +102,7 @@ def dynamic() -> Iterator[Any]:
 def test_rows_are_split_into_as_few_micro_batches_as_can_be_about_as_large(rows: int, size: int, length: int,
                                                                           whole_step: bool) -> None:
     base = Plan(4 * size, 2048, (size,) * 4, saved_layers=3, waves=2 if whole_step else 1,
-                host_sums=("a",) if whole_step else ())
+                placements=Placements.named(host_sums=("a",) if whole_step else ()))
     shape = Shape(rows, length, labels=True, training=True, whole_step=whole_step, further=("position_ids",))
     plans = derived(base, shape, balanced=True)
     most = size * 2048 // length
@@ -116,7 +117,7 @@ def test_rows_are_split_into_as_few_micro_batches_as_can_be_about_as_large(rows:
         assert sum(sizes) == rows and len(sizes) <= fewest + 2 and max(sizes) <= most
         assert max(sizes) - min(sizes) <= 1 and list(sizes) == sorted(sizes, reverse=True)
         assert replace(plan, batch=base.batch, length=base.length, micro_batches=base.micro_batches, waves=base.waves,
-                       host_sums=base.host_sums) == base
+                       placements=base.placements) == base
 
 
 def test_plans_that_compute_some_tokens_of_each_row_at_a_time_serve_no_rows_of_another_length() -> None:

@@ -80,7 +80,7 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
     if shape.images != 1 and not shapes.captured.places:
         raise ProgramError(f"the shape has {shape.images} images for each sequence, and this model takes none: leave images=1")
     layers, tiles = len(shapes.captured.calls) - 2, list(shapes.tiling.layouts)
-    if unknown := sorted({*plan.resident, *plan.resident_state, *plan.visiting_state}.difference(tiles)):
+    if unknown := sorted({*plan.resident, *plan.visiting_state}.difference(tiles)):
         raise ProgramError(f"the plan has {listed(unknown)} on the device, which are not tiles of this model: it has "
                            f"{listed(tiles)}")
     trained = [tile for tile, layout in shapes.tiling.layouts.items() if layout.trainable]

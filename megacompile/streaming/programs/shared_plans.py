@@ -6,7 +6,6 @@ for the next start: ranks that find different plans could not run together.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import astuple
 
 from megacompile.errors import MegacompileError, RankError
 from megacompile.ir.plan import Plan, Shape
@@ -34,11 +33,11 @@ def _from_one_plan(shapes: Shapes, shape: Shape, keep: Collection[CompiledShape]
         except MegacompileError:
             ranks.agree("plan")
             raise
-        ranks.agree("plan", (astuple(found.plan), shapes.stateful))
+        ranks.agree("plan", (found.plan.values(), shapes.stateful))
         return found
     chosen = ranks.agree("plan")[0]
     if chosen is None:
         shapes.get(shape, keep)  # raises what it raises on rank 0
         raise RankError("rank 0 cannot plan this step, and this rank can: give every rank the same model and options")
-    fields, stateful = chosen
-    return shapes.known(shape, keep) or shapes.get(shape, keep, Choice(Plan(*fields), stateful))
+    values, stateful = chosen
+    return shapes.known(shape, keep) or shapes.get(shape, keep, Choice(Plan.of(**values), stateful))
