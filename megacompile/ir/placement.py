@@ -74,7 +74,7 @@ class Placements(Mapping[str, Placement]):
         position = {tile: (number, False) for number, tile in enumerate(stay)}
         for tiles in lists.values():
             number = -1
-            for tile in tiles:  # one that does not stay comes behind the resident tile before it in this list
+            for tile in tiles:  # one that does not stay comes after the resident tile before it in this list
                 number, _ = position.setdefault(tile, (number, True))
         where = {tile: Updated(name) for name, tiles in lists.items() for tile in tiles}
         return cls({tile: Placement(where.get(tile, STREAMED.updated), tile in stay)

@@ -15,6 +15,7 @@ from torch import fx
 
 from megacompile.ir.nodes import lane_of, op_of
 from megacompile.ir.ops import Op
+from megacompile.ir.placement import LISTS
 from megacompile.ir.plan import Plan, Shape
 
 #: Parameters that say what a node works on. In text they are positional if they lead an op's parameters; others are keywords.
@@ -33,20 +34,17 @@ DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
               "output_bytes": "number"}, ("weightless", "output_bytes")),
     "slot": ({"name": "text", "bytes": "number"}, ())}
 _FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts"}
-#: Field of `Plan` -> the lists of tiles that texts have after it, together in the place of `Plan.placements`.
-_LISTS_AFTER = {"gradient_slots": ("resident", "resident_state"), "checkpoint_slots": ("host_sums",),
-                "output": ("visiting_state",)}
 
 
-def _parameters(made: type[Shape | Plan], written: Sequence[str] = (),
-                lists_after: Mapping[str, Sequence[str]] | None = None) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The parameters of a declaration: the fields of what it makes, but those that are `written` elsewhere, and after some of
-    them lists of tiles. Each with its kind; then those that have a default."""
+def _parameters(made: type[Shape | Plan], written: Sequence[str] = ()) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The parameters of a declaration, each with its kind, and those that have a default: the fields of what it makes, except
+    those that are `written` elsewhere, and lists of tiles in the place of placements."""
     kinds: dict[str, str] = {}
     for field in dataclasses.fields(made):
-        if field.name not in written:
+        if field.name == "placements":
+            kinds |= dict.fromkeys(LISTS, "texts")
+        elif field.name not in written:
             kinds[field.name] = _FIELD_KINDS[str(field.type)]
-        kinds |= dict.fromkeys((lists_after or {}).get(field.name, ()), "texts")
     needed = {field.name for field in dataclasses.fields(made) if field.default is dataclasses.MISSING}
     return kinds, tuple(name for name in kinds if name not in needed)
 
@@ -54,7 +52,7 @@ def _parameters(made: type[Shape | Plan], written: Sequence[str] = (),
 #: Declarations of what a program was made for: the fields of `Shape` and `Plan`, except those that the opening has. Fields with
 #: a default may be absent.
 MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "shape": _parameters(Shape), "plan": _parameters(Plan, ("batch", "length", "placements", *OPENING), _LISTS_AFTER)}
+    "shape": _parameters(Shape), "plan": _parameters(Plan, ("batch", "length", *OPENING))}
 
 
 def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str, int],
