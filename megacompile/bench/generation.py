@@ -114,8 +114,8 @@ def _link_rate(slots: LayerSlots) -> float:
 
 def _switching(model: Any, generate: Callable[[Tensor, int], float], given: argparse.Namespace) -> rows.Row:
     """Seconds from the end of a training step to the first token, and back; and the memory that is reserved after each. A step
-    ends when all weights are updated: `update_s` is how long that takes after the device has finished, beside which the next
-    step would begin."""
+    ends when all weights are updated: `update_s` is how long that takes after the device has finished. In training, the next
+    step runs beside that update."""
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5)
     cuda, vocabulary = given.device == "cuda", SHAPES[given.shape]["vocab_size"]
 

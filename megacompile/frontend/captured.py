@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import sympy
 from torch import Tensor
@@ -203,5 +203,22 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
 
     def holds_at(self, length: int) -> bool:
         """Whether the captured graphs hold at this length, as far as conditions on the length alone say that."""
-        return all(condition.expression.subs({LENGTH: length}) != sympy.false for condition in self.conditions
-                   if condition.expression.free_symbols == {LENGTH})
+        if length not in self._held:
+            self._held[length] = all(condition.expression.subs({LENGTH: length}) != sympy.false
+                                     for condition in self.conditions if condition.expression.free_symbols == {LENGTH})
+        return self._held[length]
+
+    @functools.cached_property
+    def _held(self) -> dict[int, bool]:
+        """What `holds_at` has found, by length."""
+        return {}
+
+    def reads_batches_as(self, other: CapturedModel) -> bool:
+        """Whether batches are read, padded and split alike for both captures of a model, in training and in evaluation."""
+        def facts(captured: CapturedModel) -> tuple[Any, ...]:
+            counted = (captured.totals, captured.places, captured.patches)
+            return (captured.batch_inputs, captured.labels, captured.same_logits_without_labels, bool(captured.across_rows),
+                    *map(len, counted), captured.counts_places, captured.fused_attention, captured.causal, captured.masks_hide,
+                    captured.masks_added, captured.has_loss, captured.has_loss_denominator, captured.is_averaged,
+                    captured.heads is None, captured.evaluating)
+        return facts(self) == facts(other) and (self.same_in_evaluation() or not other.same_in_evaluation())

@@ -69,6 +69,9 @@ def joined(ranks: Ranks, captures: Captures, given: BatchArguments,
     captured = captures.serve(key).captured
     rows, length = max(each.rows for each in all_ranks), max(each.length for each in all_ranks)
     _check(captured, all_ranks, key)
+    if not captured.holds_at(length):  # which capture does, depends on the batches that a rank has had
+        (traced_length, *_) = ranks.agree(doing, captures.key_at(key, length).traced_length)
+        key = replace(key, traced_length=traced_length)
     inputs = _with_implied(given, captures, key)
     own = given.rows, given.length
     inputs = {name: _padded(name, tensor, own, (rows, length), captured) for name, tensor in inputs.items()}

@@ -35,6 +35,9 @@ class Captures(Protocol):
     def capture_key(self, further: tuple[str, ...], training: bool, images: int = 1) -> CaptureKey:
         """The key of a batch with `further` arguments, beside those of plain batches, and `images` for each sequence."""
 
+    def key_at(self, key: CaptureKey, length: int) -> CaptureKey:
+        """The key of a capture that also holds at this length; `key` itself if there is none. May trace the model."""
+
     def serve(self, key: CaptureKey) -> Capture:
         """The capture for a key. The first call with a key traces the model."""
 

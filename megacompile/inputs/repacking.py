@@ -85,8 +85,12 @@ class Repacking:
         packed = self._packed(inputs, layout)
         if self._targets(packed) != self._targets(inputs):
             return "padding on the left predicts a target"
-        if unread := self.unread(self.captures.capture_key((_POSITIONS,), training)):  # late, since it may capture the model
+        key = self.captures.capture_key((_POSITIONS,), training)
+        if unread := self.unread(key):  # late, since it may capture the model
             return unread
+        plain, of_packed = self.captures.first.captured, self.captures.serve(key).captured
+        if not (plain.holds_at(length) and plain.holds_at(packed_length) and of_packed.holds_at(packed_length)):
+            return f"the model's code branches on the length of rows, {length} or {packed_length}"
         if any(not present[span.row, 0] for span in spans):
             # The padding before a row's first token predicts that token, so the caller may read its values.
             if wanted == Wanted.ALL and not labels:

@@ -5,7 +5,9 @@
     placements.lists["visiting_state"]                     # ("layers.0", "layers.1")
 
 A tile has one placement, so no plan updates it in two places. Options, texts and files name tiles in lists instead, one for
-each place; `Placements.named` reads such lists, and `lists` gives them. A new place is a new member of `Updated`.
+each place; `Placements.named` reads such lists, and `lists` gives them. A new place is a new member of `Updated`: an option of
+its name in `StreamConfig`, a property of `Plan`, the op that updates such tiles (`passes/schedule/optimizer.py`), and what
+`offload.py`, `memory.py` and `step_time.py` make of it.
 """
 from __future__ import annotations
 
@@ -91,6 +93,10 @@ class Placements(Mapping[str, Placement]):
 
     def __getitem__(self, tile: str) -> Placement:
         return self._placed[tile]
+
+    def of(self, tile: str) -> Placement:
+        """The placement of a tile; `STREAMED` for one that is not here."""
+        return self._placed.get(tile, STREAMED)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._placed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megacompile.errors import MegacompileError, shortened
-from megacompile.ir.placement import ALL_STREAMED, LISTS, STREAMED, Placement, Placements, Updated
+from megacompile.ir.placement import ALL_STREAMED, LISTS, Placement, Placements, Updated
 from megacompile.limits import check_micro_batches, check_whole
 
 #: When tiles are updated: all at the end of a step, or each when its gradients arrive.
@@ -69,6 +69,10 @@ class Shape:
     @property
     def capture_key(self) -> CaptureKey:
         return CaptureKey(self.further, self.evaluating, self.without_adapters, self.images, self.traced_length)
+
+    def captured_by(self, key: CaptureKey) -> Shape:
+        """The same shape with another capture."""
+        return replace(self, **vars(key))
 
     @property
     def packed(self) -> bool:
@@ -191,7 +195,7 @@ class Plan:
 
     def placement(self, tile: str) -> Placement:
         """Where a tile is updated, and whether its weights stay on the device."""
-        return self.placements.get(tile, STREAMED)
+        return self.placements.of(tile)
 
     def placed(self, updated: Updated, tiles: Sequence[str]) -> Plan:
         """As `Placements.placed`."""

@@ -49,10 +49,10 @@ def _parameters(made: type[Shape | Plan], written: Sequence[str] = ()) -> tuple[
     return kinds, tuple(name for name in kinds if name not in needed)
 
 
-#: Declarations of what a program was made for: the fields of `Shape` and `Plan`, except those that the opening has. Fields with
-#: a default may be absent.
+#: Declarations of what a program was made for: the fields of `Shape` and `Plan`, except those that the opening has, and the
+#: traced length, which depends on the batches that came before. Fields with a default may be absent.
 MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "shape": _parameters(Shape), "plan": _parameters(Plan, ("batch", "length", *OPENING))}
+    "shape": _parameters(Shape, ("traced_length",)), "plan": _parameters(Plan, ("batch", "length", *OPENING))}
 
 
 def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str, int],

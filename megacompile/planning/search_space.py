@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
-from megacompile.ir.placement import STREAMED, Placement, Placements, Updated
+from megacompile.ir.placement import Placement, Placements, Updated
 from megacompile.ir.plan import FULL_TOKENS, Plan, split
 from megacompile.planning.memory import slab_bytes
 from megacompile.planning.memory_budget import MemoryBudget
@@ -212,7 +212,7 @@ class SearchSpace(MemoryBudget):
         """The tiles that may be added up on the host, in the order in which their gradients arrive: as many as fit host memory,
         or those that the user has named."""
         named, placements = self.config.host_sums, self._placements("step")
-        tiles = [tile for tile in reversed(self.trained()) if placements.get(tile, STREAMED).updated is Updated.ON_HOST]
+        tiles = [tile for tile in reversed(self.trained()) if placements.of(tile).updated is Updated.ON_HOST]
         if named is not None:
             return tuple(tile for tile in tiles if named == "all" or tile in named)
         room, held = self.host_room, accumulate(self.tiling.layouts[tile].sum_bytes for tile in tiles)
@@ -292,17 +292,25 @@ class SearchSpace(MemoryBudget):
         named = self.config.resident_state
         if named is None:
             return self.stateful or ()
-        return tuple(tile for tile in self.trained() if named == "all" or tile in named)
+        chosen = self._unplaced_elsewhere("resident_state") if named == "all" else named
+        return tuple(tile for tile in self.trained() if tile in chosen)
+
+    def _unplaced_elsewhere(self, option: str) -> set[str]:
+        """The tiles that "all" means for an option: those that no other option places."""
+        named = (getattr(self.config, other.value) for other in (Updated.ON_DEVICE, Updated.VISITING, Updated.FROM_HOST_SUMS)
+                 if other != option)
+        return set(self.tiling.layouts).difference(*(tiles for tiles in named if tiles not in ("all", None)))
 
     def _placements(self, update: str) -> Placements:
         """The placements by the user's options and `stateful`: without host sums, which depend on waves. Tiles that are updated
         by whole matrices visit the device. Nothing visits it with updates on arrival."""
-        there, stay, visiting = set(self.resident_state()), self.config.resident, self.config.visiting_state or ()
+        there, stay, named = set(self.resident_state()), self.config.resident, self.config.visiting_state or ()
+        visiting = self._unplaced_elsewhere("visiting_state") if named == "all" else named
 
         def updated(layout: TileLayout) -> Updated:
             if layout.name in there:
                 return Updated.ON_DEVICE
-            visits = visiting == "all" or layout.name in visiting or layout.has_matrices
+            visits = layout.name in visiting or layout.has_matrices
             return Updated.VISITING if update == "step" and layout.trainable and visits else Updated.ON_HOST
 
         return Placements({tile: Placement(updated(layout), stay == "all" or tile in stay)

@@ -99,9 +99,11 @@ class DeviceCopy:
                     raise MegacompileError("the weights are on the device already, in another arrangement than this use takes: "
                                            "leave the block `with model.megacompile.on_device()` first")
                 self.release()
+            turning = self._layers_in_turns(more_bytes, turns) if self.native is None else None
+            taken = self._taken if turning is None else self._bytes_with(turning)
+            self._make_room(taken + more_bytes, keep_tiles=more_bytes > 0)
             if self.native is None:
-                turning = self._layers_in_turns(more_bytes, turns)
-                self._make_room(self._bytes_with(turning) + more_bytes, keep_tiles=more_bytes > 0)
+                assert turning is not None
                 self.native = self._made(original, turning)
             elif self._version != streamed.step.version:
                 self._copy_changed(self.native)
@@ -205,19 +207,26 @@ class DeviceCopy:
         streamed = self._streamed
         if self._holds(needed + streamed.shapes.largest) or streamed.forwards.open():
             return
-        self._forget(stays_too=not keep_tiles)
-        if not self._holds(needed + streamed.arena.device_bytes()):
+        before = streamed.arena.device_bytes()
+        if keep_tiles:
+            self._forget(stays_too=False)
+        if not keep_tiles or not self._holds(needed + streamed.arena.device_bytes()):
             self._forget(stays_too=True)
-        streamed.backend.trim()
+        if self.native is None or streamed.arena.device_bytes() < before:
+            streamed.backend.trim()
 
     def free_slots(self) -> bool:
-        """After memory has ended in a use: frees the copy, and the slots that `_make_room` has left. Returns whether there were
-        any."""
+        """Call this after an `OutOfMemoryError` in a use. Frees the copy, and the slots that `_make_room` has left. Returns
+        whether there were any."""
+        streamed = self._streamed
         self.release()
-        before = self._streamed.arena.device_bytes()
-        if not self._streamed.forwards.open():
-            self._forget(stays_too=True)
-        return self._streamed.arena.device_bytes() < before
+        with streamed.turn:
+            before = streamed.arena.device_bytes()
+            if not streamed.forwards.open():
+                streamed.settle()
+                self._forget(stays_too=True)
+            streamed.backend.trim()
+            return streamed.arena.device_bytes() < before
 
     def _forget(self, stays_too: bool) -> None:
         """Frees the slots of the streamed model's steps; `stays_too`: also those of tiles that stay from step to step, after

@@ -378,7 +378,7 @@ class Streamed:
         output = self.captured.main_output if output == "loss" else output
         return Shape(given.rows, given.length, output == "loss" and given.has_labels, training,
                      update=self.optimizer_in_backward.update_at if training else "step", output=output,
-                     **vars(self.captures.key_at(given.key, given.length, training)))
+                     **vars(self.captures.key_at(given.key, given.length)))
 
     def _batch(self, shape: CompiledShape, given: BatchArguments, all_rows: AllRows | None) -> Batch:
         captured, constants = self.captures.serve(shape.shape.capture_key).captured, self.constants.on_device

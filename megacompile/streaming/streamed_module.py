@@ -13,7 +13,7 @@ from torch import nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.streaming.adapters import base_calls_streamed
-from megacompile.streaming.generation import ways_to_generate, with_options
+from megacompile.streaming.generation import Way, ways_to_generate, with_options
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
 from megacompile.torch_compat.core import parse_to
@@ -180,16 +180,22 @@ class StreamedPretrained(StreamedModule):
         way = next(ways, None)
         while way is not None:
             try:
-                with torch.no_grad(), device_copy.use(original_class(self), way.bytes, way.turns) as native:
-                    return native.generate(*args, **way.kwargs)  # type: ignore[operator]
+                return self._generate(way, *args)
             except torch.OutOfMemoryError as error:
-                if device_copy.free_slots():  # the same way has more memory now
-                    continue
-                warnings.warn("the device has too little memory for this generation with so many weights there: it starts "
-                              f"again with fewer, and is slower ({str(error).splitlines()[0]})", stacklevel=2)
-                way = next(ways, None)
+                ended = str(error).splitlines()[0]
+            # The error, and with it the copy and all values of the generation, is gone here.
+            if device_copy.free_slots():
+                continue  # the same way has more memory now
+            warnings.warn("the device has too little memory for this generation with so many weights there: it starts again "
+                          f"with fewer, and is slower ({ended})", stacklevel=2)
+            way = next(ways, None)
         with torch.no_grad(), base_calls_streamed(self, _for_generation):
             return super().generate(*args, **with_options(kwargs, use_cache=False))  # type: ignore[misc]
+
+    def _generate(self, way: Way, *args: Any) -> Any:
+        use = self.megacompile.streamed.device_copy.use(original_class(self), way.bytes, way.turns)
+        with torch.no_grad(), use as native:
+            return native.generate(*args, **way.kwargs)  # type: ignore[operator]
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]

@@ -3,8 +3,10 @@ back."""
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -192,6 +194,24 @@ def test_tiles_that_the_device_updates_stay_there_while_a_generation_fits_beside
     assert tiny_models.same_bits(trained(generating=True), expected)
 
 
+def test_a_larger_use_of_the_same_copy_frees_tiles_that_stayed_beside_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=("model.layers.1",))
+    streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
+    planner = streamed.planner
+    monkeypatch.setattr(type(streamed.shapes), "largest", property(lambda _: planner.device_bytes))
+    monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
+    monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
+    model.megacompile.train_step(batch(), optimizer)
+    there, weights = planner.device_bytes - planner.margin_bytes, streamed.device_copy.bytes
+    with model.megacompile.on_device(more_bytes=1) as native:
+        assert streamed.arena.device_bytes() > 0
+    with model.megacompile.on_device(more_bytes=there - weights) as again:
+        assert again is native and streamed.arena.device_bytes() == 0
+    model.megacompile.train_step(batch(), optimizer)
+    with model.megacompile.on_device():
+        assert streamed.arena.device_bytes() == 0, "how much memory the use takes is not known"
+
+
 def test_where_memory_ends_beside_tiles_that_stayed_the_same_way_is_tried_without_them(
         monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=("model.layers.1",))
@@ -203,9 +223,20 @@ def test_where_memory_ends_beside_tiles_that_stayed_the_same_way_is_tried_withou
         there.append(streamed.arena.device_bytes())
         return _out_of_memory() if there[-1] else original(self, *args, **kwargs)
 
+    made, copies = DeviceCopy._made, list[weakref.ref[Any]]()
+
+    def remembered(self: DeviceCopy, *args: Any) -> Any:
+        gc.collect()
+        assert not any(copy() for copy in copies), "memory for two copies"
+        copies.append(weakref.ref(found := made(self, *args)))
+        return found
+
+    monkeypatch.setattr(DeviceCopy, "_made", remembered)
+    monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
     monkeypatch.setattr(type(tiny_models.build()), "generate", ends)
     model.generate(**left_padded(), **OPTIONS)
-    assert there[0] > 0 and there[1:] == [0] and not [w for w in recwarn if "starts again" in str(w.message)]
+    assert there[0] > 0 and there[1:] == [0] and len(copies) == 2
+    assert not [w for w in recwarn if "starts again" in str(w.message)]
 
 
 def test_an_interrupted_generation_leaves_training_intact(streamed: Any, elsewhere: DeviceCopy) -> None:

@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
     "another op": ("evaluate", (("l_0 = p.evaluate(", "l_0 = p.outputs("),), "hands over l_0, which is of outputs"),
     "no head": ("", (('program.shape(batch=3, length=9, labels=True, training=True, lean=False, update="step", '
                       'whole_step=False, output="loss", further=(), evaluating=False, without_adapters=False, '
-                      'images=1, traced_length=0)\n', ""),),
+                      'images=1)\n', ""),),
                 "a plan without a shape"),
     "another tile": ("", (('"model.layers.1", parameters=1984', '"model.layers.1", parameters=1985'),),
                      "the program is of another model: tile model.layers.1 is Tile"),

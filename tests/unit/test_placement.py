@@ -3,11 +3,14 @@ from __future__ import annotations
 
 import copy
 from itertools import product
+from typing import Any
 
 import pytest
+import tiny_models
 from hypothesis import given
 from hypothesis import strategies as st
 
+import megacompile
 from megacompile.errors import MegacompileError
 from megacompile.ir.placement import LISTS, STREAMED, Placement, Placements, Updated
 from megacompile.ir.plan import Plan
@@ -92,6 +95,16 @@ def test_options_that_place_a_tile_twice_are_refused(first: str, second: str) ->
         StreamConfig.of(**{first: ("b", "a"), second: "a"})
     for others in ("all", None, (), ("c",)):
         StreamConfig.of(**{first: ("b", "a"), second: others, "resident": ("a", "c")})
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    ({"resident_state": "all", "visiting_state": ("model.layers.1",)}, "visiting_state"),
+    ({"visiting_state": "all", "host_sums": ("model.layers.1",), "waves": 2, "micro_batch_size": 1}, "host_sums")])
+def test_all_means_the_tiles_that_no_other_option_names(options: dict[str, Any], named: str) -> None:
+    plan = megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu", whole_step=True, **options).plan
+    everywhere = next(name for name, tiles in options.items() if tiles == "all")
+    assert getattr(plan, named) == ("model.layers.1",)
+    assert getattr(plan, everywhere) == ("prologue", "model.layers.0", "model.layers.2", "epilogue")
 
 
 @pytest.mark.parametrize("placement", sorted(EVERY, key=repr), ids=str)

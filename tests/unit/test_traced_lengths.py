@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import torch.nn.functional as F
 from tiny_models import assert_same_gradients
@@ -122,13 +124,51 @@ def test_a_whole_step_trains_alike_with_lengths_on_both_sides_of_a_branch() -> N
         assert torch.allclose(weight, native.state_dict()[name], atol=1e-5), name
 
 
-def test_a_branch_that_drops_in_training_does_not_drop_in_evaluation() -> None:
-    native = model_of(DropsFullChunks).eval()
-    ours = megacompile.stream(copy.deepcopy(native).train(), device="cpu").eval()
-    with torch.no_grad():
-        for length in (17, 8):
-            ids = tokens(length)
-            assert torch.allclose(ours(input_ids=ids)["logits"], native(input_ids=ids)["logits"], atol=1e-6), length
+@pytest.mark.parametrize("training", [True, False])
+def test_a_length_at_which_evaluation_differs_is_refused_where_it_does_not_differ_else(training: bool) -> None:
+    """Batches are read for the first capture, which says that modules in either mode compute the same."""
+    model = megacompile.stream(model_of(DropsFullChunks), device="cpu").train(training)
+    ids = tokens(8)
+    with torch.set_grad_enabled(training), pytest.raises(UnsupportedError, match="a batch of 2 x 8 breaks"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_a_length_at_which_rows_are_computed_together_is_refused_where_they_are_not_else() -> None:
+    """The batch could not be split, and the first capture says that it can."""
+    class Centered(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.shape[1] % CHUNK else x - x.mean(0, keepdim=True))
+
+    model = megacompile.stream(model_of(Centered), device="cpu")
+    ids = tokens(8)
+    with pytest.raises(UnsupportedError, match="a batch of 2 x 8 breaks"):
+        model(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("length", [13, 24])
+def test_rows_are_packed_only_where_that_changes_no_branch(length: int) -> None:
+    """Packed rows have 32 tokens, for which the model does something else than for the rows of the batch."""
+    def layers(model: Any) -> Any:
+        for layer in model.model.layers:
+            layer.mlp.forward = MethodType(_halved_from_21, layer.mlp)
+        return model
+
+    native = layers(tiny_models.build())
+    ours = megacompile.stream(layers(tiny_models.build()), device="cpu", repack=32)
+    ids = tokens(length, rows=4)
+    mask = (torch.arange(length) < torch.tensor([length, 5, 4, 6])[:, None]).long()
+    batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    losses = [model(**batch).loss for model in (ours, native)]
+    assert torch.allclose(*losses, rtol=1e-6)
+    assert "branches on the length" in ours.megacompile.explain(batch, hardware="h200")
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(ours, native)
+
+
+def _halved_from_21(self: Any, x: Tensor) -> Tensor:
+    made: Tensor = type(self).forward(self, x)
+    return made / 2 if x.shape[1] > 20 else made
 
 
 def test_lengths_that_each_need_a_capture_are_refused_after_some_with_the_line() -> None:
@@ -163,8 +203,8 @@ def test_a_program_for_another_branch_can_be_saved_edited_and_loaded() -> None:
     ids = tokens(8)
     before = ours(input_ids=ids, labels=ids)["loss"].item()
     text = ours.megacompile.text()
-    assert "traced_length=8" in text
     ours.megacompile.load_program(text)
+    assert ours.megacompile.compiled({"input_ids": ids, "labels": ids}).loaded
     assert ours(input_ids=ids, labels=ids)["loss"].item() == before
 
 

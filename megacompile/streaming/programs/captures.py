@@ -77,7 +77,7 @@ class ModelCaptures:
         binder = Binder(captured, tiling, backend.device, compiling, any_size, config.micro_batch_size, self.repacking.least)
         self._known = {PLAIN: Served(captured, planner, binder)}
         self._reads_masks: dict[CaptureKey, bool] = {}
-        self._keys_at: dict[tuple[CaptureKey, int], CaptureKey] = {}
+        self._tried: set[tuple[CaptureKey, int]] = set()
 
     @property
     def first(self) -> Served:
@@ -113,26 +113,26 @@ class ModelCaptures:
         key = CaptureKey(further, without_adapters=self.adapters.disabled(), images=images)
         return key if training or self.serve(key).captured.same_in_evaluation() else replace(key, evaluating=True)
 
-    def key_at(self, key: CaptureKey, length: int, training: bool) -> CaptureKey:
+    def key_at(self, key: CaptureKey, length: int) -> CaptureKey:
         """The key of a capture that holds for sequences of `length` tokens, where `key` serves the batch in all else. The model
         is captured again if its code branches on the length, at most `MOST_LENGTHS` times. If no capture holds, returns `key`:
-        `check_shape` then refuses the batch, and names the branch."""
-        if (key, length) not in self._keys_at:
-            self._keys_at[key, length] = next(self._holding(key, length), key)
-        found = self._keys_at[key, length]
-        if found == key or training or found.evaluating or self.serve(found).captured.same_in_evaluation():
+        `check_shape` then refuses the batch, and names the branch. A key that has a `traced_length` already is returned."""
+        found = self.known_key_at(key, length)
+        if self.serve(found).captured.holds_at(length) or (key, length) in self._tried:
             return found
-        return self.key_at(replace(key, evaluating=True), length, training)
+        self._tried.add((key, length))
+        if sum(tried == key for tried, _ in self._tried) > MOST_LENGTHS:
+            return key
+        with contextlib.suppress(CaptureError, UnsupportedError):
+            self.serve(replace(key, traced_length=length))
+        return self.known_key_at(key, length)
 
-    def _holding(self, key: CaptureKey, length: int) -> Iterator[CaptureKey]:
-        """Keys of captures that hold at this length, the known ones first."""
-        known = [each for each in self._known if replace(each, traced_length=0) == key]
-        yield from (each for each in (key, *known) if self.serve(each).captured.holds_at(length))
-        if len(known) <= MOST_LENGTHS:
-            with contextlib.suppress(CaptureError, UnsupportedError):
-                other = replace(key, traced_length=length)
-                if self.serve(other).captured.holds_at(length):
-                    yield other
+    def known_key_at(self, key: CaptureKey, length: int) -> CaptureKey:
+        """As `key_at`, but does not capture the model again."""
+        if key.traced_length or self.serve(key).captured.holds_at(length):
+            return key
+        known = (each for each in self._known if each != key and replace(each, traced_length=0) == key)
+        return next((each for each in known if self.serve(each).captured.holds_at(length)), key)
 
     def reads_masks(self, key: CaptureKey) -> bool:
         """Whether our attention, in every layer, reads the masks of pairs of a key's batches. May capture it."""
@@ -173,11 +173,14 @@ class ModelCaptures:
         read = {source.name for call in captured.calls for source in call.sources if source.kind == "batch"}
         if ignored := [name for name in map(argument, key.further) if name not in read]:
             raise UnsupportedError(f"{type(self.model).__name__} does nothing with {', '.join(ignored)}: leave it out")
+        what = (f"with {key.traced_length} tokens" if key.traced_length else "without its adapters" if key.without_adapters
+                else "in evaluation mode" if key.evaluating else f"with {', '.join(key.further)}")
         if not self._reads_as_planned(captured, key):
-            what = ("without its adapters" if key.without_adapters else "in evaluation mode" if key.evaluating
-                    else f"with {key.traced_length} tokens" if key.traced_length else f"with {', '.join(key.further)}")
             raise UnsupportedError(f"{what} the model reads its weights in other layers than in training without: a streamed "
                                    "model cannot do both, leave it out")
+        if key.traced_length and not captured.reads_batches_as(self.serve(replace(key, traced_length=0)).captured):
+            raise UnsupportedError(f"{what} the model treats padding, rows or evaluation otherwise than with other numbers: "
+                                   "keep batches within one branch, or remove the branch on the length from its forward")
         hardware = planner.simulator.durations.hardware if planner.simulator is not None else None
         simulator = simulator_of(captured, self.tiling, hardware, binder.compiling, planner.config.passes)
         return Served(captured, replace(planner, captured=captured, simulator=simulator),

@@ -53,6 +53,7 @@ def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> Compi
     if program.stage != STAGES[-1]:
         raise ProgramError(f"the program is of stage {program.stage} and has no events yet: print the last stage, {STAGES[-1]}")
     _check_declared(shapes, shape, plan)
+    shape = shape.captured_by(shapes.captures.known_key_at(shape.capture_key, shape.length))
     model = shapes.model_program(shape, plan)
     _same_model(program, model)
     _check_size(program, model)
