@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from chunked_job import STEPS
+from chunked_models import Layer, model_of, tokens
 from jobs import JOBS, USUAL, train_native
 from processes import start
 from torch import Tensor
@@ -102,3 +104,17 @@ def test_every_rank_reads_the_same_weights_and_state(trained: Callable[[int], Ca
 
 def test_rank_0_searches_for_the_plans_of_all_ranks(trained: Callable[[int], Callable[..., Any]]) -> None:
     assert [trained(2)("qwen2", rank)["searches"] for rank in range(2)] == [1, 0]
+
+
+def test_ranks_that_have_evaluated_other_lengths_take_one_capture_for_a_branch_on_the_length(tmp_path: Path) -> None:
+    (losses, traced), other = start(Path(__file__).with_name("chunked_job.py"), 2, tmp_path, []).results(240)
+    native = model_of(Layer)
+    optimizer = torch.optim.AdamW(native.parameters(), lr=1e-2)
+    for length, loss in zip(STEPS, losses, strict=True):
+        ids = tokens(length, rows=4)
+        expected = native(input_ids=ids, labels=ids)["loss"]
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert abs(expected.item() - loss) <= 1e-5 * expected.item(), length
+    assert other == [losses, traced] and traced == [0, 8, 3, 8]
