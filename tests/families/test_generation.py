@@ -37,7 +37,7 @@ def test_a_family_generates_what_it_generates_unstreamed(
         monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
         monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
         monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
-                            lambda model, args, kwargs, fits: [Way(Turns.ALL, 0, kwargs)])
+                            lambda model, args, kwargs, fits: iter([Way(Turns.ALL, 0, kwargs)]))
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
@@ -59,7 +59,7 @@ def test_prompts_are_computed_in_chunks_where_they_do_not_fit_at_once(family: st
         cached = generation.cache_bytes(model, args, kwargs)
         ways = [*ways_to_generate(model, args, kwargs, lambda more, turns: turns == Turns.NONE and more < cached + less)]
         chosen.extend(way.kwargs["prefill_chunk_size"] for way in ways)
-        return ways or [Way(Turns.NONE, 0, dict(kwargs))]
+        return iter(ways or [Way(Turns.NONE, 0, dict(kwargs))])
 
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate", two_tokens_fit)
     monkeypatch.setattr(generation, "LEAST_CHUNK", 1)
