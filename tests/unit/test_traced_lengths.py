@@ -95,7 +95,7 @@ def test_a_length_at_which_rows_are_computed_together_is_refused_where_they_are_
 
     model = megacompile.stream(model_of(Centered), device="cpu")
     ids = tokens(8)
-    with pytest.raises(UnsupportedError, match="a batch of 2 x 8 breaks"):
+    with pytest.raises(UnsupportedError, match=r"(?s)a batch of 2 x 8 breaks.*treats padding, rows or evaluation otherwise"):
         model(input_ids=ids, labels=ids)
 
 
@@ -147,7 +147,7 @@ def test_a_length_at_which_the_model_raises_is_refused_by_its_condition() -> Non
 
     model = megacompile.stream(model_of(Bounded), device="cpu")
     ids = tokens(33)
-    with pytest.raises(UnsupportedError, match="a batch of 2 x 33 breaks T <= 32"):
+    with pytest.raises(UnsupportedError, match=r"(?s)a batch of 2 x 33 breaks T <= 32.*another capture, for 33 tokens, failed: .*too long"):
         model(input_ids=ids, labels=ids)
     assert captures_of(model) == 1
 

@@ -6,7 +6,6 @@ first such batch comes.
 """
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.errors import CaptureError, UnsupportedError, first_line
 from megacompile.frontend.batches.pairs import argument, masks_in
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import TemplateInput
@@ -77,7 +76,7 @@ class ModelCaptures:
         binder = Binder(captured, tiling, backend.device, compiling, any_size, config.micro_batch_size, self.repacking.least)
         self._known = {PLAIN: Served(captured, planner, binder)}
         self._reads_masks: dict[CaptureKey, bool] = {}
-        self._tried: set[tuple[CaptureKey, int]] = set()
+        self._tried: dict[tuple[CaptureKey, int], str] = {}  # and why the model could not be captured for this length, or ""
 
     @property
     def first(self) -> Served:
@@ -120,12 +119,18 @@ class ModelCaptures:
         found = self.known_key_at(key, length)
         if self.serve(found).captured.holds_at(length) or (key, length) in self._tried:
             return found
-        self._tried.add((key, length))
-        if sum(tried == key for tried, _ in self._tried) > MOST_LENGTHS:
+        if sum(tried == key for tried, _ in self._tried) == MOST_LENGTHS:
             return key
-        with contextlib.suppress(CaptureError, UnsupportedError):
+        self._tried[key, length] = ""
+        try:
             self.serve(replace(key, traced_length=length))
+        except (CaptureError, UnsupportedError) as error:
+            self._tried[key, length] = first_line(error)
         return self.known_key_at(key, length)
+
+    def why_not_at(self, key: CaptureKey, length: int) -> str:
+        """What `key_at` met when it captured the model for this length; "" if that has not failed."""
+        return self._tried.get((key, length), "")
 
     def known_key_at(self, key: CaptureKey, length: int) -> CaptureKey:
         """As `key_at`, but does not capture the model again."""

@@ -245,7 +245,12 @@ class Shapes:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(captured.labels)}")
         for rows in set(plan.micro_batches):
-            captured.check_shape(rows, shape.length, shape.output)
+            try:
+                captured.check_shape(rows, shape.length, shape.output)
+            except UnsupportedError as error:
+                if why := self.captures.why_not_at(shape.capture_key, shape.length):
+                    raise UnsupportedError(f"{error}\nanother capture, for {shape.length} tokens, failed: {why}") from error
+                raise
         if len(plan.micro_batches) > 1 and shape.labels and not captured.has_loss_denominator:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
