@@ -147,7 +147,8 @@ def test_a_length_at_which_the_model_raises_is_refused_by_its_condition() -> Non
 
     model = megacompile.stream(model_of(Bounded), device="cpu")
     ids = tokens(33)
-    with pytest.raises(UnsupportedError, match=r"(?s)a batch of 2 x 33 breaks T <= 32.*another capture, for 33 tokens, failed: .*too long"):
+    refusal = r"(?s)a batch of 2 x 33 breaks T <= 32.*another capture, for 33 tokens, failed: .*too long"
+    with pytest.raises(UnsupportedError, match=refusal):
         model(input_ids=ids, labels=ids)
     assert captures_of(model) == 1
 
