@@ -105,6 +105,7 @@ def test_state_that_a_new_optimizer_replaces_does_not_stay_pinned(shared: tiny_m
     """The system takes no pages back while they are pinned."""
     model = planned(shared, visiting_state="all")
     streamed, pinned = model.megacompile.streamed, {}
+    trained(model, whole=True)  # makes the slabs, which are pinned too
     with (mock.patch.object(streamed.backend, "lock", lambda part: pinned.setdefault(part.data_ptr(), part.nbytes)),
           mock.patch.object(streamed.backend, "unlock", lambda part: pinned.pop(part.data_ptr(), None))):
         trained(model, whole=True)
