@@ -43,8 +43,9 @@ class Placement:
 
 #: Of the tiles that plans do not name: weights are copied to the device for each use, and the host updates them.
 STREAMED = Placement()
-#: The names of the lists of tiles.
-LISTS = ("resident", *(each.value for each in Updated if each is not STREAMED.updated))
+#: The names of the lists that say where tiles are updated, and of all lists of tiles.
+LISTS_OF_UPDATED = tuple(each.value for each in Updated if each is not STREAMED.updated)
+LISTS = ("resident", *LISTS_OF_UPDATED)
 
 
 class Placements(Mapping[str, Placement]):

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile.errors import MegacompileError, listed, shortened
-from megacompile.ir.placement import LISTS, check_disjoint
+from megacompile.ir.placement import LISTS, LISTS_OF_UPDATED, check_disjoint
 from megacompile.ir.plan import RESIDUALS, check_residuals
 from megacompile.limits import check_whole
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
@@ -147,8 +147,7 @@ class StreamConfig:
                     isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {shortened(repr(names))}")
         # "all" means all tiles that the others do not name.
-        check_disjoint({option: names for option in LISTS
-                        if option != "resident" and (names := getattr(self, option)) not in ("all", None)})
+        check_disjoint({option: names for option in LISTS_OF_UPDATED if (names := getattr(self, option)) not in ("all", None)})
         if not isinstance(self.repack, bool):
             check_whole("repack", self.repack)
         timeout = self.stall_timeout

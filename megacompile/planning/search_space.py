@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
-from megacompile.ir.placement import Placement, Placements, Updated
+from megacompile.ir.placement import LISTS_OF_UPDATED, Placement, Placements, Updated
 from megacompile.ir.plan import FULL_TOKENS, Plan, split
 from megacompile.planning.memory import slab_bytes
 from megacompile.planning.memory_budget import MemoryBudget
@@ -297,8 +297,7 @@ class SearchSpace(MemoryBudget):
 
     def _unplaced_elsewhere(self, option: str) -> set[str]:
         """The tiles that "all" means for an option: those that no other option places."""
-        named = (getattr(self.config, other.value) for other in (Updated.ON_DEVICE, Updated.VISITING, Updated.FROM_HOST_SUMS)
-                 if other != option)
+        named = (getattr(self.config, other) for other in LISTS_OF_UPDATED if other != option)
         return set(self.tiling.layouts).difference(*(tiles for tiles in named if tiles not in ("all", None)))
 
     def _placements(self, update: str) -> Placements:

@@ -99,14 +99,14 @@ class DeviceCopy:
                     raise MegacompileError("the weights are on the device already, in another arrangement than this use takes: "
                                            "leave the block `with model.megacompile.on_device()` first")
                 self.release()
-            turning = self._layers_in_turns(more_bytes, turns) if self.native is None else None
-            taken = self._taken if turning is None else self._bytes_with(turning)
-            self._make_room(taken + more_bytes, keep_tiles=more_bytes > 0)
             if self.native is None:
-                assert turning is not None
+                turning = self._layers_in_turns(more_bytes, turns)
+                self._make_room(self._bytes_with(turning) + more_bytes, keep_tiles=more_bytes > 0)
                 self.native = self._made(original, turning)
-            elif self._version != streamed.step.version:
-                self._copy_changed(self.native)
+            else:
+                self._make_room(self._taken + more_bytes, keep_tiles=more_bytes > 0)
+                if self._version != streamed.step.version:
+                    self._copy_changed(self.native)
             self._version, self._versions = streamed.step.version, [tensor._version for tensor in _tensors(streamed.model)]
             self._refresh(self.native)
             self._open += 1

@@ -54,7 +54,7 @@ def trace(
     it is captured again with the attention implementation it came with. `images_apart`: the number of images is a size of its
     own (see `rows.py`).
     """
-    ours, size = our_attention(model, example, key), size or capture_shape(key)
+    ours = our_attention(model, example, key)
     shown = _rehearsed(model, layers, example, key, size, ours)
     for attention in dict.fromkeys((None if shown.without_attention else ours, None)):
         try:
@@ -82,8 +82,8 @@ def our_attention(model: nn.Module, example: Mapping[str, Tensor] | None, key: C
 
 
 def _rehearsed(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, size: tuple[int, int],
-    attention: str | None,
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
+    size: tuple[int, int] | None, attention: str | None,
 ) -> Rehearsal:
     fakes, twin, batch, options = subject(model, layers, example, key, attention, size)
     with fakes:
@@ -91,8 +91,8 @@ def _rehearsed(
 
 
 def _traced(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, size: tuple[int, int],
-    attention: str | None, images_apart: bool, each_call: bool = False, whole: bool = False,
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
+    size: tuple[int, int] | None, attention: str | None, images_apart: bool, each_call: bool = False, whole: bool = False,
 ) -> Traced:
     """A trace with this attention. If layers run more than once, or share weights, each call is traced separately."""
     fakes, twin, batch, options = subject(model, layers, example, key, attention, size)
