@@ -482,7 +482,7 @@ def test_layers_that_keep_a_model_from_being_packed_are_named() -> None:
     try:
         why = "not all layers are causal attention that streaming has kernels for (model.layers.0)"
         assert said(model, padded([12, 5, 7])) == f"rows: 3 x 12, not packed: {why}"
-        assert f"padded rows: computed as they come, since {why}" in megacompile.explain_capture(model)
+        assert f"padded rows: computed with their padding, since {why}" in megacompile.explain_capture(model)
     finally:
         model.megacompile.close()
 
