@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megacompile.errors import CaptureError, UnsupportedError, first_line, listed
+from megacompile.errors import CaptureError, PaddingWarning, UnsupportedError, first_line, listed
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.across_rows import across_tokens
 from megacompile.frontend.templates.segment_sources import calls_blind_to
@@ -36,10 +36,6 @@ _SERIAL_ELEMENTS = 32768
 _MUCH_PADDING = 0.25
 _LEFT_TARGET = "padding on the left predicts a target"
 _REMEDIES = {_LEFT_TARGET: "pad on the right, or give the first token of each row the label -100"}
-
-
-class PaddingWarning(UserWarning):
-    """A training batch is not packed, and much of it is padding."""
 
 
 class Wanted(enum.Enum):

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Lfm2Config
 
 import megacompile
-from megacompile.inputs.repacking import PaddingWarning
+from megacompile.errors import PaddingWarning
 from megacompile.inputs.rounded_lengths import is_usual, rounded
 from megacompile.trainer import Trainer
 
