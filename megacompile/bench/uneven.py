@@ -312,8 +312,6 @@ def _seconds(done: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
 
 def main() -> None:
     rows.main("uneven", options(), measure)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
