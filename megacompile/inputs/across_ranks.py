@@ -4,6 +4,9 @@ All ranks run one program, so each rank's rows are padded to the most rows and t
 rows would otherwise wait for the others, so this costs no time. Added rows repeat the rank's first row, without targets. Added
 tokens come after a row's own, where no other token sees them.
 
+Packed rows of which only the loss is read are packed again, as one batch, and divided among the ranks: a rank's rows may be
+computed by another one. All ranks then have the same number of rows, with little padding.
+
 The target tokens of all ranks divide each rank's loss. The sum of the ranks' losses is then the loss of one process that has
 all rows.
 """
@@ -18,8 +21,9 @@ from torch import Tensor
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.inputs.batch import BatchArguments
+from megacompile.inputs.batch import BatchArguments, RepackedCaptures
 from megacompile.inputs.captures import Captures
+from megacompile.inputs.packed_layout import Layout, Span
 from megacompile.ir.plan import CaptureKey
 from megacompile.losses import IGNORED
 from megacompile.runtime.ranks import Ranks
@@ -39,6 +43,7 @@ class _Summary:
     names: tuple[str, ...]
     targets: float | None  # None: the caller gave the loss denominator, or there is none
     useful_tokens: int
+    can_move: bool  # its sequences may be computed by another rank
 
     @classmethod
     def of(cls, fields: tuple[Any, ...]) -> _Summary:
@@ -57,16 +62,21 @@ class AllRows:
     inputs: Mapping[str, Tensor]
 
 
-def joined(ranks: Ranks, captures: Captures, given: BatchArguments,
+def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
            doing: str) -> tuple[BatchArguments, AllRows]:
     """This rank's batch, padded to the shape that all ranks agree on for the batches that they pass to `doing`. Its
     `useful_tokens` are those of all ranks. Raises `UnsupportedError` where the model computes with all rows at once, or would
     see padding; `RankError`."""
     mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), _targets(given),
-                    given.useful_tokens)
+                    given.useful_tokens, given.only_loss and isinstance(given.layout, Layout))
     all_ranks = [_Summary.of(fields) for fields in ranks.agree(doing, astuple(mine))]
     key = _common_key(all_ranks)
     captured = captures.serve(key).captured
+    if all(each.can_move for each in all_ranks) and captured.has_loss_denominator and not captured.totals:
+        shared = _shared_out(ranks, captures, given, doing)
+        if captured.holds_at(shared.length):
+            total = ranks.size * shared.rows
+            return _with_all_targets(shared, all_ranks), AllRows(ranks.rank * shared.rows, total, {})
     rows, length = max(each.rows for each in all_ranks), max(each.length for each in all_ranks)
     _check(captured, all_ranks, key)
     if not captured.holds_at(length):  # which capture does, depends on the batches that a rank has had
@@ -75,16 +85,42 @@ def joined(ranks: Ranks, captures: Captures, given: BatchArguments,
     inputs = _with_implied(given, captures, key)
     own = given.rows, given.length
     inputs = {name: _padded(name, tensor, own, (rows, length), captured) for name, tensor in inputs.items()}
-    denominator = given.loss_denominator
-    counts = [each.targets for each in all_ranks]
-    if denominator is not None and mine.targets is not None:
-        denominator = torch.tensor(float(sum(count for count in counts if count is not None)))
-    padded = replace(given, inputs=inputs, rows=rows, length=length, key=key, loss_denominator=denominator,
-                     useful_tokens=sum(each.useful_tokens for each in all_ranks))
+    padded = _with_all_targets(replace(given, inputs=inputs, rows=rows, length=length, key=key), all_ranks)
     read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
     parts = ranks.agree(doing, {name: inputs[name].cpu() for name in read}) if captured.totals else []
     whole = {name: torch.cat([part[name] for part in parts]) for name in read}
     return padded, AllRows(ranks.rank * rows, ranks.size * rows, whole)
+
+
+def _with_all_targets(given: BatchArguments, all_ranks: list[_Summary]) -> BatchArguments:
+    """The batch with the counts of all ranks: useful tokens, and target tokens unless the caller gave the loss denominator."""
+    denominator = given.loss_denominator
+    if denominator is not None and given.counted:
+        denominator = torch.tensor(float(sum(each.targets for each in all_ranks if each.targets is not None)))
+    return replace(given, loss_denominator=denominator, useful_tokens=sum(each.useful_tokens for each in all_ranks))
+
+
+def _shared_out(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments, doing: str) -> BatchArguments:
+    """This rank's part of the sequences of all ranks, packed together. Every rank makes the same layout."""
+    assert isinstance(given.layout, Layout), "its batch is packed"
+    spans = torch.tensor([astuple(span) for span in given.layout.spans])
+    found = ranks.agree(doing, {"spans": spans} | {name: tensor.cpu() for name, tensor in given.inputs.items()})
+    longest = max(int(each[next(iter(given.inputs))].shape[1]) for each in found)
+    together, begin = [], 0
+    for each in found:
+        together += [Span(row + begin, *rest) for row, *rest in each["spans"].tolist()]
+        begin += each[next(iter(given.inputs))].shape[0]
+    layout = captures.repacking.lay_out_for(ranks.size, together, (begin, longest)).part(ranks.rank, ranks.size)
+    labels, inputs = captures.first.captured.labels, {}
+    for name, own in given.inputs.items():
+        if name == "position_ids":
+            inputs[name] = layout.positions
+            continue
+        rows = [torch.nn.functional.pad(each[name], (0, 0) * (own.dim() - 2) + (0, longest - each[name].shape[1]))
+                for each in found]
+        inputs[name] = layout.pack(torch.cat(rows), IGNORED if name in labels else 0)
+    count, length = layout.source.shape
+    return replace(given, inputs=inputs, rows=count, length=length, layout=None)
 
 
 def _targets(given: BatchArguments) -> float | None:

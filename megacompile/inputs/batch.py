@@ -43,7 +43,8 @@ class BatchArguments:
     `logits_to_keep`: the number of last positions to return logits for, 0 for all. `hidden_states`: whether the hidden states
     of all layers were requested. `layout`: how the caller's batch was packed or padded, or None.
     `useful_tokens`: the number of the caller's tokens that are not padding. `not_packed`: the reason why the batch was not
-    packed, or "". `counted`: the loss denominator was counted in the batch, and not given by the caller."""
+    packed, or "". `counted`: the loss denominator was counted in the batch, and not given by the caller. `only_loss`: the
+    caller reads no values of tokens."""
 
     inputs: Mapping[str, Tensor]
     rows: int
@@ -57,6 +58,7 @@ class BatchArguments:
     useful_tokens: int = 0
     not_packed: str = ""
     counted: bool = True
+    only_loss: bool = False
 
     @property
     def caller_size(self) -> tuple[int, int]:
@@ -136,7 +138,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
                             _checked(name, argument, value, served.types.get(argument)) for argument, value in further.items()}
     if rows.layout is None and captures.repacking.enabled:
         inputs, rows = _rounded(served, inputs, rows)
-    return _result(name, served.captured, served.types, inputs, key, options, rows)
+    found = _result(name, served.captured, served.types, inputs, key, options, rows)
+    return replace(found, only_loss=wanted == Wanted.LOSS)
 
 
 def _bind(name: str, plain: CapturedModel, forward: Callable[..., Any], args: tuple[Any, ...],

@@ -90,6 +90,22 @@ class Layout:
         """Flat indices of the packed slots that hold a token, int64 [tokens]."""
         return (self.source.flatten() >= 0).nonzero().squeeze(1)
 
+    @property
+    def spans(self) -> list[Span]:
+        """The sequences in the packed rows. `Span.row` is a packed row."""
+        filled, begins = self.source.numpy() >= 0, self.begins.numpy()
+        ends = filled.copy()
+        ends[:, :-1] &= ~filled[:, 1:] | begins[:, 1:]
+        rows, starts = begins.nonzero()
+        stops, first = ends.nonzero()[1] + 1, self.positions.numpy()[begins]
+        return [Span(*span) for span in zip(rows.tolist(), starts.tolist(), stops.tolist(), first.tolist(), strict=True)]
+
+    def part(self, number: int, count: int) -> Layout:
+        """One of `count` equal parts of the packed rows."""
+        rows = self.source.shape[0] // count
+        where = slice(number * rows, (number + 1) * rows)
+        return Layout(self.size, self.source[where], self.positions[where], self.begins[where])
+
     def pack(self, tensor: Tensor, filling: int = 0) -> Tensor:
         """The values [rows, length, ...] of a batch's tokens, packed: [packed rows, packed length, ...], with `filling` in
         empty slots."""
@@ -149,20 +165,25 @@ def spans_of(present: BoolArray, positions: Tensor | None, sequences: bool) -> l
     return [Span(*span) for span in zip(rows.tolist(), begin.tolist(), end.tolist(), first.tolist(), strict=True)]
 
 
-def lay_out(spans: Sequence[Span], size: tuple[int, int], least: int = LENGTH, shares: Sequence[Fraction] = ()) -> Layout:
-    """Packs the sequences of a batch of `size` (at least one sequence) by best fit, longest first.
+def lay_out(spans: Sequence[Span], size: tuple[int, int], least: int = LENGTH, shares: Sequence[Fraction] = (),
+            parts: int = 1) -> Layout:
+    """Packs the sequences of a batch of `size` (at least one sequence) by best fit, longest first. The number of packed rows
+    is a multiple of `parts`.
 
     Packed rows have `least` tokens, a power of two. If a sequence is longer, they have the next power of two; if the whole
     batch has fewer tokens, they are shorter. Or they have one of these `shares` of that length, if that leaves fewer slots
     empty."""
     longest, tokens = max(span.tokens for span in spans), sum(span.tokens for span in spans)
     usual = length = max(power_of_two(longest), min(least, power_of_two(max(tokens, _SHORTEST))))
+    def rounded_up(rows: int) -> int:
+        return -(-rows // parts) * parts
+
     rows = _best_fit(spans, length)
-    most = int(len(rows) * length * (1 - _WORTH))
+    most = int(rounded_up(len(rows)) * length * (1 - _WORTH))
     for shorter in lengths_of(usual, shares)[1:]:
-        if shorter >= longest and (slots := len(tried := _best_fit(spans, shorter)) * shorter) <= most:
+        if shorter >= longest and (slots := rounded_up(len(tried := _best_fit(spans, shorter))) * shorter) <= most:
             rows, length, most = tried, shorter, slots - 1
-    count = len(rows)
+    count = rounded_up(len(rows))
     unused = torch.arange(length) % longest  # separate sequences, with position IDs that also occur in real ones
     source, positions = torch.full((count, length), -1), unused.repeat(count, 1)
     begins = torch.zeros((count, length), dtype=torch.bool)

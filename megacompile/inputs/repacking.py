@@ -22,7 +22,7 @@ from megacompile.frontend.templates.segment_sources import calls_blind_to
 from megacompile.frontend.templates.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.templates.template import TemplateInput
 from megacompile.inputs.captures import Captures
-from megacompile.inputs.packed_layout import LENGTH, SHARES, BoolArray, Layout, array_of, lay_out, power_of_two, spans_of
+from megacompile.inputs.packed_layout import LENGTH, SHARES, BoolArray, Layout, Span, array_of, lay_out, power_of_two, spans_of
 from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, is_usual
 from megacompile.ir.plan import CaptureKey, Shape
 from megacompile.losses import IGNORED
@@ -50,15 +50,19 @@ class Wanted(enum.Enum):
 
 
 class Repacking:
-    """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length. State: for each capture key, why
-    attention does not read its packed batches (`_unread`), and whether the model counts positions from the start of a row
-    (`_counted`). Both are found out when the first batch needs to know. `_told`: the reasons that were warned of."""
+    """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length; `alone`: no other rank trains
+    the model, so that rows are packed once.
 
-    def __init__(self, captures: Captures, option: bool | int, any_length: bool) -> None:
+    State: for each capture key, why attention does not read its packed batches (`_unread`), and whether the model counts
+    positions from the start of a row (`_counted`). Both are found out when the first batch needs to know. `_told`: the reasons
+    that were warned of."""
+
+    def __init__(self, captures: Captures, option: bool | int, any_length: bool, alone: bool = True) -> None:
         self.captures = captures
         self.enabled = bool(option)
         self.least = LENGTH if option is True else power_of_two(option)
-        self.shares = SHARES if any_length else ()
+        self._possible_shares = SHARES if any_length else ()
+        self.shares = self._possible_shares if alone else ()
         self._unread: dict[CaptureKey, str] = {}
         self._counted: dict[CaptureKey, bool] = {}
         self._told: set[str] = set()
@@ -105,6 +109,10 @@ class Repacking:
             if positions is None and not self._positions_are_counted(training):
                 return "it is padded on the left, and the model counts positions by the mask"
         return {**packed, POSITIONS: layout.positions}, layout
+
+    def lay_out_for(self, ranks: int, spans: Sequence[Span], size: tuple[int, int]) -> Layout:
+        """The layout of the sequences of all ranks, of which each computes as many rows."""
+        return lay_out(spans, size, self.least, self._possible_shares, ranks)
 
     def warn(self, reason: str, present: BoolArray) -> None:
         """Call this for a training batch that is not packed. Warns of each reason once if much of the batch is padding."""

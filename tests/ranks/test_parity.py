@@ -102,8 +102,15 @@ def test_every_rank_reads_the_same_weights_and_state(trained: Callable[[int], Ca
         assert all(torch.equal(one[part][key], other[part][key]) for key in one[part] | other[part])
 
 
+def test_rows_of_all_ranks_are_packed_together(trained: Callable[[int], Callable[..., Any]]) -> None:
+    """Each computes half of four rows of 16. Packed apart, rank 0 would have three rows, and so would rank 1."""
+    for rank in range(2):
+        stats = trained(2)("unbalanced rows", rank)["stats"]
+        assert stats["step_computed_tokens"] == 64 and stats["step_useful_tokens"] == 50
+
+
 def test_rank_0_searches_for_the_plans_of_all_ranks(trained: Callable[[int], Callable[..., Any]]) -> None:
-    assert [trained(2)("qwen2", rank)["searches"] for rank in range(2)] == [1, 0]
+    assert [trained(2)("qwen2", rank)["stats"]["plan_searches"] for rank in range(2)] == [1, 0]
 
 
 def test_ranks_that_have_evaluated_other_lengths_take_one_capture_for_a_branch_on_the_length(tmp_path: Path) -> None:

@@ -100,6 +100,32 @@ def test_what_is_packed_comes_back_to_its_place(case: tuple[list[Span], tuple[in
     assert spans_of(present.numpy(), None, sequences=False) == given_spans or not present.any()
 
 
+@settings(max_examples=50, deadline=None)
+@given(spans(), st.integers(1, 4))
+def test_parts_of_a_layout_have_its_sequences_and_as_many_rows(case: tuple[list[Span], tuple[int, int]], count: int) -> None:
+    given_spans, size = case
+    whole = lay_out(given_spans, size, 64, parts=count)
+    parts = [whole.part(number, count) for number in range(count)]
+    assert len({part.source.shape for part in parts}) == 1
+    assert torch.equal(torch.cat([part.source for part in parts]), whole.source)
+    found = [(span.tokens, span.position) for part in parts for span in part.spans]
+    assert sorted(found) == sorted((span.tokens, span.position) for span in given_spans)
+
+
+def test_rows_of_several_ranks_leave_little_unused_if_they_are_packed_together() -> None:
+    """Each with 64 instructions: packed apart, every rank has as many rows as the one with the most."""
+    apart, together = [], []
+    for seed in range(20):
+        ranks = [[Span(row, 0, tokens, 0) for row, tokens in enumerate(DATA["instructions"].draw(64, seed=2 * seed + rank))]
+                 for rank in range(2)]
+        tokens = sum(span.tokens for rank in ranks for span in rank)
+        longest = max(span.tokens for rank in ranks for span in rank)
+        apart.append(tokens / (2 * max(lay_out(rank, (64, longest)).source.numel() for rank in ranks)))
+        both = [replace(span, row=span.row + 64 * number) for number, rank in enumerate(ranks) for span in rank]
+        together.append(tokens / lay_out(both, (128, longest), shares=SHARES, parts=2).source.numel())
+    assert sum(together) / 20 > 0.95 > 0.9 > sum(apart) / 20
+
+
 def test_rows_of_instructions_leave_little_unused() -> None:
     """64 rows of log-normal lengths, as instructions have: at most one row more than their tokens need."""
     for seed in range(20):

@@ -72,7 +72,7 @@ class ModelCaptures:
         self.adapters = AdapterStates(model)
         any_size = compiling and config.dynamic is not False
         # Ranks pad their rows to those of the longest length on any rank.
-        self.repacking = Repacking(self, config.repack, any_length=any_size and tiling.ranks * tiling.hosts == 1)
+        self.repacking = Repacking(self, config.repack, any_size, alone=tiling.ranks * tiling.hosts == 1)
         binder = Binder(captured, tiling, backend.device, compiling, any_size, config.micro_batch_size, self.repacking.least)
         self._known = {PLAIN: Served(captured, planner, binder)}
         self._reads_masks: dict[CaptureKey, bool] = {}
