@@ -205,7 +205,8 @@ def repeat_layers(
     sections: Sequence[Section], traced: Traced, plain: nn.Module, layers: tuple[str, ...], traced_example: Example,
     key: CaptureKey,
 ) -> tuple[list[Section], nn.Module, tuple[str, ...]]:
-    """Adds a copied section for each layer that was not traced. Also returns the fake model with all layers, and their names."""
+    """Adds a copied section for each layer that was not traced. Also returns the fake model with all layers, and their
+    names."""
     fake_model = traced.fake_model
     if traced.shortened is not None:
         fake_model = subject(plain, layers, traced_example, key, traced.attention)[1]

@@ -76,8 +76,8 @@ class HiddenStates:
                                    "read them before the model is streamed")
 
     def _are_meant(self) -> bool:
-        """Runs the fake model: whether it returns exactly the tensors that enter its first layer, leave all layers but the last,
-        and enter its head."""
+        """Runs the fake model: whether it returns exactly the tensors that enter its first layer, leave all layers but the
+        last, and enter its head."""
         given: list[Tensor] = []
         made: list[Tensor] = []
         read: list[Tensor] = []
