@@ -340,7 +340,7 @@ class Streamed:
                 self.runner.drain()
                 self.together.wait_for_updates()
             self.residency.rescue()
-            report_late(self.arena.take_verdicts(), self.step.kept)
+            report_late(self.arena.take_verdicts(), self.step.skipped)
 
     # ---------------------------------------------------------------- host and device
     def copy_back(self) -> None:

@@ -299,7 +299,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             segments = requested.segments_of(streamed.tiling, ready)
         return Update(self.rule, segments, requested.counted_positions(segments), self.max_grad_norm, before=before,
                       on_arrival=self.overlap is not None, states=[state for _, _, state in ready],
-                      report=functools.partial(self.non_finite.report, streamed.step.skipped, streamed.step.kept),
+                      report=functools.partial(self.non_finite.report, streamed.step.skipped),
                       matrix_rule=self.matrix_rule, matrices=requested.matrix_positions(streamed.tiling, segments))
 
     @property
