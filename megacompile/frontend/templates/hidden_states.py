@@ -72,8 +72,8 @@ class HiddenStates:
         prologue, *layers = self.sections
         alone = sum(prologue.carried) == 1 and all(len(layer.has_gradient) == 1 for layer in layers)
         if not alone or not self._are_meant():
-            raise UnsupportedError(f"{self.name} means other hidden states than its layers' outputs, one each, or has none: "
-                                   "read them before the model is streamed")
+            raise UnsupportedError(f"{self.name} returns hidden states that are not the outputs of its layers, one for each, "
+                                   "or returns none: read them before the model is streamed")
 
     def _are_meant(self) -> bool:
         """Runs the fake model: whether it returns exactly the tensors that enter its first layer, leave all layers but the
