@@ -187,7 +187,7 @@ class Streamed:
         return forward
 
     def train_step(self, given: BatchArguments, update: Update, overlap: bool) -> Tensor:
-        """The loss of a step that runs as one program. Without `overlap`, its update goes on beside the next step's forward."""
+        """The loss of a step that runs as one program. Without `overlap`, its update runs during the next step's forward."""
         with self.guarded(), self.together.failing():
             self.executor.check()
             given, all_rows, _ = self.together.joined(given, "train_step")

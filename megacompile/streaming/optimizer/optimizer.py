@@ -90,7 +90,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         defaults = defaults | dict(state_dtype=state_dtype, master=master)
         self._check(defaults)
         if overlap not in (None, "backward"):
-            raise MegacompileError(f"overlap={overlap!r} must be None (update beside the next forward) or 'backward' (as "
+            raise MegacompileError(f"overlap={overlap!r} must be None (update during the next forward) or 'backward' (as "
                                    "gradients arrive)")
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self._overlap, self.max_grad_norm = overlap, max_grad_norm
