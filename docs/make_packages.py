@@ -18,11 +18,11 @@ FOLDERS = {"megacompile": "megacompile", "passes": "megacompile.passes", "runtim
 #: modules directly in `megacompile/`, followed by the other modules of that rank. `__init__` loads public names on first use.
 ORDER = (
     ("base", "errors", "sizes", "limits", "schema", "losses", "version"),
-    ("system",), ("torch_compat",), ("codegen",), ("ir", "program", "plan"), ("verify",), ("runtime",), ("frontend",),
+    ("system",), ("torch_compat",), ("codegen",), ("ir", "program", "plan", "text"), ("verify",), ("runtime",), ("frontend",),
     ("passes",),
     ("predict", "timeline", "picture"), ("weights",), ("planning",), ("inputs",), ("streaming",), ("checkpoint",),
     ("public", "api", "loading", "scheduling", "capture_report", "__init__"),
-    ("trainers", "trainer", "sft", "dpo", "grpo", "rloo"), ("tools", "training", "inspection", "corpus"),
+    ("trainers", "trainer", "sft", "dpo", "grpo", "rloo", "fused_head"), ("tools", "training", "inspection", "corpus"),
     ("finetuning",), ("inference",), ("bench",),
     ("cli", "__main__"))
 BEGIN, END = "<!-- packages: made by docs/make_packages.py -->", "<!-- end of packages -->"

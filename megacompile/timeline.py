@@ -71,8 +71,8 @@ def arrows(timeline: Timeline) -> Iterator[Arrow]:
     for lane in LANES:
         waited: dict[Item, None] = {}
         for item in (item for item in timeline.items if item.lane == lane):
-            if item.behind is not None and item.behind.lane != lane:
-                source = source_of.get(item.behind)
+            if item.waits_for is not None and item.waits_for.lane != lane:
+                source = source_of.get(item.waits_for)
                 waited |= {source: None} if source is not None else {}
             if kind_of(item) is not None:
                 yield from (Arrow(source, item) for source in waited)

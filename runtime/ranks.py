@@ -173,8 +173,8 @@ class Ranks:
                 looked = now
                 self.check(failures=not patient)
             if self.timeout_s is not None and not patient and now - begun > self.timeout_s:
-                behind = "" if self.board is None else self.board.behind()
-                raise RankError(f"rank {self.rank} has waited for {self.timeout_s:g} s{behind}: find out what the other ranks "
+                late = "" if self.board is None else self.board.late_ranks()
+                raise RankError(f"rank {self.rank} has waited for {self.timeout_s:g} s{late}: find out what the other ranks "
                                 "do, or raise stall_timeout, and start the job again from the last checkpoint")
 
     def new_group(self) -> dist.ProcessGroup:

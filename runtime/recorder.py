@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(eq=False, frozen=True)
 class Executed:
     """An instruction that ran. `run` counts sections in the order of submission. `begun` and `ended` are stamps of the clock.
-    For a `wait` both are its end, and `behind` is the event that it waited for."""
+    For a `wait` both are its end, and `waits_for` is the event that it waited for."""
 
     run: int
     section: str
@@ -26,7 +26,7 @@ class Executed:
     lane: Lane
     begun: Any
     ended: Any
-    behind: Event | None = None
+    waits_for: Event | None = None
 
 
 class Recorder:

@@ -172,7 +172,7 @@ class _Save:
             self._discard()
             raise
         copies = available_host_bytes() // (2 * self.size) if copy_memory is None else copy_memory
-        self.pace = _Pace(bandwidth)
+        self.throttle = _Throttle(bandwidth)
         self.snapshot = self.store.snapshot = Snapshot(self.tiles, copies, subject.stamp(), self.of_ranks)
         self.order = iter([name for name in subject.update_order() if name in self.tiles])
         # All threads are started here, since the interpreter cannot start threads while it shuts down.
@@ -269,13 +269,13 @@ class _Save:
         for entry, piece in zip(entries, parts, strict=True):
             position = 0
             while position < entry.bytes:
-                self.pace.keep(self.snapshot)
+                self.throttle.wait(self.snapshot)
                 count = self.snapshot.read(tile, piece, position, buffer)
                 if count == 0:
                     raise RuntimeError("the save was abandoned")  # another thread has the reason
                 yield buffer[:count]
                 position += count
-                self.pace.add(count)
+                self.throttle.add(count)
         self.snapshot.finish(tile)  # before the data is on disk, since an update may be waiting
 
     def _complete(self, workers: list[threading.Thread]) -> None:
@@ -348,7 +348,7 @@ class _Save:
         self.files[file] = write_file(self.path / file, [header(entries), *chunks])
 
 
-class _Pace:
+class _Throttle:
     """Limits the total rate of all writing threads."""
 
     def __init__(self, rate: int | None) -> None:
@@ -359,7 +359,7 @@ class _Pace:
         with self._lock:
             self.bytes += count
 
-    def keep(self, snapshot: Snapshot) -> None:
+    def wait(self, snapshot: Snapshot) -> None:
         """Sleeps until the average rate is below the limit, unless an update waits."""
         if self.rate is not None and (ahead := self.bytes / self.rate - (time.monotonic() - self.begun)) > 0:
             snapshot.pause(ahead)

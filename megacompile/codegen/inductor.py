@@ -31,6 +31,8 @@ from megacompile.torch_compat.dynamo import counters
 
 #: The cache folders of inductor and Triton. Inductor sets both variables itself, for the rest of the process.
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+#: Folders whose code decides what a compiled template computes: our ops and their shapes, passes over templates, what they use.
+_HASHED = ("codegen", "frontend", "ir", "passes/template", "torch_compat")
 _lock = threading.RLock()  # lanes compile too, and all threads share the environment
 
 
@@ -115,8 +117,9 @@ def newest_folder() -> Path | None:
     """The folder of compiled code, made if absent: the newest one for these versions, this processor and our ops' code. It
     holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder. Each rank of
     a host has its own, since compiled code names its device, and a rank cannot use a folder that another one is filling."""
+    digest = version_digest()  # a file of ours that cannot be read must not turn the cache off silently
     try:
-        versions = cache_directory() / "compiled" / (version_digest() + _of_rank())
+        versions = cache_directory() / "compiled" / (digest + _of_rank())
         versions.mkdir(parents=True, exist_ok=True)
         numbers = [int(each.name) for each in versions.iterdir() if each.name.isascii() and each.name.isdecimal()]
         newest = versions / str(max(numbers, default=0))
@@ -146,10 +149,16 @@ def _of_rank() -> str:
 
 @functools.cache
 def version_digest() -> str:
-    """A digest of the versions of torch and of our ops and passes on templates, and of the processor."""
-    package = Path(__file__).parents[1]
+    """A digest of torch's version, of the processor, and of our code that decides what a compiled template computes. Raises
+    `OSError` if that code cannot be read."""
     digest = hashlib.sha256(f"{torch.__version__} {processor_name()}".encode())
-    for path in (package / "ir" / "token_loop.py", *sorted((package / "frontend").rglob("*.py")),
-                 *sorted((package / "torch_compat").rglob("*.py"))):
-        digest.update(path.read_bytes())
+    package = Path(__file__).parents[1]
+    for name in _HASHED:
+        # In a checkout, `passes` is beside the package. In an installed wheel it is inside.
+        folder = package / name if (package / name).is_dir() else package.parent / name
+        files = sorted(folder.rglob("*.py"))
+        if not files:
+            raise FileNotFoundError(f"{folder} has no Python files: install megacompile again")
+        for path in files:
+            digest.update(f"{name}/{path.relative_to(folder).as_posix()}".encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]

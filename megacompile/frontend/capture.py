@@ -75,7 +75,7 @@ def _captured(state: CaptureState, watch: Watch | None = None) -> CapturedModel:
     return CapturedModel(
         **vars(state.layer_facts), **vars(state.batch_facts), **vars(state.attention_facts), **vars(state.loss_facts),
         calls=state.calls, templates=state.templates, key=state.key,
-        evaluating=frozenset(name for name, module in state.twin.named_modules() if not module.training),
+        evaluating=frozenset(name for name, module in state.fake_model.named_modules() if not module.training),
         output=state.output, heads=state.heads, conditions=state.conditions, others=others,
         seconds=time.perf_counter() - started)
 
@@ -112,6 +112,6 @@ class Recapture:
 
     def only_hides(self, key: CaptureKey, name: str) -> bool:
         attention = our_attention(self.plain, self.traced_example, key)
-        fakes, twin, given, options = subject(self.plain, self.layers, self.traced_example, key, attention)
+        fakes, fake_model, given, options = subject(self.plain, self.layers, self.traced_example, key, attention)
         with fakes:
-            return only_hides(twin, model_arguments(given, key.images), options, name)
+            return only_hides(fake_model, model_arguments(given, key.images), options, name)

@@ -74,7 +74,7 @@ class CaptureState(Given):
     images_apart: bool
     validity: Validity
     graph: ModelGraph
-    twin: nn.Module
+    fake_model: nn.Module
     batch: dict[str, Tensor]
     stack: LayerStack
     # What rewriting the graph found.

@@ -39,7 +39,7 @@ from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Source,
 from megacompile.frontend.templates.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
 from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.alike_layers import with_repeats
-from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE, capture_shape, fake_twin, is_transformers_model
+from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE, capture_shape, is_transformers_model, make_fake_model
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.layers import LayerStack, find_layers
 from megacompile.frontend.tracing.model_graph import ModelGraph
@@ -57,7 +57,7 @@ Loss = Callable[..., Any] | None
 # ---------------------------------------------------------------- the copy that is traced
 def copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """A fake copy of the model as it is now: the model may be streamed when it is captured again."""
-    return fake_twin(model, FakeTensorMode(), dtype=dtype)
+    return make_fake_model(model, FakeTensorMode(), dtype=dtype)
 
 
 def divide_experts(plain: nn.Module, layers: tuple[str, ...], expert_pieces: int) -> Mapping[str, Rows]:
@@ -108,9 +108,9 @@ def trace_model(plain: nn.Module, layers: tuple[str, ...], traced_example: Examp
 def check_state(plain: nn.Module, layers: tuple[str, ...], traced_example: Example, key: CaptureKey, traced: Traced) -> None:
     """Refuses a model that computes something else at its second call."""
     if traced.graph.changes_state and traced.shortened is None:  # a shortened model was called twice already
-        fakes, twin, given, options = subject(plain, layers, traced_example, key, traced.attention)
+        fakes, fake_model, given, options = subject(plain, layers, traced_example, key, traced.attention)
         with fakes:
-            refuse_changing_state(twin, model_arguments(given, key.images), options)
+            refuse_changing_state(fake_model, model_arguments(given, key.images), options)
 
 
 def trace_images_apart(plain: nn.Module, layers: tuple[str, ...], traced_example: Example, key: CaptureKey,
@@ -126,7 +126,7 @@ def take_trace(
 ) -> tuple[Validity, ModelGraph, nn.Module, dict[str, Tensor], LayerStack]:
     """Notes which operations were traced, to compare other modes and sizes with, before the graph is rewritten."""
     validity = Validity(plain, layers, traced_example, key, traced, images_apart)
-    return validity, traced.graph, traced.twin, traced.batch, find_layers(traced.twin, layers)
+    return validity, traced.graph, traced.fake_model, traced.batch, find_layers(traced.fake_model, layers)
 
 
 # ---------------------------------------------------------------- the graph, rewritten
@@ -177,9 +177,10 @@ def draw_dropout(graph: ModelGraph) -> None:
 
 
 # ---------------------------------------------------------------- the graph in pieces
-def split(graph: ModelGraph, twin: nn.Module, stack: LayerStack, positions: Sequence[int], chained: bool) -> list[Section]:
+def split(graph: ModelGraph, fake_model: nn.Module, stack: LayerStack, positions: Sequence[int],
+          chained: bool) -> list[Section]:
     """Cuts the graph into a prologue, one section for each layer call, and an epilogue."""
-    return split_at_layers(graph, twin, stack, [graph.results[position] for position in positions], chained)
+    return split_at_layers(graph, fake_model, stack, [graph.results[position] for position in positions], chained)
 
 
 def number_dropouts(sections: Sequence[Section]) -> None:
@@ -204,13 +205,14 @@ def repeat_layers(
     sections: Sequence[Section], traced: Traced, plain: nn.Module, layers: tuple[str, ...], traced_example: Example,
     key: CaptureKey,
 ) -> tuple[list[Section], nn.Module, tuple[str, ...]]:
-    """Adds a copied section for each layer that was not traced; returns the twin with all layers, and the layers' names."""
-    twin = traced.twin
+    """Adds a copied section for each layer that was not traced. Also returns the fake model with all layers, and their
+    names."""
+    fake_model = traced.fake_model
     if traced.shortened is not None:
-        twin = subject(plain, layers, traced_example, key, traced.attention)[1]
+        fake_model = subject(plain, layers, traced_example, key, traced.attention)[1]
     repeated = with_repeats(sections, traced.repeats)
     names = dict.fromkeys(section.layer or section.name for section in repeated[1:-1] if section.visit == 1)
-    return repeated, twin, tuple(names)
+    return repeated, fake_model, tuple(names)
 
 
 def attach_loss(
@@ -261,7 +263,7 @@ def _next_layer_name(templates: Mapping[str, Template]) -> str:
 
 
 def make_heads(
-    graph: ModelGraph, twin: nn.Module, batch: dict[str, Tensor], key: CaptureKey, sections: Sequence[Section],
+    graph: ModelGraph, fake_model: nn.Module, batch: dict[str, Tensor], key: CaptureKey, sections: Sequence[Section],
     to_logits: Section | None, build: BuildTemplate, templates: dict[str, Template], renaming: Renaming,
     calls: tuple[Call, ...], has_loss: bool, name: str,
 ) -> tuple[Heads | None, tuple[Call, ...]]:
@@ -269,7 +271,7 @@ def make_heads(
     if to_logits is None:
         assert has_loss, "refused in find_output"
         return None, calls
-    hidden = HiddenStates(name, twin, model_arguments(batch, key.images), sections[:-1], to_logits)
+    hidden = HiddenStates(name, fake_model, model_arguments(batch, key.images), sections[:-1], to_logits)
     heads = Heads(graph, to_logits, hidden, build, templates, renaming)
     return heads, calls if has_loss else (*calls, heads.head(LOGITS).call)
 
@@ -302,7 +304,7 @@ def describe_loss(graph: ModelGraph, loss: Loss, has_loss: bool, count_targets: 
 
 
 def describe_batch(
-    graph: ModelGraph, twin: nn.Module, batch: dict[str, Tensor], key: CaptureKey, positions: Sequence[int],
+    graph: ModelGraph, fake_model: nn.Module, batch: dict[str, Tensor], key: CaptureKey, positions: Sequence[int],
     calls: tuple[Call, ...], loss_facts: LossFacts, read_by_loss: Described, arguments_mix: str, layers_mix: str,
     totals: tuple[TargetCount, ...], counts_places: bool, places: tuple[Places, ...], patches: tuple[Patches, ...],
 ) -> BatchFacts:
@@ -312,29 +314,29 @@ def describe_batch(
     inputs += tuple(n for n, _, _ in read_by_loss if n not in inputs)
     labels = tuple(n for n in inputs
                    if loss_facts.has_loss and n not in read_early and n not in map(argument, key.further))
-    same_logits = _same_logits_without_labels(twin, graph, positions, batch, labels, key)
+    same_logits = _same_logits_without_labels(fake_model, graph, positions, batch, labels, key)
     return BatchFacts(
-        forward_arguments=frozenset(forward_signature(twin).parameters), batch_inputs=inputs, labels=labels,
+        forward_arguments=frozenset(forward_signature(fake_model).parameters), batch_inputs=inputs, labels=labels,
         same_logits_without_labels=same_logits,
         across_rows=arguments_mix or ("" if loss_facts.is_averaged else layers_mix), totals=totals,
         counts_places=counts_places, places=places, patches=patches)
 
 
 def _same_logits_without_labels(
-    twin: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: dict[str, Tensor], labels: tuple[str, ...],
+    fake_model: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: dict[str, Tensor], labels: tuple[str, ...],
     key: CaptureKey,
 ) -> bool:
     """Whether logits have the same shape without labels: some models then compute those of the last position alone.
 
     Models of transformers do not, unless asked by an argument that streamed models refuse."""
-    if is_transformers_model(twin) or len(positions) < 2:
+    if is_transformers_model(fake_model) or len(positions) < 2:
         return True
     captured = tuple(graph.results[positions[1]].meta["example_value"].shape)
     given = {name: value for name, value in model_arguments(batch, key.images).items() if name not in labels}
-    fakes = next(twin.parameters()).fake_mode  # type: ignore[attr-defined]
+    fakes = next(fake_model.parameters()).fake_mode  # type: ignore[attr-defined]
     with fakes, torch.no_grad():
         try:
-            returned = twin(**{name: torch.zeros(value.shape, dtype=value.dtype) for name, value in given.items()})
+            returned = fake_model(**{name: torch.zeros(value.shape, dtype=value.dtype) for name, value in given.items()})
         except TRACING_ERRORS:  # the model needs its labels, so it has no logits without them
             return False
     leading = min(2, len(captured) - 1)  # dimensions of the batch: a classifier's logits only have rows
@@ -352,7 +354,7 @@ STEPS: tuple[Step, ...] = (
     Step("trace", trace_model, gives=("traced",)),
     Step("check state", check_state),
     Step("trace images apart", trace_images_apart, gives=("traced", "images_apart")),
-    Step("take the trace", take_trace, gives=("validity", "graph", "twin", "batch", "stack")),
+    Step("take the trace", take_trace, gives=("validity", "graph", "fake_model", "batch", "stack")),
     Step("follow gradients", mark_gradients, changes=("graph",)),
     Step("adopt attention", adopt_attention, changes=("graph",)),
     Step("find the output", find_output, gives=("output", "positions")),
@@ -364,7 +366,7 @@ STEPS: tuple[Step, ...] = (
     Step("number dropouts", number_dropouts, changes=("sections",)),
     Step("name sizes", name_sizes, gives=("renaming",)),
     Step("cut expert pieces", cut_expert_pieces, gives=("sections",)),
-    Step("repeat layers", repeat_layers, gives=("sections", "twin", "layer_names")),
+    Step("repeat layers", repeat_layers, gives=("sections", "fake_model", "layer_names")),
     Step("attach the loss", attach_loss, gives=("sections", "to_logits")),
     Step("collect conditions", collect_conditions, gives=("conditions",)),
     Step("build templates", build_templates, gives=("build", "templates", "calls", "layers_mix")),

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir.ops import OPS, Access, Lane, Op
-from megacompile.ir.places import place_kind
+from megacompile.ir.places import place_kind, tile_place
 
 #: The parameter of a node that is read instead of a part of a tile, where the node has it.
 _INSTEAD = {"weights": "staging", "gradients": "slab"}
@@ -84,7 +84,7 @@ def accesses(node: fx.Node) -> list[tuple[str, Access]]:
                 if access == Access.READ and argument(node, _INSTEAD.get(part, "")) is not None:
                     continue  # the slab is read instead of the tile
                 tiles = argument(node, parameter)
-                found += [(f"{part}/{t}", access) for t in (tiles if isinstance(tiles, tuple | list) else (tiles,))]
+                found += [(tile_place(part, t), access) for t in (tiles if isinstance(tiles, tuple | list) else (tiles,))]
             else:
                 found += [(place_of(value), access) for value in operands(node, rule)]
     return found

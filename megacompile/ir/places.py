@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from megacompile.ir.ops import OPS, Access, Lane
-from megacompile.ir.slots import SlotName
+from megacompile.ir.slots import Family, SlotName
 
 TILE_PARTS = ("weights", "gradients", "sums")
-#: Families of slots (`SlotName.family`) and the kinds of values that each holds.
-#: W: weights; G: reduced gradients; R: weights that stay on the device; RW, RS, RG: weights, optimizer state and gradients of a
-#: tile that is updated there; S, D: pinned host slabs for weights on their way to the device and gradients on their way to the
-#: host; H: pinned host buffers of checkpoints, one set for each open forward; C: device slots for checkpoints fetched back; V:
-#: a chunk of a tile that visits the device for its update; P: a rank's shard of a tile's weights.
-SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging", "packed_shard"), "D": ("slab",), "P": ("shard",),
-              "H": ("stashed",), "C": ("checkpoint", "inputs"), "V": ("visiting",),
-              "R": ("weights",), "RW": ("weights", "resident"), "RS": ("state",), "RG": ("gradients", "reduced")}
+#: Families of slots and the kinds of values that each holds.
+SLOT_KINDS: Mapping[str, tuple[str, ...]] = {
+    Family.WEIGHTS: ("weights",), Family.GRADIENTS: ("reduced",), Family.WEIGHT_SLABS: ("staging", "packed_shard"),
+    Family.GRADIENT_SLABS: ("slab",), Family.WEIGHT_SHARDS: ("shard",), Family.HOST_CHECKPOINTS: ("stashed",),
+    Family.FETCHED_CHECKPOINTS: ("checkpoint", "inputs"), Family.VISITING: ("visiting",), Family.RESIDENT: ("weights",),
+    Family.UPDATED_WEIGHTS: ("weights", "resident"), Family.UPDATED_STATE: ("state",),
+    Family.UPDATED_GRADIENTS: ("gradients", "reduced")}
 
 
 @functools.cache
@@ -48,6 +47,11 @@ def lanes_against(access: Access, kind: str, several_ranks: bool = False) -> fro
     return lanes_that(Access.WRITE, kind, several_ranks) | readers
 
 
+def tile_place(part: str, tile: str) -> str:
+    """The place of a part of a tile in host memory."""
+    return f"{part}/{tile}"
+
+
 def place_kind(place: str) -> str | None:
     """The family of places that ops treat alike: "W" for "W0", "weights" for "weights/layers.0". None for a value's own
     memory, which no other section knows."""
@@ -56,8 +60,7 @@ def place_kind(place: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _kind_of_known(place: str) -> str:
-    part = place.split("/")[0]
-    return part if part in TILE_PARTS else slot_family(place)
+    return next((part for part in TILE_PARTS if place.startswith(tile_place(part, ""))), slot_family(place))
 
 
 def slot_family(slot: str) -> str:

@@ -107,7 +107,7 @@ class Plan:
     Updates: tiles are updated at "step", after an exact clip over all gradients, or each on "arrival" of its gradients,
     unclipped, in `update_order` (empty: the order of arrival) as far as slabs last. `placements` say for each tile where it is
     updated (`Updated`) and whether its weights stay on the device. With `deferred_moments` the host first updates the weights
-    of its tiles and then their moments, beside the next forward and backward. Between waves gradients are added up in FP32: on
+    of its tiles and then their moments, during the next forward and backward. Between waves gradients are added up in FP32: on
     the device, or for tiles with host sums in host memory, to which each wave's gradients come in link precision.
 
     `ranks` processes, each with its own device and batch, run the program together. They share the tiles: each rank copies and

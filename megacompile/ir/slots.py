@@ -10,18 +10,39 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 _NAME = re.compile(r"(?P<family>[A-Z]+?)(?P<boundary>B?)(?P<rank>[b-z]?)(?P<number>\d+)")
 #: Tiles of one layer that may differ in size.
 MOST_RANKS = 26
+
+
+class Family(StrEnum):
+    """Families of slots. A value is the letters that the names of the family's slots begin with."""
+
+    WEIGHTS = "W"
+    GRADIENTS = "G"  # reduced
+    WEIGHT_SLABS = "S"  # pinned host memory, for weights on their way to the device
+    GRADIENT_SLABS = "D"  # pinned host memory, for gradients on their way to the host
+    WEIGHT_SHARDS = "P"  # one rank's share of a tile's weights
+    HOST_CHECKPOINTS = "H"  # pinned host memory, one set for each open forward
+    FETCHED_CHECKPOINTS = "C"  # on the device again
+    VISITING = "V"  # a chunk of a tile that visits the device for its update
+    RESIDENT = "R"  # weights that stay on the device
+    UPDATED_WEIGHTS = "RW"  # of a tile that is updated on the device; so are the next two
+    UPDATED_STATE = "RS"
+    UPDATED_GRADIENTS = "RG"
+
+
 #: Families whose slots outlive sections: each holds one tile's weights, state or gradients.
-RESIDENT_FAMILIES = frozenset({"R", "RW", "RS", "RG"})
+RESIDENT_FAMILIES = frozenset(
+    {Family.RESIDENT, Family.UPDATED_WEIGHTS, Family.UPDATED_STATE, Family.UPDATED_GRADIENTS})
 
 
 @dataclass(frozen=True, order=True)
 class SlotName:
-    """`family` is one of `places.SLOT_KINDS`. `rank`: which tile of a layer takes turns here, 0 for the largest. `boundary`:
-    for boundary tiles. Programs list their slots in this order."""
+    """`family`: a `Family`; or other letters, in a program's text, which the verifier refuses. `rank`: which tile of a layer
+    takes turns here, 0 for the largest. `boundary`: for boundary tiles. Programs list their slots in this order."""
 
     family: str
     rank: int = 0

@@ -69,11 +69,11 @@ def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, ch
     """The error for a host with too little memory: what is needed with some state, what is available, and what would fit."""
     count = sum(p.numel() for p in model.parameters())
     with_state = "" if choice == EXACT else f" with {choice.options}"
+    smaller = _smaller(model, stack, config, choice, needed, available)
+    options = "\nor ".join([*smaller, "use a host with more memory (host_memory)"])
     return InsufficientMemoryError(
         f"training {type(model).__name__} takes {format_bytes(needed + HOST_MARGIN_BYTES)} of host memory ({count / 1e9:.3g} G "
-        f"parameters, {needed / count:.3g} bytes each{with_state}) and {format_bytes(available)} are available: "
-        f"{'; '.join(_smaller(model, stack, config, choice, needed, available))}; or plan for a host with more memory "
-        "(host_memory)")
+        f"parameters, {needed / count:.3g} bytes each{with_state}) and {format_bytes(available)} are available: {options}")
 
 
 def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: StateChoice, needed: int,
@@ -84,28 +84,29 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
         size = host_bytes([model], config, other)
         if size < needed and size + other.on_arrival * _slab_bytes(model, stack, config) <= room:
             dtype = config.dtype or next(model.parameters()).dtype
-            found.append(f"with {other.options} in the optimizer it takes {format_bytes(size + HOST_MARGIN_BYTES)}, "
+            found.append(f"give the optimizer {other.options}: then it takes {format_bytes(size + HOST_MARGIN_BYTES)}, "
                          f"{_speed(other, choice.state, dtype)}")
             break
     wide = any(streamed_dtype(p, config.dtype) == torch.float32 for p in model.parameters())
     narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16), choice)
     if wide and narrow <= room:
-        found.append(f"in bfloat16 it takes {format_bytes(narrow + HOST_MARGIN_BYTES)}")
+        found.append(f"train in bfloat16: then it takes {format_bytes(narrow + HOST_MARGIN_BYTES)}")
     frozen = host_bytes([model], config, choice, trained=False)
     if needed > frozen <= room:
         more = [host_bytes(stack.layers[first:], config, choice, trained=True)
                 - host_bytes(stack.layers[first:], config, choice, trained=False) for first in range(len(stack.layers))]
         upper = sum(size <= room - frozen for size in more)
-        found.append(f"frozen, with adapters that train (LoRA), it takes {format_bytes(frozen + HOST_MARGIN_BYTES)} plus the "
-                     "adapters")
+        found.append(f"train adapters (LoRA) over frozen weights: then it takes {format_bytes(frozen + HOST_MARGIN_BYTES)}, "
+                     "plus the adapters")
         if upper:
-            found.append(f"the last {upper} of {len(stack.layers)} layers can train, with all else frozen")
-    elif needed > frozen:
-        found.append(f"even frozen, with adapters, it takes {format_bytes(frozen + HOST_MARGIN_BYTES)}")
+            found.append(f"train only the last {upper} of {len(stack.layers)} layers")
     each = choice.bytes(torch.bfloat16)
     if room >= each * 10**8:
-        found.append(f"a model of up to {room / each / 1e9:.3g} G parameters fits in bfloat16")
-    return found or ["use a smaller model"]
+        found.append(f"use a model of up to {room / each / 1e9:.3g} G parameters in bfloat16")
+    found = found or ["use a smaller model"]
+    if room < frozen < needed:
+        found[-1] += f" (even its frozen weights take {format_bytes(frozen + HOST_MARGIN_BYTES)})"
+    return found
 
 
 def _slab_bytes(model: nn.Module, stack: LayerStack, config: StreamConfig) -> int:

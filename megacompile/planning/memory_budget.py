@@ -97,8 +97,8 @@ class MemoryBudget:
     def averaging(self) -> str:
         """Another remedy, for a model whose batches only the user may split."""
         asked = self.config.micro_batch_size or not self.captured.is_averaged
-        return "" if asked else ("; or give micro_batch_size, and the auxiliary loss is the mean of those of micro-batches, as "
-                                 "with gradient accumulation")
+        return "" if asked else ("\nor give micro_batch_size; then the auxiliary loss is the mean over micro-batches, as with "
+                                 "gradient accumulation")
 
     def _others(self) -> str:
         taken = format_bytes(self.taken_bytes)

@@ -27,8 +27,8 @@ def explained(space: SearchSpace, batch: int, length: int, training: bool, refus
     if batches:
         remedy = f"use fewer or shorter sequences ({' or '.join(batches)} would fit), or {more}"
     else:
-        remedy = f"no shorter sequence and no smaller batch fits, use {more} or a smaller model"
-    return NoFittingPlanError(refusal.cause, "; ".join([remedy, *options]) + space.averaging(), refusal.need)
+        remedy = f"use {more}, or a smaller model; no shorter sequence and no smaller batch fits"
+    return NoFittingPlanError(refusal.cause, "\nor ".join([remedy, *options]) + space.averaging(), refusal.need)
 
 
 def _batches(space: SearchSpace, batch: int, length: int, update: str) -> list[str]:
@@ -53,4 +53,4 @@ def _options(space: SearchSpace, batch: int, length: int, update: str) -> list[s
         other: dict[str, Any] = {name: defaults[name]}
         return replace(space, config=replace(space.config, **other)).holds(batch, length, update)
 
-    return [f"without {name}={value!r} it would fit" for name, value in given.items() if hinders(name)]
+    return [f"leave out {name}={value!r}" for name, value in given.items() if hinders(name)]

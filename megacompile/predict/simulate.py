@@ -38,8 +38,8 @@ def alone(busy: Collection[Lane]) -> Mapping[Lane, float]:
 class Item:
     """One instruction of one run of a section. Times are in seconds since the beginning of the simulation, or the recording.
 
-    `seconds`: how long it takes alone (recorded: how long it took). `behind`: for a wait, the last instruction that its event
-    covers. `cause`: the instruction that it waited for last."""
+    `seconds`: how long it takes alone (recorded: how long it took). `waits_for`: for a wait, the last instruction that its
+    event covers. `cause`: the instruction that it waited for last."""
 
     step: int
     section: str
@@ -51,7 +51,7 @@ class Item:
     end_s: float = 0.0
     done: bool = False
     cause: Item | None = field(default=None, repr=False)
-    behind: Item | None = field(default=None, repr=False)
+    waits_for: Item | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Issue:
                 if lane not in begun:
                     after += self.barrier
                     begun.add(lane)
-                self.lanes.setdefault(lane, []).append(Item(step, name, node, lane, spent, after, behind=event))
+                self.lanes.setdefault(lane, []).append(Item(step, name, node, lane, spent, after, waits_for=event))
         self.carried.leave(left)
         waits_for = _WAITS_FOR if "update" in self.program.sections else _WAITS_ON_ARRIVAL
         if name in waits_for:

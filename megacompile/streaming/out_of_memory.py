@@ -19,14 +19,14 @@ def allocator_error(error: BaseException) -> torch.OutOfMemoryError | None:
 
 def device_memory_error(error: BaseException, cause: torch.OutOfMemoryError, planned: tuple[Shape, int] | None, budget: int,
                         free_bytes: Callable[[], int], torn: bool) -> DeviceMemoryError:
-    """What the caller is told. `planned`: the shape that ran, and the device bytes that its plan foresaw. Frees what the failed
-    instruction's frames hold: the caller may keep the error, and run a smaller batch meanwhile."""
+    """The error for the caller. `planned`: the shape that ran, and the device bytes that its plan predicted. Frees what the
+    failed instruction's frames hold, since the caller may keep the error while it runs a smaller batch."""
     traceback.clear_frames(cause.__traceback__)
-    foresaw = "" if planned is None else (
-        f", whose plan for {planned[0].batch} x {planned[0].length} tokens foresaw {format_bytes(planned[1])}")
+    predicted = "" if planned is None else (
+        f"; the plan for {planned[0].batch} x {planned[0].length} tokens predicted {format_bytes(planned[1])}")
     changed = "the weights are torn" if torn else "no weight has changed"
     where = first_line(error).split(":")[0] if error is not cause else "making a slot or a result"
     return DeviceMemoryError(
-        f"out of device memory ({where}){foresaw}, of a budget of {format_bytes(budget)}; {changed}: "
-        "run a smaller batch, or stream() with less device_memory, so that plans leave room for what else is on the device\n"
+        f"out of device memory ({where}){predicted}, and the budget is {format_bytes(budget)}; {changed}: "
+        "run a smaller batch, or stream() with less device_memory, so that plans leave room for other programs on the device\n"
         f"{format_bytes(free_bytes())} are free now; the allocator said: {first_line(cause)}")

@@ -77,10 +77,10 @@ def _items(recorder: Recorder) -> list[Item]:
     for done in recorder.lanes.values():
         before: Item | None = None
         for x in done:
-            behind = items.get(recorder.recorded[x.behind]) if x.behind in recorder.recorded else None
+            awaited = items.get(recorder.recorded[x.waits_for]) if x.waits_for in recorder.recorded else None
             item = items[x]
-            item.behind = behind
-            item.cause = max((i for i in (before, behind) if i is not None), key=lambda i: i.end_s, default=None)
+            item.waits_for = awaited
+            item.cause = max((i for i in (before, awaited) if i is not None), key=lambda i: i.end_s, default=None)
             before = item
     return list(items.values())
 

@@ -36,8 +36,9 @@ class Residency:
         return _tiles(self.shape) != _tiles(shape) or (self.stale and bool(shape.plan.resident))
 
     def load(self, shape: CompiledShape, wait_for_updates: Callable[[], None]) -> None:
-        """Before sections of a shape: what its plan keeps on the device is there. Nothing is, that `must_leave`.
-        `wait_for_updates`: until host tiles have those of all ranks, whose shards are copied too."""
+        """Loads the tiles that the shape's plan keeps on the device, before its sections run. Call `must_leave` first, and
+        move the tiles on the device to the host if it is true. `wait_for_updates` waits until the host's tiles have the updates
+        of all ranks."""
         if self.shape is None:  # slots that another plan had would be in the way
             kept = {slot for slot in (*shape.program.slots, *self.awaited()) if stays(slot)}
             self.runner.forget_slots([slot for slot in self.runner.arena.slots if stays(slot) and slot not in kept])
@@ -50,7 +51,7 @@ class Residency:
         self.shape = shape
 
     def left(self) -> None:
-        """The host has everything, and is read again before the next use."""
+        """All tiles were copied to the host. The next use loads them again."""
         self.shape, self.stale = None, False
         self.step.gradients_changed()
 

@@ -14,7 +14,7 @@ def compiled_variants(streamed: Streamed) -> int:
 def stats_of(streamed: Streamed) -> dict[str, Any]:
     """As `Handle.stats` describes them."""
     return dict(
-        steps=streamed.step.count, skipped_steps=len(streamed.step.skipped), kept_tiles=len(streamed.step.kept),
+        steps=streamed.step.count, skipped_steps=len(streamed.step.skipped.steps), kept_tiles=len(streamed.step.skipped.tiles),
         shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
         compiled_variants=compiled_variants(streamed),
         variants_of_any_size=sum(served.binder.variants_of_any_size for served in streamed.captures),

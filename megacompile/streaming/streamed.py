@@ -44,7 +44,7 @@ from megacompile.streaming.section_runner import SectionRunner
 from megacompile.streaming.step_state import StepState
 from megacompile.streaming.teardown import give_back
 from megacompile.streaming.together import Together
-from megacompile.streaming.user_tensors.external_writes import Constants, ForeignWrites
+from megacompile.streaming.user_tensors.external_writes import Constants, ExternalWrites
 from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
 
@@ -70,7 +70,7 @@ class Streamed:
         self.states = {name: StateMemory(name, tiling, store, before_write) for name in self.gradients}
         self.constants = Constants(model, backend.device)
         self.constants.add(captured.calls)
-        self.writes = ForeignWrites(model, self.parameters, tiling, store, self.gradients)
+        self.writes = ExternalWrites(model, self.parameters, tiling, store, self.gradients)
         self.captures = ModelCaptures(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
         self.together = Together(ranks, self.captures, agreed_budgets)
         self.binder = self.captures.first.binder
@@ -187,7 +187,7 @@ class Streamed:
         return forward
 
     def train_step(self, given: BatchArguments, update: Update, overlap: bool) -> Tensor:
-        """The loss of a step that runs as one program. Without `overlap`, its update goes on beside the next step's forward."""
+        """The loss of a step that runs as one program. Without `overlap`, its update runs during the next step's forward."""
         with self.guarded(), self.together.failing():
             self.executor.check()
             given, all_rows, _ = self.together.joined(given, "train_step")
@@ -340,7 +340,7 @@ class Streamed:
                 self.runner.drain()
                 self.together.wait_for_updates()
             self.residency.rescue()
-            report_late(self.arena.take_verdicts(), self.step.kept)
+            report_late(self.arena.take_verdicts(), self.step.skipped)
 
     # ---------------------------------------------------------------- host and device
     def copy_back(self) -> None:

@@ -87,7 +87,7 @@ class StatusBoard:
         """This rank has reached one more agreement."""
         self._numbers[self.rank][_REACHED] += 1
 
-    def behind(self) -> str:
+    def late_ranks(self) -> str:
         """The ranks that have not reached this rank's agreement yet, for a message."""
         here = self._numbers[self.rank][_REACHED]
         late = [f"{rank}{self._where(rank)}" for rank, numbers in enumerate(self._numbers) if numbers[_REACHED] < here]

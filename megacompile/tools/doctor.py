@@ -118,7 +118,7 @@ def _cache() -> Finding:
 
 def _openmp() -> Finding:
     threads, there = native.default_threads(), cores()
-    found = f"{threads} threads on {there} cores for AdamW"
+    found = f"{threads} thread{'s' * (threads != 1)} on {there} core{'s' * (there != 1)} for AdamW"
     if threads != there:
         return Finding("OpenMP", State.SLOW, f"{found} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')})",
                        "unset OMP_NUM_THREADS, unless other work needs the cores")

@@ -38,12 +38,12 @@ _GRADIENTS = ("gradient", "accumulators")
 
 
 def belongs(program: Program) -> Iterator[Fault]:
-    """Each op stands in a section where it has a meaning: gradients are sent in a backward, tiles are updated in an update."""
+    """Each op is in a section where it has a meaning: gradients are sent in a backward, tiles are updated in an update."""
     for name, graph in program.sections.items():
         for node in nodes(graph):
             allowed = _SECTIONS.get(op_of(node).name, (name,))
             if name not in allowed:
-                yield Fault(f"{describe(node)} stands in {name}", f"{op_of(node).name} belongs in {' or '.join(allowed)}", node)
+                yield Fault(f"{describe(node)} is in {name}", f"{op_of(node).name} belongs in {' or '.join(allowed)}", node)
 
 
 def returned(program: Program) -> Iterator[Fault]:

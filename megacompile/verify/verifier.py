@@ -4,7 +4,7 @@ Each rule is a generator of faults, with the stage from which it must hold. `RUL
 on the earlier ones. The first fault is raised, with an excerpt of the program. The rules:
 
     well_formed     ops, arguments and kinds of values; nothing is used before it is defined or after its release
-    belongs         each op stands in a section where it has a meaning
+    belongs         each op is in a section where it has a meaning
     returned        the caller gets each micro-batch's result, once and in order
     added_up        each tile's gradients are added up in one value, and scaled by the gradient of the caller's loss
     supplied        each compute node has the weights of its call's tiles

@@ -13,7 +13,7 @@ only their norms are copied to the host, for the clip. Where the host adds gradi
 
     g0 = fetch_gradients("layers.0")
 
-Several ranks first add up accumulators between them, beside the next tile's backward. So there each tile is reduced after the
+Several ranks first add up accumulators between them, during the next tile's backward. So there each tile is reduced after the
 last contribution to the next one, or at once if that is of another wave.
 
 Where waves are added up on the host, each wave's gradients are copied there, and the cpu lane adds them to the tile's FP32 sum:

@@ -31,7 +31,7 @@ from megacompile.ir.program import (
     op_of,
     operands,
 )
-from megacompile.ir.slots import SlotName
+from megacompile.ir.slots import Family, SlotName
 from megacompile.ir.stack import boundary_tiles
 
 from .prefetch import layer_ranks
@@ -83,8 +83,12 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
 
 
 #: Kinds of values that take turns in slots -> the family of their slots.
-_FAMILIES = {"weights": "W", "reduced": "G", "staging": "S", "packed_shard": "S", "shard": "P", "slab": "D", "stashed": "H",
-             "checkpoint": "C"}
+_FAMILIES = {"weights": Family.WEIGHTS, "reduced": Family.GRADIENTS, "staging": Family.WEIGHT_SLABS,
+             "packed_shard": Family.WEIGHT_SLABS, "shard": Family.WEIGHT_SHARDS, "slab": Family.GRADIENT_SLABS,
+             "stashed": Family.HOST_CHECKPOINTS, "checkpoint": Family.FETCHED_CHECKPOINTS}
+#: Kinds of values of tiles that are updated on the device -> the family of their slots.
+_UPDATED_THERE = {"weights": Family.UPDATED_WEIGHTS, "state": Family.UPDATED_STATE, "gradients": Family.UPDATED_GRADIENTS,
+                  "reduced": Family.UPDATED_GRADIENTS}
 
 
 class _Places:
@@ -99,9 +103,11 @@ class _Places:
         self.free: dict[SlotName, list[SlotName]] = defaultdict(list)
         self.made: dict[SlotName, int] = defaultdict(int)
         self.slot_of: dict[fx.Node, SlotName] = {}
-        self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs,
-                       "D": plan.gradient_slabs, "P": 2, "C": plan.checkpoint_slots,
-                       "H": len(plan.from_host(differentiated(program))) * len(plan.wave(0))}
+        self.counts = {
+            Family.WEIGHTS: plan.weight_slots, Family.GRADIENTS: plan.gradient_slots, Family.WEIGHT_SLABS: plan.staging_slabs,
+            Family.GRADIENT_SLABS: plan.gradient_slabs, Family.WEIGHT_SHARDS: 2,
+            Family.FETCHED_CHECKPOINTS: plan.checkpoint_slots,
+            Family.HOST_CHECKPOINTS: len(plan.from_host(differentiated(program))) * len(plan.wave(0))}
         only_weights = [tile for tile in plan.resident if plan.placement(tile).updated is not Updated.ON_DEVICE]
         self.numbers = {tile: number for tiles in (plan.resident_state, only_weights) for number, tile in enumerate(tiles)}
 
@@ -121,10 +127,9 @@ class _Places:
         tile, kind = argument(node, "tile"), op_of(node).result
         if _stays(node, self.plan):
             updated_there = self.plan.placement(tile).updated is Updated.ON_DEVICE
-            family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG") if updated_there else "R"
-            return SlotName(family, number=self.numbers[tile])
+            return SlotName(_UPDATED_THERE[kind or ""] if updated_there else Family.RESIDENT, number=self.numbers[tile])
         if kind == "visiting":  # tiles visit one after the other, boundary tiles too: their chunks are no larger
-            return self._take(SlotName("V"), 1)
+            return self._take(SlotName(Family.VISITING), 1)
         if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
         family = _FAMILIES[kind or ""]
@@ -146,7 +151,7 @@ class _Places:
         call = next(argument(user, "call") for user in node.users if argument(user, "call"))
         tiles = [t for t in self.program.call(call).tiles if t in self.boundary and not self.plan.placement(t).resident]
         tiles.sort(key=lambda t: -self.program.tiles[t].weight_bytes)
-        return SlotName("W", boundary=True, number=tiles.index(argument(node, "tile")))
+        return SlotName(Family.WEIGHTS, boundary=True, number=tiles.index(argument(node, "tile")))
 
     def _put(self, node: fx.Node, slot: SlotName) -> None:
         node.kwargs = {**node.kwargs, "into": str(slot)}

@@ -25,7 +25,7 @@ The loss is that of all ranks' rows:
 
     l = total_loss((l_0, l_1))
     share_loss(l)                                          # collective, before the sums of gradients, which take long
-    result("loss", (l,))                                   # in a whole step behind the next backward, which need not wait
+    result("loss", (l,))                                   # in a whole step it follows the next backward, which need not wait
 
 With several hosts, each of which has all tiles, the ranks with the same shard add up its sum. They do so in the same lane,
 beside the same backward:

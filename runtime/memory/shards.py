@@ -8,12 +8,9 @@ the whole tile. Each rank has norms of all parameters' gradients in memory of it
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from megacompile.runtime.memory.tile_part import TilePart
+from megacompile.runtime.memory.tile_part import CopiedInRuns, TilePart
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.system.host_memory import host_memory
 
@@ -31,14 +28,11 @@ class ShardLayout(TileLayout):
 
 
 @dataclass
-class TileShard:
-    """`layout`: the shard in a slot. `whole`: what it is a shard of. `held`: its elements, in a slot of the whole tile.
-    `norm_bytes`: uint8, one FP32 norm for each parameter; None if nothing is trained."""
+class TileShard(CopiedInRuns):
+    """`whole`: what it is a shard of. `held`: its elements, in a slot of the whole tile."""
 
-    layout: ShardLayout
     whole: HostTile | TilePart
     held: slice
-    norm_bytes: Tensor | None
 
     @classmethod
     def of(cls, whole: HostTile | TilePart, rank: int) -> TileShard:
@@ -53,15 +47,10 @@ class TileShard:
         shard = ShardLayout(layout.name, layout.dtype, tuple(slices), layout.home or layout.name, tuple(origins), layout.ranks,
                             layout.states, count)
         norms = host_memory(4 * len(layout.slices)).zero_() if layout.trainable else None
-        return cls(shard, whole, held, norms)
-
-    @property
-    def home(self) -> HostTile:
-        return self.whole.home
+        return cls(shard, whole.home, norms, whole, held)
 
     @property
     def runs(self) -> list[tuple[slice, slice]]:
-        """Elements of the shard in a slot, and the same elements of the host tile."""
         found = []
         for here, there in self.whole.runs:
             first, last = max(here.start, self.held.start), min(here.stop, self.held.stop)
@@ -69,21 +58,6 @@ class TileShard:
                 start = there.start + first - here.start
                 found.append((slice(first - self.held.start, last - self.held.start), slice(start, start + last - first)))
         return found
-
-    def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's bytes of the same weights."""
-        yield from self._bytes_with(memory, self.home.weights)
-
-    def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's bytes of the same gradients, then this rank's norms."""
-        assert self.home.gradients is not None and self.norm_bytes is not None, f"{self.layout.name} has no gradients"
-        yield from self._bytes_with(memory, self.home.gradients)
-        yield memory[self.layout.weight_bytes:self.layout.gradient_bytes], self.norm_bytes
-
-    def _bytes_with(self, memory: Tensor, home: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        size = self.layout.dtype.itemsize
-        for here, there in self.runs:
-            yield memory[here.start * size:here.stop * size], home[there.start * size:there.stop * size]
 
 
 #: What one rank copies and updates of a tile.

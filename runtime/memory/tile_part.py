@@ -8,6 +8,7 @@ besides the norms. Norms of gradients belong to parts and have their own memory:
 """
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,13 +19,37 @@ from megacompile.system.host_memory import host_memory
 
 
 @dataclass
-class TilePart:
-    """`layout`: its layout in a slot. `home`: the host tile that holds it. `norm_bytes`: uint8, one FP32 norm for each
-    parameter; None if nothing in it is trained."""
+class CopiedInRuns:
+    """What is copied between a slot and a host tile in several runs of elements. `layout`: in the slot. `home`: the host tile.
+    `norm_bytes`: uint8, one FP32 norm for each parameter, in memory of its own; None if nothing is trained."""
 
     layout: TileLayout
     home: HostTile
     norm_bytes: Tensor | None
+
+    @property
+    @abstractmethod
+    def runs(self) -> list[tuple[slice, slice]]:
+        """Elements in a slot, and the same elements of the host tile."""
+
+    def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a slot or slab, and the host's bytes of the same weights."""
+        yield from self._bytes_with(memory, self.home.weights)
+
+    def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a slot or slab, and the host's bytes of the same gradients, then the norms."""
+        assert self.home.gradients is not None and self.norm_bytes is not None, f"{self.layout.name} has no gradients"
+        yield from self._bytes_with(memory, self.home.gradients)
+        yield memory[self.layout.weight_bytes:self.layout.gradient_bytes], self.norm_bytes
+
+    def _bytes_with(self, memory: Tensor, home: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        size = self.layout.dtype.itemsize
+        for here, there in self.runs:
+            yield memory[here.start * size:here.stop * size], home[there.start * size:there.stop * size]
+
+
+class TilePart(CopiedInRuns):
+    """A part of a host tile that is a tile of its own in programs."""
 
     @classmethod
     def of(cls, layout: TileLayout, home: HostTile) -> TilePart:
@@ -37,21 +62,4 @@ class TilePart:
 
     @property
     def runs(self) -> list[tuple[slice, slice]]:
-        """Elements in a slot, and the same elements of the host tile."""
         return [(slice(s.start, s.stop), self.layout.at_home(i)) for i, s in enumerate(self.layout.slices)]
-
-    def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's bytes of the same weights."""
-        yield from self._bytes_with(memory, self.home.weights)
-
-    def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's bytes of the same gradients and norms."""
-        assert self.home.gradients is not None and self.norm_bytes is not None, f"{self.layout.name} has no gradients"
-        yield from self._bytes_with(memory, self.home.gradients)
-        yield memory[self.layout.weight_bytes:self.layout.gradient_bytes], self.norm_bytes
-
-    def _bytes_with(self, memory: Tensor, home: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        size = self.layout.dtype.itemsize
-        for here, there in self.runs:
-            yield memory[here.start * size:here.stop * size], home[there.start * size:there.stop * size]
-

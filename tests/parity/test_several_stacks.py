@@ -341,7 +341,7 @@ class Inside(Shared):
 
 
 @pytest.mark.parametrize(("model_class", "named", "message"), [
-    (Inside, ("blocks", "blocks.0.inner"), r'"blocks\.0\.inner" lies inside of "blocks", whose items are layers whole'),
+    (Inside, ("blocks", "blocks.0.inner"), r'"blocks\.0\.inner" is inside "blocks", whose items are whole layers: name'),
     (through(lambda self, x: self.up[1](self.up[0](x))), ("down", "up"),
      r'down\.0 is not called in a forward \(called: up\.0, up\.1\): take it out of its list, or name the lists whose layers '
      r'are called with layers=\(\.\.\.\), of there is no other'),

@@ -261,11 +261,11 @@ def test_a_model_whose_second_call_differs_stays_whole(monkeypatch: pytest.Monke
 
     model = Counting()
     with FakeTensorMode() as fakes:
-        twin = trace.fake_twin(model, fakes)
+        fake_model = trace.make_fake_model(model, fakes)
         ids = torch.zeros(3, 17, dtype=torch.int64)
-        stack = trace.find_layers(twin, "layers")
-        assert trace.shorten(twin, dict(input_ids=ids, labels=ids), {}, stack) is None
-        assert len(twin.layers) == LAYERS
+        stack = trace.find_layers(fake_model, "layers")
+        assert trace.shorten(fake_model, dict(input_ids=ids, labels=ids), {}, stack) is None
+        assert len(fake_model.layers) == LAYERS
 
 
 def test_a_model_of_many_layers_trains_as_native_pytorch() -> None:

@@ -138,12 +138,12 @@ def large() -> Any:
 
 
 @pytest.mark.parametrize(("memory", "said"), [
-    ("128GiB", "even frozen, with adapters, it takes 132.42 GiB; a model of up to 9.74 G parameters fits in bfloat16"),
-    ("192GiB", "frozen, with adapters that train (LoRA), it takes 132.42 GiB plus the adapters; the last 6 of 80 layers"),
-    ("300GiB", ": with state_dtype='8bit', master='bfloat16', overlap='backward' in the optimizer it takes 265.89 GiB, and "),
-    ("420GiB", ": with state_dtype='8bit', overlap='backward' in the optimizer it takes 397.30 GiB, and updates take 0."),
-    ("600GiB", ": with state_dtype='8bit' in the optimizer it takes 528.72 GiB, and updates take 0."),
-    ("700GiB", ": with state_dtype='bfloat16' in the optimizer it takes 658.08 GiB, and updates take 0.")])
+    ("128GiB", ": use a model of up to 9.74 G parameters in bfloat16 (even its frozen weights take 132.42 GiB)\nor use"),
+    ("192GiB", ": train adapters (LoRA) over frozen weights: then it takes 132.42 GiB, plus the adapters\nor train only the "),
+    ("300GiB", ": give the optimizer state_dtype='8bit', master='bfloat16', overlap='backward': then it takes 265.89 GiB"),
+    ("420GiB", ": give the optimizer state_dtype='8bit', overlap='backward': then it takes 397.30 GiB, and updates take 0."),
+    ("600GiB", ": give the optimizer state_dtype='8bit': then it takes 528.72 GiB, and updates take 0."),
+    ("700GiB", ": give the optimizer state_dtype='bfloat16': then it takes 658.08 GiB, and updates take 0.")])
 def test_a_refusal_for_the_host_says_what_is_needed_in_all_and_what_would_fit(memory: str, said: str, large: Any) -> None:
     begin = time.perf_counter()
     with pytest.raises(InsufficientMemoryError, match=r"takes 920.92 GiB of host memory \(70.6 G para") as caught:
@@ -163,5 +163,5 @@ def test_layers_that_a_refusal_lets_train_fit(large: Any) -> None:
 
 
 def test_float32_is_told_that_bfloat16_would_fit(large: Any) -> None:
-    with pytest.raises(InsufficientMemoryError, match=r"16 bytes each.*; in bfloat16 it takes 920.92 GiB;"):
+    with pytest.raises(InsufficientMemoryError, match=r"16 bytes each.*\nor train in bfloat16: then it takes 920.92 GiB\n"):
         megacompile.schedule(large, batch=4, length=2048, hardware="rtx4090", host_memory="1000GiB", dtype=torch.float32)

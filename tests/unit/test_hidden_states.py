@@ -87,6 +87,6 @@ def test_a_model_that_means_other_hidden_states_is_refused(model: Any, monkeypat
     """Of which the last is the last layer's, not the last norm's."""
     found = model.megacompile.streamed.captured.require_heads().hidden
     found.beside_logits()
-    monkeypatch.setattr(found.twin.config, "tie_last_hidden_states", False, raising=False)
-    with pytest.raises(UnsupportedError, match="means other hidden states than its layers' outputs"):
+    monkeypatch.setattr(found.fake_model.config, "tie_last_hidden_states", False, raising=False)
+    with pytest.raises(UnsupportedError, match="returns hidden states that are not the outputs of its layers"):
         found.beside_logits()

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megacompile
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.tracing.fake_model import fake_batch, fake_twin
+from megacompile.frontend.tracing.fake_model import fake_batch, make_fake_model
 from megacompile.frontend.tracing.modes import torch_calls
 from megacompile.ir.plan import PLAIN, CaptureKey
 
@@ -49,8 +49,8 @@ def called(model: Any, key: CaptureKey, size: tuple[int, int]) -> list[str] | No
     """What a plain run on fakes calls, whole numbers aside."""
     fakes = FakeTensorMode()
     with fakes:
-        twin = fake_twin(model, fakes, training=not key.evaluating)
-        found = torch_calls(twin, fake_batch(model, None, fakes, size), {})
+        fake_model = make_fake_model(model, fakes, training=not key.evaluating)
+        found = torch_calls(fake_model, fake_batch(model, None, fakes, size), {})
     return None if found is None else [each.text for each in found]
 
 

@@ -16,6 +16,27 @@ import pytest
 import megacompile
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "streamed_k1_three_micro_batches.txt"
+#: What the documentation has told users to import: names of modules, and what they must have.
+DOCUMENTED = {
+    "megacompile.corpus": "ByteTokenizer read_text",
+    "megacompile.dpo": "DPOTrainer",
+    "megacompile.errors": "MegacompileError",
+    "megacompile.fused_head": "streamed_heads",
+    "megacompile.grpo": "GRPOTrainer",
+    "megacompile.inspection": "pass_log",
+    "megacompile.losses": "log_probabilities next_tokens",
+    "megacompile.passes": "PIPELINE TEMPLATE_PIPELINE insert_after insert_before replace_pass",
+    "megacompile.passes.manager": "compile_program",
+    "megacompile.passes.template": "Target copy_graph",
+    "megacompile.picture": "save",
+    "megacompile.plan": "Plan Shape",
+    "megacompile.program": "CallSpec Program Tile copy_section find uses",
+    "megacompile.rloo": "RLOOTrainer",
+    "megacompile.sft": "SFTTrainer",
+    "megacompile.text": "parse",
+    "megacompile.timeline": "save_trace",
+    "megacompile.trainer": "Trainer",
+}
 #: Seconds of processor time each.
 HEAVY = {"numpy", "sympy", "torch", "transformers"}
 
@@ -103,6 +124,12 @@ def test_type_checkers_see_the_names_that_are_loaded_when_asked_for() -> None:
     seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert seen == megacompile._MODULE_OF
     assert set(megacompile.__all__) == {*seen, "MegacompileError"}
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_paths_that_the_documentation_named_still_import(module: str) -> None:
+    found = importlib.import_module(module)
+    assert all(hasattr(found, name) for name in DOCUMENTED[module].split())
 
 
 def test_no_public_name_is_that_of_a_module() -> None:

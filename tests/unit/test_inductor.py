@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import warnings
@@ -18,10 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacompile.codegen.inductor import Inductor, caching_in, newest_folder
+from megacompile.codegen import inductor
+from megacompile.codegen.inductor import Inductor, caching_in, newest_folder, version_digest
 from megacompile.frontend.ops import linear_cross_entropy
 
 HERE = Path(__file__).resolve().parent
+FILES: dict[str, Path] = runpy.run_path(str(HERE.parents[1] / "docs" / "make_packages.py"))["source_files"]()
+#: Files that compiled templates depend on: those that define ops, the loop over tokens, and the passes over templates.
+COMPILED_IN = sorted({module for module, path in FILES.items() if "torch.library.custom_op" in path.read_text()}
+                     | {module for module in FILES if module.startswith("megacompile.passes.template.")}
+                     | {"megacompile.ir.token_loop", "megacompile.ir.tokenwise", "megacompile.codegen.grouped_products"})
 
 GRAPH = """
 import json, warnings
@@ -74,6 +81,25 @@ def test_a_damaged_cache_is_compiled_anew_and_then_serves_again(tmp_path: Path) 
     agrees, compiled, found, said = fresh_process(GRAPH, cache)
     assert (agrees, compiled, found) == (True, 1, 0) and len(said) == 1 and "was changed since megacompile wrote it" in said[0]
     assert fresh_process(GRAPH, cache) == [True, 0, 1, []]
+
+
+@pytest.mark.parametrize("module", COMPILED_IN)
+def test_a_change_of_what_compiled_code_depends_on_gives_another_folder(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read = version_digest(), Path.read_bytes
+    changed = FILES[module].resolve()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.resolve() == changed))
+    assert version_digest.__wrapped__() != before
+
+
+def test_files_that_define_ops_are_found() -> None:
+    assert {"megacompile.frontend.ops.attention", "megacompile.frontend.graph.expert_pieces"} <= set(COMPILED_IN)
+
+
+def test_missing_code_of_ours_does_not_turn_the_cache_off_silently(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "_HASHED", ("frontend", "no_such_folder"))
+    monkeypatch.setattr(inductor, "version_digest", version_digest.__wrapped__)
+    with pytest.raises(FileNotFoundError, match="no_such_folder has no Python files: install megacompile again"):
+        newest_folder()
 
 
 def test_operands_of_grouped_products_lie_as_they_were_traced(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from tiny_models import batch, same_bits, weights
 
 import megacompile
-from megacompile import frontend, runtime
+from megacompile import frontend, inputs, planning, runtime, streaming
 from megacompile.errors import TornError
 
 
@@ -25,6 +25,8 @@ def folder(package: Any) -> str:
 #: The code that a step runs in the caller's thread: all of ours but the capture, which runs once.
 OURS, CAPTURE = (folder(megacompile), folder(runtime)), folder(frontend)
 SOON_S = 5.0
+#: A step runs code in at least so many files. Fewer mean that files have moved, and are not interrupted any more.
+FEWEST_FILES = 40
 
 
 def is_ours(file: str) -> bool:
@@ -32,16 +34,18 @@ def is_ours(file: str) -> bool:
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the `moment`-th line of ours; counts the lines otherwise."""
+    """Raises KeyboardInterrupt at the `moment`-th line of ours; counts the lines otherwise. `files`: where lines were seen."""
 
     def __init__(self, moment: int | None) -> None:
         self.moment, self.lines, self.where = moment, 0, ""
+        self.files: set[str] = set()
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
         if not is_ours(frame.f_code.co_filename):
             return None
         if event == "line":
             self.lines += 1
+            self.files.add(frame.f_code.co_filename)
             if self.lines - 1 == self.moment:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise KeyboardInterrupt
@@ -92,7 +96,10 @@ def test_an_interrupt_at_any_line_leaves_a_step_done_or_undone_or_says_torn(
     step(model, optimizer)
     twice = weights(model)
     model, optimizer = fresh()
-    lines = interrupted(lambda: step(model, optimizer), None).lines
+    uninterrupted = interrupted(lambda: step(model, optimizer), None)
+    lines, files = uninterrupted.lines, uninterrupted.files
+    assert len(files) >= FEWEST_FILES
+    assert all(any(file.startswith(folder(package)) for file in files) for package in (inputs, planning, runtime, streaming))
     outcomes = set()
     for moment in (*range(0, lines, max(1, lines // pytestconfig.getoption("interrupts"))), lines - 1):
         model, optimizer = fresh()

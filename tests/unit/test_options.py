@@ -62,7 +62,7 @@ def test_experts_whose_loop_reads_values_are_refused_with_their_module_and_line(
                                  intermediate_size=24, num_local_experts=4))
     with pytest.raises(CaptureError, match=(
             r"modeling_jetmoe\.py:\d+ \(expert_size = expert_size\.tolist\(\)\): model\.layers\.0\.\S+ \(JetMoeTopKGating\) "
-            "lets values of a tensor decide what is computed; let no Python control flow depend on tensor values: give it a")):
+            "has Python control flow that depends on tensor values; give it a forward that computes the same")):
         capture(model)
 
 
@@ -103,7 +103,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(("layer", "message"), [
-    (Branches, r"blocks\.0 \(Branches\), with threshold=0\.5, lets values of a tensor decide what is computed"),
+    (Branches, r"blocks\.0 \(Branches\), with threshold=0\.5, has Python control flow that depends on tensor values"),
     (Keeps, r"reads \w+ outside of the layer that made and kept it .*shares memory with another value .*: keep \w+\.clone\(\)"),
 ])
 def test_what_cannot_be_captured_is_said_with_the_cause_and_the_remedy(layer: type[nn.Module], message: str) -> None:

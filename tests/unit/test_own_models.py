@@ -112,7 +112,7 @@ def test_a_part_in_another_mode_is_refused_where_that_matters() -> None:
     model: Any = of(lambda self, x: self.drop(self.first(x)))()
     model.blocks[1].eval()
     model = megacompile.stream(model, device="cpu")
-    with pytest.raises(UnsupportedError, match=r"blocks\.1 is in evaluation mode and Model is not, which graphs of the"):
+    with pytest.raises(UnsupportedError, match=r"blocks\.1 is in evaluation mode, but Model is not, and its graphs have"):
         model(IDS, IDS)
     model.train()
     model(IDS, IDS).backward()
@@ -172,8 +172,8 @@ class Valued(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "message"), [
-    (Valued, r"Valued asks a model of transformers inside it for hidden states at .*test_own_models\.py:\d+ \(found = .*: "
-             r"call its decoder \(get_decoder\(\)\) for last_hidden_state"),
+    (Valued, r"Valued asks the transformers model inside it for hidden states at .*test_own_models\.py:\d+ \(found = .*: "
+             r"call its decoder \(get_decoder\(\)\) and pass last_hidden_state to its head"),
     (type("Model", (Decoder,), {"block": Halves, "through": handing_halves}),
      r"Model gives a layer, or gets from one, two views of one tensor \(a and b\).*: pass or return a\.clone\(\)"),
     (of(counting), r"Model computes something else at each call, by blocks\.0\.calls, which its forward changes: keep it in a"),

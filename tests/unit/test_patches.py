@@ -247,9 +247,9 @@ class Features:
 def encoder(tower: nn.Module) -> PatchEncoder:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megacompile.frontend.tracing.fake_model import fake_twin
+    from megacompile.frontend.tracing.fake_model import make_fake_model
 
-    return PatchEncoder(fake_twin(tower, FakeTensorMode(allow_non_fake_inputs=True)), "get_image_features", (8,), 4)
+    return PatchEncoder(make_fake_model(tower, FakeTensorMode(allow_non_fake_inputs=True)), "get_image_features", (8,), 4)
 
 
 @pytest.mark.parametrize(("way", "message"), [

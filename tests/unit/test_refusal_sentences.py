@@ -218,7 +218,7 @@ USES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a device": (lambda m: megacompile.stream(LossAlone(), device="tpu"), "device must be 'cpu' or 'cuda', not 'tpu'"),
     "an update beside what is no pass": (
         lambda m: megacompile.AdamW(m.parameters(), overlap="forward"),
-        r"overlap='forward' must be None \(update beside the next forward\) or 'backward'"),
+        r"overlap='forward' must be None \(update during the next forward\) or 'backward'"),
     "a second derivative": (
         lambda m: m(**batch(1)).loss.backward(create_graph=True), r"create_graph=True \(double backward\) is not supported"),
 }

@@ -101,7 +101,7 @@ def test_a_batch_is_split_for_an_averaged_loss_at_the_users_wish_alone() -> None
     planner = model.megacompile.streamed.planner
     assert all(plan.micro_batches == (8,) for plan in planner.considered(8, 16))
     small = dataclasses.replace(planner, budget_bytes=1)
-    with pytest.raises(InsufficientMemoryError, match="give micro_batch_size, and the auxiliary loss is the mean"):
+    with pytest.raises(InsufficientMemoryError, match="or give micro_batch_size; then the auxiliary loss is the mean"):
         small.plan(8, 16)
     with pytest.raises(UnsupportedError, match="output_router_logits is not supported"):
         model(**batch(), output_router_logits=False)

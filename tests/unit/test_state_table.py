@@ -302,9 +302,9 @@ def test_what_a_refusal_of_a_schedule_proposes_can_be_planned(gib: int) -> None:
 
     with pytest.raises(InsufficientMemoryError, match=r"training Qwen2ForCausalLM takes 100\.30 GiB") as caught:
         schedule()
-    options = re.search(": with (.*?) in the optimizer it takes", str(caught.value))
+    options = re.search(": give the optimizer (.*?): then it takes", str(caught.value))
     if gib == 22:
-        assert options is None and "frozen, with adapters that train (LoRA), it takes" in str(caught.value)
+        assert options is None and "train adapters (LoRA) over frozen weights: then it takes" in str(caught.value)
         return
     assert options is not None
     asked = written(options[1])

@@ -95,7 +95,7 @@ def test_a_length_at_which_rows_are_computed_together_is_refused_where_they_are_
 
     model = megacompile.stream(model_of(Centered), device="cpu")
     ids = tokens(8)
-    with pytest.raises(UnsupportedError, match=r"(?s)a batch of 2 x 8 breaks.*treats padding, rows or evaluation otherwise"):
+    with pytest.raises(UnsupportedError, match=r"(?s)a batch of 2 x 8 breaks.*treats padding, rows or evaluation differently"):
         model(input_ids=ids, labels=ids)
 
 

@@ -178,11 +178,11 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("trained", "gradient in place of an activation"): (
         STREAMED, "differentiate", "backward", r"inputs=\(h1_0, s_0\)", "inputs=(l_0, s_0)", "takes l_0 of loss as inputs"),
     ("belongs", "update in the forward"): (
-        STREAMED, "synchronize", "forward", r"(    p.lease)", r'    p.adam("layers.0")\n\1', "adam layers.0 stands in forward"),
+        STREAMED, "synchronize", "forward", r"(    p.lease)", r'    p.adam("layers.0")\n\1', "adam layers.0 is in forward"),
     ("belongs", "gradient sent home in the forward"): (
         STREAMED, "offload", "forward", r"(    p.lease\(a3\).*\n)",
         r'    d = p.reduce("epilogue", accumulators=a3)\n    o = p.offload("epilogue", reduced=d)\n\1',
-        "reduce epilogue stands in forward"),
+        "reduce epilogue is in forward"),
     ("returned", "loss that the caller never sees"): (
         STREAMED, "synchronize", "forward", r"    p.result\(.*\n", "",
         "loss epilogue mb 0 is never handed to the caller in forward"),

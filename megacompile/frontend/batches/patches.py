@@ -17,7 +17,7 @@ from megacompile.frontend.batches.patch_survey import survey
 from megacompile.frontend.batches.rows import images_in_a_row
 from megacompile.frontend.graph.loss import TargetCount
 from megacompile.frontend.ops.patch_encoder import PatchEncoder
-from megacompile.frontend.tracing.fake_model import fake_twin
+from megacompile.frontend.tracing.fake_model import make_fake_model
 from megacompile.torch_compat.core import FakeTensorMode
 
 
@@ -45,8 +45,8 @@ class Encoded:
 def install_encoders(
     model: nn.Module, example: Mapping[str, Tensor] | None,
 ) -> tuple[tuple[Patches, ...], Mapping[str, Tensor] | None]:
-    """Lets a twin take the patches and sizes in its example aligned with tokens, through an op for each encoder; returns the
-    encoders, and the example as graphs take it. Raises `CaptureError` if the model lacks what this needs."""
+    """Lets a fake model take the patches and sizes in its example aligned with tokens, through an op for each encoder; returns
+    the encoders, and the example as graphs take it. Raises `CaptureError` if the model lacks what this needs."""
     said = [m for m in MODALITIES if {m.patches, m.sizes} <= (example or {}).keys()]
     if example is None or not said:
         return (), example
@@ -83,7 +83,7 @@ def _found(model: Any, modality: Modality, patches: Tensor) -> tuple[nn.Module, 
 
 def _encoder(owner: Any, method: str, patch: tuple[int, ...], per_feature: int) -> PatchEncoder:
     """A copy of everything that `owner` holds except its decoder."""
-    module: Any = fake_twin(owner, FakeTensorMode(allow_non_fake_inputs=True))
+    module: Any = make_fake_model(owner, FakeTensorMode(allow_non_fake_inputs=True))
     decoder = module.get_decoder()
     for name, child in list(module.named_modules()):
         if child is decoder:

@@ -17,7 +17,7 @@ from megacompile.frontend.graph.loss import TargetCount, count_batch
 from megacompile.frontend.graph.totals import writes
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.layer_calls import source_line
-from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.frontend.tracing.model_graph import ModelGraph, called_name
 
 _REDUCING = frozenset({"max", "amax", "min", "amin", "sum", "mean", "any", "all", "prod"})
 Symbols = Collection[sympy.Symbol]
@@ -55,7 +55,7 @@ def counts_places(model: ModelGraph) -> bool:
     places = _symbols(model, 1)
     weights = {node for node, source in model.sources.items() if source.kind in ("parameter", "buffer")}
     derived = {node for node in model.graph.graph.nodes if node not in weights and _has(node, places)}
-    return any(_name(node) in _REDUCING and not _has(node, _symbols(model, 0)) and _matters(node, places)
+    return any(called_name(node) in _REDUCING and not _has(node, _symbols(model, 0)) and _matters(node, places)
                for node in _made(model, derived, places))
 
 
@@ -76,7 +76,7 @@ def _made(model: ModelGraph, derived: set[fx.Node], symbols: Symbols) -> Iterato
 
 def _makes_constants(node: fx.Node) -> bool:
     """Whether a node only reads a value's size, dtype and device: new_ones, zeros_like."""
-    return _name(node).startswith("new_") or _name(node).endswith("_like")
+    return called_name(node).startswith("new_") or called_name(node).endswith("_like")
 
 
 def _matters(node: fx.Node, symbols: Symbols) -> bool:
@@ -105,7 +105,3 @@ def _has(node: fx.Node, symbols: Symbols) -> bool:
 
 def _free(size: int | torch.SymInt) -> set[sympy.Symbol]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.frontend.templates.template import Source
+from megacompile.frontend.tracing.model_graph import called_name
 
 #: Ops that change how the nodes after them are computed: nothing may be moved out from there.
 MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
@@ -64,7 +65,7 @@ def _possible(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sourc
 
 def writes(node: fx.Node) -> bool:
     """Whether a node changes its first input in place."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = called_name(node)
     in_place = name.startswith("i") and hasattr(operator, name[1:]) and getattr(operator, name, None) is node.target
     return in_place or name == "setitem" or (name.endswith("_") and not name.endswith("__"))
 

@@ -18,6 +18,12 @@ def heads_inside(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def empty_heads_inside(x: Tensor) -> Tensor:
+    """Memory of the shape of `x` [B, heads, T, D], laid out as `heads_inside` does."""
+    batch, heads, length, width = x.shape
+    return x.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
 def expand_groups(x: Tensor, heads: int) -> Tensor:
     """Key or value heads [B, Hkv, T, D] repeated for their query heads: [B, heads, T, D]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megacompile.frontend.ops import attention_kernels as whole
 from megacompile.frontend.ops.attention_kernels import (
+    empty_heads_inside,
     expand_groups,
     heads_inside,
     math_backward,
@@ -74,11 +75,7 @@ def _each_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, segments: Tensor,
     scale: float, window: int, softcap: float, *, kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def like(x: Tensor) -> Tensor:
-        batch, heads, length, width = x.shape
-        return x.new_empty(batch, length, heads, width).transpose(1, 2)
-
-    gradients = like(query), like(key), like(value)
+    gradients = empty_heads_inside(query), empty_heads_inside(key), empty_heads_inside(value)
     for row, where in _sequences(segments, len(query)):
         part = (slice(row, row + 1), slice(None), where)
         found = whole.BACKWARD[kernel](grad_out[part], query[part], key[part], value[part], out[part], logsumexp[part],

@@ -27,10 +27,10 @@ _PRODUCTS = (F.linear, builtin_linear)
 @dataclasses.dataclass(frozen=True)
 class HiddenStates:
     """The hidden states of one captured model. `sections`: prologue and layers; `to_logits`: the epilogue that only returns
-    logits, or the last hidden states if the model has no head; `twin`, `batch`: the model's fakes."""
+    logits, or the last hidden states if the model has no head; `fake_model`, `batch`: the model's fakes."""
 
     name: str
-    twin: nn.Module
+    fake_model: nn.Module
     batch: Mapping[str, Tensor]
     sections: Sequence[Section]
     to_logits: Section
@@ -48,7 +48,7 @@ class HiddenStates:
 
     def _head(self) -> Any:
         """The module that makes logits from the last hidden states; None if the model has none."""
-        find: Any = getattr(self.twin, "get_output_embeddings", None)  # torch's own modules have none
+        find: Any = getattr(self.fake_model, "get_output_embeddings", None)  # torch's own modules have none
         return None if find is None else find()
 
     def _last(self) -> fx.Node:
@@ -56,7 +56,8 @@ class HiddenStates:
         (logits,) = self.to_logits.graph.graph.output_node().all_input_nodes
         if head is None:
             return logits
-        names = {id(parameter): name for name, parameter in self.twin.named_parameters()}  # tied ones under their first name
+        # Tied parameters are listed under their first name.
+        names = {id(parameter): name for name, parameter in self.fake_model.named_parameters()}
         placeholders = self.to_logits.graph.graph.find_nodes(op="placeholder")
         weights = [node for node, source in zip(placeholders, self.to_logits.sources, strict=True)
                    if source.kind == "parameter" and source.name == names.get(id(getattr(head, "weight", None)))]
@@ -71,26 +72,26 @@ class HiddenStates:
         prologue, *layers = self.sections
         alone = sum(prologue.carried) == 1 and all(len(layer.has_gradient) == 1 for layer in layers)
         if not alone or not self._are_meant():
-            raise UnsupportedError(f"{self.name} means other hidden states than its layers' outputs, one each, or has none: "
-                                   "read them before the model is streamed")
+            raise UnsupportedError(f"{self.name} returns hidden states that are not the outputs of its layers, one for each, "
+                                   "or returns none: read them before the model is streamed")
 
     def _are_meant(self) -> bool:
-        """Runs the twin on fakes: whether it returns exactly the tensors that enter its first layer, leave all layers but the
+        """Runs the fake model: whether it returns exactly the tensors that enter its first layer, leave all layers but the
         last, and enter its head."""
         given: list[Tensor] = []
         made: list[Tensor] = []
         read: list[Tensor] = []
         calls = [section.name for section in self.sections[1:]]  # a layer is listed as often as it runs
-        layers = {name: self.twin.get_submodule(name) for name in calls}
+        layers = {name: self.fake_model.get_submodule(name) for name in calls}
         head = self._head()
         hooks = [layers[calls[0]].register_forward_pre_hook(lambda _, args: given.append(args[0])),
                  *(each.register_forward_hook(lambda _, args, output: made.append(_first(output))) for each in layers.values())]
         hooks += [] if head is None else [head.register_forward_pre_hook(lambda _, args: read.append(args[0]))]
-        fakes = next(self.twin.parameters()).fake_mode  # type: ignore[attr-defined]
+        fakes = next(self.fake_model.parameters()).fake_mode  # type: ignore[attr-defined]
         try:
             with fakes, torch.no_grad():
-                returned = self.twin(**{key: torch.zeros(x.shape, dtype=x.dtype) for key, x in self.batch.items()},
-                                     output_hidden_states=True)
+                returned = self.fake_model(**{key: torch.zeros(x.shape, dtype=x.dtype) for key, x in self.batch.items()},
+                                           output_hidden_states=True)
         except TRACING_ERRORS:  # the model has no such argument
             return False
         finally:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.graph.split import Section
 from megacompile.frontend.tracing.layer_calls import source_line
+from megacompile.frontend.tracing.model_graph import called_name
 from megacompile.torch_compat.core import OpOverload
 from megacompile.torch_compat.symbols import free_unbacked_symbols
 
@@ -42,7 +43,7 @@ def refuse_unknown_sizes(graph: fx.GraphModule, name: str) -> None:
     for node in graph.graph.nodes:
         if _unknown_size(node) and not any(map(_unknown_size, node.all_input_nodes)):
             raise CaptureError(
-                f"{_module_of(node, name)} makes a tensor whose size depends on values ({_name(node)}): let all sizes "
+                f"{_module_of(node, name)} makes a tensor whose size depends on values ({called_name(node)}): let all sizes "
                 f"be those of the inputs, with masks and torch.where in place of selections{source_line(node)}")
 
 
@@ -68,8 +69,8 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _culprit(section: Section, named: Callable[[str], bool]) -> tuple[str, str]:
     """The module in the section whose call of a function has this name, and its source line."""
     for node in section.graph.graph.nodes:
-        inactive = "dropout" in _name(node) and 0.0 in (*node.args[1:2], node.kwargs.get("p"))
-        if node.op in ("call_function", "call_method") and named(_name(node)) and not inactive:
+        inactive = "dropout" in called_name(node) and 0.0 in (*node.args[1:2], node.kwargs.get("p"))
+        if node.op in ("call_function", "call_method") and named(called_name(node)) and not inactive:
             return _module_of(node, section.name), source_line(node)
     return section.name, ""
 
@@ -90,20 +91,17 @@ def _module_of(node: fx.Node, section: str) -> str:
 def line_of_mutation(section: Section) -> str:
     """The source line that changes an input of `section` in place, a parameter's `.data` among them; "" if none does."""
     for node in section.graph.graph.nodes:
-        if node.op in ("call_function", "call_method") and re.fullmatch(r"\w*[a-z]_", _name(node)) and _is_input(node.args[0]):
+        in_place = node.op in ("call_function", "call_method") and re.fullmatch(r"\w*[a-z]_", called_name(node))
+        if in_place and _is_input(node.args[0]):
             return source_line(node)
     return ""
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _is_input(node: Any) -> bool:
     """Whether a node's value is an input's memory."""
     while isinstance(node, fx.Node) and node.op != "placeholder":
         value = node.meta.get("example_value")
-        if not (isinstance(value, Tensor) and (value._is_view() or _name(node) in _SAME_MEMORY) and node.all_input_nodes):
+        if not (isinstance(value, Tensor) and (value._is_view() or called_name(node) in _SAME_MEMORY) and node.all_input_nodes):
             return False
         node = node.all_input_nodes[0]
     return isinstance(node, fx.Node)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megacompile.frontend.graph.split import Section
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.layers import LayerStack, build_of
-from megacompile.frontend.tracing.modes import Said, operation_number, torch_calls
+from megacompile.frontend.tracing.modes import RecordedCall, operation_number, torch_calls
 from megacompile.torch_compat.core import pytree
 
 #: Where nn.Module keeps what `build_of` compares.
@@ -43,13 +43,13 @@ class _Stretch:
 class _Run:
     """What a model called: all operations, and which of them each layer called. Nothing is called between layers."""
 
-    said: tuple[Said, ...]
+    calls: tuple[RecordedCall, ...]
     names: tuple[str, ...]
     stretches: tuple[_Stretch, ...]
 
     def before(self) -> tuple[Hashable, ...]:
         """What was called before the first layer."""
-        return tuple((each.operation, each.read) for each in self.said[:self.stretches[0].start])
+        return tuple((each.operation, each.read) for each in self.calls[:self.stretches[0].start])
 
     def layer(self, position: int) -> tuple[Hashable, ...] | None:
         """What a layer called, independent of the layer's position; None if it reads results of a layer before the previous
@@ -60,11 +60,11 @@ class _Run:
 
     def after(self) -> tuple[Hashable, ...] | None:
         """What was called after the last layer; None if that reads results of an earlier layer."""
-        return self._relative(self.stretches[-1].end, len(self.said), self.stretches[-1], "")
+        return self._relative(self.stretches[-1].end, len(self.calls), self.stretches[-1], "")
 
     def _relative(self, start: int, end: int, ahead: _Stretch | None, prefix: str) -> tuple[Hashable, ...] | None:
         found: list[Hashable] = []
-        for each in self.said[start:end]:
+        for each in self.calls[start:end]:
             read = []
             for label in each.read:
                 number = operation_number(label)
@@ -87,14 +87,14 @@ class _Run:
 @dataclasses.dataclass(frozen=True)
 class Shortened:
     """`repeats`: the names of the layers that were removed from a model, each with the name of a layer that it is like.
-    `said`: what the whole model called. A second run without these layers called the same."""
+    `calls`: what the whole model called. A second run without these layers called the same."""
 
     repeats: Mapping[str, str]
-    said: tuple[Said, ...]
+    calls: tuple[RecordedCall, ...]
 
 
 def shorten(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> Shortened | None:
-    """Removes layers from `model`, a fake twin with this `stack`, that are like layers which stay. None if all stay. `batch`:
+    """Removes layers from `model`, a fake model with this `stack`, that are like layers which stay. None if all stay. `batch`:
     fakes. Call it within the mode of the fakes."""
     holder: Any = model.get_submodule(stack.paths[0])
     if len(stack.paths) > 1 or len(holder) != len(stack.layers) or len(stack.layers) < 3:
@@ -113,28 +113,28 @@ def shorten(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, An
         holder.extend(removed)
         return None
     repeats = {stack.names[position]: stack.names[like[position]] for position in range(kept, len(stack.layers))}
-    return Shortened(repeats, whole.said)
+    return Shortened(repeats, whole.calls)
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> _Run | None:
     """One call of the model. None if its layers do not run once each, one right after the other, or if some calls were not
     seen."""
-    said: list[Said] = []
+    calls: list[RecordedCall] = []
     entered: list[tuple[nn.Module, int, tuple[bool, ...]]] = []
     ends: list[int] = []
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        entered.append((layer, len(said), tuple(tensor.requires_grad for tensor in given)))
+        entered.append((layer, len(calls), tuple(tensor.requires_grad for tensor in given)))
 
     def leave(layer: nn.Module, args: Any, result: Any) -> None:
-        ends.append(len(said))
+        ends.append(len(calls))
 
     with contextlib.ExitStack() as hooks:
         for layer in stack.layers:
             hooks.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(leave).remove)
-        found = torch_calls(model, batch, options, said)
+        found = torch_calls(model, batch, options, calls)
     if found is None or [layer for layer, _, _ in entered] != list(stack.layers) or len(ends) != len(entered):
         return None
     stretches = tuple(_Stretch(start, end, gradients) for (_, start, gradients), end in zip(entered, ends, strict=True))

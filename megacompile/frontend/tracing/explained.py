@@ -56,20 +56,20 @@ def explained(model: nn.Module, reason: Exception) -> MegacompileError:
                             f"with another value of that layer: keep {kept[1]}.clone()\n{text}")
     if "_hook_installation_lock" in text:
         own = user_line(reason, lines, ones_own=True) or ""
-        return CaptureError(f"{name} asks a model of transformers inside it for hidden states{own}, which are collected as no "
-                            "graph can: call its decoder (get_decoder()) for last_hidden_state, and its head with "
-                            f"that\n{text}")
+        return CaptureError(f"{name} asks the transformers model inside it for hidden states{own}, which transformers collects "
+                            "in a way that cannot be captured: call its decoder (get_decoder()) and pass last_hidden_state to "
+                            f"its head\n{text}")
     if any(sign in text for sign in _READS_VALUES):
         return CaptureError(
-            f"{name} cannot be captured as one graph{source}: {_reader(model, line)} lets values of a tensor decide what is "
-            "computed; let no Python control flow depend on tensor values: give it a forward that computes for all values, "
-            f"with masks or torch.where\n{text}")
+            f"{name} cannot be captured as one graph{source}: {_reader(model, line)} has Python control flow that depends on "
+            "tensor values; give it a forward that computes the same operations for all values, with masks or torch.where\n"
+            f"{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
     cause = textwrap.shorten(cause, 200, placeholder=" ...")
     return CaptureError(
-        f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; let no Python control flow depend on "
-        f"tensor values, and change no Python state in forward\n{text}")
+        f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; in forward, control flow must not depend on "
+        f"tensor values, and Python state must not change\n{text}")
 
 
 def user_line(reason: Exception, lines: list[str], ones_own: bool = False) -> Line | None:

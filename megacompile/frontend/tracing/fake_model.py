@@ -1,6 +1,6 @@
-"""The fake twin: the model with the same code and structure, on the CPU, whose weights have no data.
+"""The fake model: the model with the same code and structure, on the CPU, whose weights have no data.
 
-Capturing a twin costs no memory (a 72B model is traced in under 1 GB) and leaves the user's model alone. Its fakes live
+Capturing a fake model costs no memory (a 72B model is traced in under 1 GB) and leaves the user's model alone. Its fakes live
 on the CPU: fakes on "cuda" need a GPU, and a plan for a GPU must be possible without one.
 """
 from __future__ import annotations
@@ -37,8 +37,8 @@ def is_transformers_model(model: nn.Module) -> bool:
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
-def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True,
-              layers: Layers | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+def make_fake_model(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True,
+                    layers: Layers | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes. Only
     parameters get the `dtype`, if it is given: rotary frequencies, which are buffers, are fp32 on purpose.
 
@@ -53,17 +53,17 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
         for buffer in model.buffers():
             memo[id(buffer)] = _fake_like(buffer)
     try:
-        twin: nn.Module = copy.deepcopy(model, memo)
+        fake_model: nn.Module = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as reason:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({str(reason).splitlines()[0]}): keep tensors as parameters or "
             "buffers, and nothing in the model that copy.deepcopy refuses"
         ) from reason
-    twin.train(training)
-    remove_hooks_for_gradients(twin)
+    fake_model.train(training)
+    remove_hooks_for_gradients(fake_model)
     module: Any
-    if is_transformers_model(twin):
-        for module in twin.modules():
+    if is_transformers_model(fake_model):
+        for module in fake_model.modules():
             if hasattr(getattr(module, "config", None), "use_cache"):  # also of a model inside another
                 module.config.use_cache = False
             if getattr(module, "gradient_checkpointing", False):
@@ -72,11 +72,11 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
                 module.use_associative_scan = False  # native runs never use it
         if attention is not None:
             register_with_transformers()
-            kept = [(m, m.config._attn_implementation) for m in encoders(twin, find_layers(twin, layers))]
-            twin.set_attn_implementation(attention)  # type: ignore[operator]
+            kept = [(m, m.config._attn_implementation) for m in encoders(fake_model, find_layers(fake_model, layers))]
+            fake_model.set_attn_implementation(attention)  # type: ignore[operator]
             for module, own in kept:
                 module.set_attn_implementation(own)
-    return twin
+    return fake_model
 
 
 def _fake_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

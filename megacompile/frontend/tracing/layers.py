@@ -89,7 +89,7 @@ def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
     paths = tuple(inner for path in paths for inner in _lists_in(path, _list_at(model, path, candidates)))
     for path, other in itertools.permutations(paths, 2):
         if path.startswith(f"{other}."):
-            raise CaptureError(f'layers=: "{path}" lies inside of "{other}", whose items are layers whole: name one of both')
+            raise CaptureError(f'layers=: "{path}" is inside "{other}", whose items are whole layers: name only one of the two')
     items: dict[int, tuple[str, nn.Module]] = {}  # a module that is several items is one layer with several calls
     for path in paths:
         for name, layer in model.get_submodule(path)._modules.items():

@@ -63,6 +63,11 @@ class ModelGraph:
         return self.fakes.shape_env
 
 
+def called_name(node: fx.Node) -> str:
+    """The name of the function or method that a node calls; "" if it has none."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def capture_model_graph(
     model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any],
     taken: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, each_call: bool = False,

@@ -32,7 +32,7 @@ _WITHOUT_BRANCHES = frozenset({
     "unflatten", "pad", "einsum", "__rsub__", "__rpow__", "__pow__", "__floordiv__"})
 
 
-class Said(NamedTuple):
+class RecordedCall(NamedTuple):
     """An operation, with what it reads and its constants. `exact`: includes whole numbers, some of which are sizes.
     `operation` and `read`: the same in two parts, the operation with all constants, and what it reads."""
 
@@ -42,25 +42,25 @@ class Said(NamedTuple):
     read: tuple[str, ...]
 
 
-def alike(some: Sequence[Said], others: Sequence[Said], exact: bool) -> bool:
+def alike(some: Sequence[RecordedCall], others: Sequence[RecordedCall], exact: bool) -> bool:
     """Whether these are the same operations in the same order; with the same whole numbers only if `exact`."""
     return [each[exact] for each in some] == [each[exact] for each in others]
 
 
 def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any],
-                said: list[Said] | None = None) -> tuple[Said, ...] | None:
+                calls: list[RecordedCall] | None = None) -> tuple[RecordedCall, ...] | None:
     """The calls in `model(**batch, **options)` that make tensors, in order, described as by `operations`. `model` and `batch`
-    are fakes. `said`: a list to which each call is added as it is made. None if the calls cannot be known: the model does not
+    are fakes. `calls`: a list to which each call is added as it is made. None if the calls cannot be known: the model does not
     run on fakes, or calls a function that may look at sizes unseen."""
     named = itertools.chain(model.named_parameters(), model.named_buffers(), batch.items())
-    found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}), [] if said is None else said)
+    found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}), [] if calls is None else calls)
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), found:
         warnings.simplefilter("ignore")
         try:
             model(**batch, **options)
         except TRACING_ERRORS:  # such as a branch on values: the trace shows whether the model can be traced
             return None
-    return tuple(found.said) if found.all_seen else None
+    return tuple(found.calls) if found.all_seen else None
 
 
 class _Labels:
@@ -78,12 +78,12 @@ class _Labels:
 
 
 class _Calls(TorchFunctionMode):
-    """State: the calls so far (`said`), and whether all calls were seen."""
+    """State: the calls so far (`calls`), and whether all calls were seen."""
 
-    def __init__(self, labels: _Labels, said: list[Said]) -> None:
+    def __init__(self, labels: _Labels, calls: list[RecordedCall]) -> None:
         super().__init__()
         self.labels = labels
-        self.said = said
+        self.calls = calls
         self.all_seen = True
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
@@ -96,21 +96,21 @@ class _Calls(TorchFunctionMode):
             self.labels.give(made[0], next(iter(read), "?"))
         elif made:
             self.all_seen &= not inspect.isfunction(function) or name in _WITHOUT_BRANCHES
-            self.said.append(_said(resolve_name(function) or str(function), args, kwargs or {}, read))
+            self.calls.append(_recorded_call(resolve_name(function) or str(function), args, kwargs or {}, read))
             for position, value in enumerate(made):
-                self.labels.give(value, f"%{len(self.said)}.{position}")
+                self.labels.give(value, f"%{len(self.calls)}.{position}")
         return result
 
 
-def operations(graph: ModelGraph) -> tuple[Said, ...]:
+def operations(graph: ModelGraph) -> tuple[RecordedCall, ...]:
     """Every operation on tensors, in order, with what it reads: weights and inputs by name, others by the operation that made
     them."""
-    said: list[Said] = []
-    _say(graph.graph, {node: source.name for node, source in graph.sources.items() if source.kind != "size"}, said)
-    return tuple(said)
+    calls: list[RecordedCall] = []
+    _record(graph.graph, {node: source.name for node, source in graph.sources.items() if source.kind != "size"}, calls)
+    return tuple(calls)
 
 
-def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[Said]) -> None:
+def _record(module: fx.GraphModule, labels: dict[fx.Node, str], calls: list[RecordedCall]) -> None:
     """Appends the operations of a graph whose inputs have these `labels`."""
     for node in module.graph.nodes:
         read = [labels[used] for used in node.all_input_nodes if used in labels]
@@ -120,22 +120,22 @@ def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[Said]) -
                 given = [a for a in _leaves(node.args) if not isinstance(a, str) and getattr(a, "op", "") != "get_attr"]
                 inputs = zip(each.graph.find_nodes(op="placeholder"), given, strict=False)
                 known = {n: labels[a] for n, a in inputs if isinstance(a, fx.Node) and a in labels}
-                _say(each, known, said)
-            labels[node] = str(len(said))
+                _record(each, known, calls)
+            labels[node] = str(len(calls))
         elif node.op in ("call_function", "call_method") and _makes_tensors(node):
             if _is_idle_dropout(node) or getattr(node.target, "__name__", node.target) in _BROADCASTS:
                 labels[node] = next(iter(read), "?")
                 continue
-            said.append(_said(str(node.target), node.args, node.kwargs, read))
+            calls.append(_recorded_call(str(node.target), node.args, node.kwargs, read))
             which = f".{node.args[1]}" if node.target is operator.getitem and isinstance(node.args[1], int) else ""
-            labels[node] = f"{len(said)}{which}"
+            labels[node] = f"{len(calls)}{which}"
 
 
-def _said(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Sequence[str]) -> Said:
+def _recorded_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Sequence[str]) -> RecordedCall:
     constants = [c for c in _leaves((args, kwargs)) if isinstance(c, int | float | bool | str | torch.dtype)]
     others = [c for c in constants if not isinstance(c, int) or isinstance(c, bool)]
     text, exact = (" ".join([name, *read, *map(repr, each)]) for each in (others, constants))
-    return Said(text, exact, " ".join([name, *map(repr, constants)]), tuple(read))
+    return RecordedCall(text, exact, " ".join([name, *map(repr, constants)]), tuple(read))
 
 
 def operation_number(label: str) -> int | None:

@@ -11,7 +11,7 @@ from megacompile.frontend.tracing.modes import torch_calls
 
 
 def refuse_changing_state(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
-    """Raises `CaptureError` if `model`, a fake twin, computes something else when it is called a second time, for example
+    """Raises `CaptureError` if `model`, a fake model, computes something else when it is called a second time, for example
     because it counts its calls. State that it only writes (a layer's output, an auxiliary loss) is fine."""
     first = torch_calls(model, batch, options)
     before = _plain_attributes(model)

@@ -16,7 +16,7 @@ from megacompile.frontend.graph.attention_calls import all_layers_call_attention
 from megacompile.frontend.ops.attention import implementation_for
 from megacompile.frontend.tracing.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.tracing.alike_layers import Shortened, shorten
-from megacompile.frontend.tracing.fake_model import capture_shape, fake_batch, fake_twin, is_transformers_model
+from megacompile.frontend.tracing.fake_model import capture_shape, fake_batch, is_transformers_model, make_fake_model
 from megacompile.frontend.tracing.layer_calls import layer_calls
 from megacompile.frontend.tracing.layers import find_layers, share_weights
 from megacompile.frontend.tracing.model_graph import ModelGraph, capture_model_graph
@@ -28,11 +28,11 @@ from megacompile.torch_compat.symbols import ShapeEnv
 
 
 class Traced(NamedTuple):
-    """A model's graph, its fake twin, the fake batch, and its attention: the name of ours, or None for the model's own.
-    `shortened`: the layers that are missing from the twin and the graph, if any."""
+    """A model's graph, its fake model, the fake batch, and its attention: the name of ours, or None for the model's own.
+    `shortened`: the layers that are missing from the fake model and the graph, if any."""
 
     graph: ModelGraph
-    twin: nn.Module
+    fake_model: nn.Module
     batch: dict[str, Tensor]
     attention: str | None
     shortened: Shortened | None
@@ -85,9 +85,9 @@ def _rehearsed(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
     size: tuple[int, int] | None, attention: str | None,
 ) -> Rehearsal:
-    fakes, twin, batch, options = subject(model, layers, example, key, attention, size)
+    fakes, fake_model, batch, options = subject(model, layers, example, key, attention, size)
     with fakes:
-        return rehearse(twin, model_arguments(batch, key.images), options, find_layers(twin, layers))
+        return rehearse(fake_model, model_arguments(batch, key.images), options, find_layers(fake_model, layers))
 
 
 def _traced(
@@ -95,33 +95,33 @@ def _traced(
     size: tuple[int, int] | None, attention: str | None, images_apart: bool, each_call: bool = False, whole: bool = False,
 ) -> Traced:
     """A trace with this attention. If layers run more than once, or share weights, each call is traced separately."""
-    fakes, twin, batch, options = subject(model, layers, example, key, attention, size)
+    fakes, fake_model, batch, options = subject(model, layers, example, key, attention, size)
     if images_apart:
         batch |= traced_apart(batch, fakes)
-    stack = find_layers(twin, layers)
-    install_recorders(twin, stack)
+    stack = find_layers(fake_model, layers)
+    install_recorders(fake_model, stack)
     each_call = each_call or share_weights(stack)
     shortened = None
     if not (each_call or images_apart or whole):
         with fakes:
-            shortened = shorten(twin, model_arguments(batch, key.images), options, stack)
-        stack = find_layers(twin, layers)
-    graph = capture_model_graph(twin, batch, stack, fakes, options, functools.partial(model_arguments, each=key.images),
+            shortened = shorten(fake_model, model_arguments(batch, key.images), options, stack)
+        stack = find_layers(fake_model, layers)
+    graph = capture_model_graph(fake_model, batch, stack, fakes, options, functools.partial(model_arguments, each=key.images),
                                 each_call)
-    if not each_call and any(call.visit > 1 for call in layer_calls(graph, twin, stack)):
+    if not each_call and any(call.visit > 1 for call in layer_calls(graph, fake_model, stack)):
         return _traced(model, layers, example, key, size, attention, images_apart, each_call=True)
-    return Traced(graph, twin, batch, attention, shortened)
+    return Traced(graph, fake_model, batch, attention, shortened)
 
 
 def subject(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, attention: str | None,
     size: tuple[int, int] | None = None,
 ) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
-    """What a trace runs: the fakes' mode, the twin, its batch and its other arguments. `size`: as for `trace`."""
+    """What a trace runs: the fakes' mode, the fake model, its batch and its other arguments. `size`: as for `trace`."""
     fakes = FakeTensorMode(shape_env=ShapeEnv())
-    twin = fake_twin(model, fakes, attention, training=not key.evaluating, layers=layers)
+    fake_model = make_fake_model(model, fakes, attention, training=not key.evaluating, layers=layers)
     if key.without_adapters:
-        switch_off_adapters(twin)
+        switch_off_adapters(fake_model)
     given = dict(example) if example is not None else None
     batch = fake_batch(model, given, fakes, size or capture_shape(key), key.further, key.images)
-    return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
+    return fakes, fake_model, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megacompile.frontend.batches.patches import model_arguments
 from megacompile.frontend.tracing.fake_model import capture_shape
-from megacompile.frontend.tracing.modes import Said, alike, operations, torch_calls
+from megacompile.frontend.tracing.modes import RecordedCall, alike, operations, torch_calls
 from megacompile.frontend.tracing.trace import Traced, subject, trace
 from megacompile.ir.plan import CaptureKey
 from megacompile.system.under_way import under_way
@@ -26,21 +26,21 @@ class Validity:
         self.model, self.layers, self.example, self.key = model, layers, example, key
         self.images_apart, self.attention, self.size = images_apart, found.attention, capture_shape(key)
         self.performed, self.repeats = operations(found.graph), found.repeats
-        self.said = found.shortened.said if found.shortened is not None else None
+        self.calls = found.shortened.calls if found.shortened is not None else None
         self.unlike: dict[CaptureKey, Traced] = {}
         self.called = functools.cache(self._called)
         self.holds = functools.cache(self._holds)
 
-    def _called(self, key: CaptureKey, size: tuple[int, int]) -> tuple[Said, ...] | None:
-        fakes, twin, batch, options = subject(self.model, self.layers, self.example, key, self.attention, size)
+    def _called(self, key: CaptureKey, size: tuple[int, int]) -> tuple[RecordedCall, ...] | None:
+        fakes, fake_model, batch, options = subject(self.model, self.layers, self.example, key, self.attention, size)
         with fakes:
-            return torch_calls(twin, model_arguments(batch, key.images), options)
+            return torch_calls(fake_model, model_arguments(batch, key.images), options)
 
     def _holds(self, training: bool, size: tuple[int, int]) -> bool:
         """Whether the model computes the same in a mode and for a batch of [batch, length] `size`."""
         key = dataclasses.replace(self.key, evaluating=not training)
         exact = size == self.size  # else some whole numbers are sizes
-        expected = self.said if self.said is not None else self.called(self.key, self.size)
+        expected = self.calls if self.calls is not None else self.called(self.key, self.size)
         called = None if expected is None else self.called(key, size)
         if expected is not None and called is not None and alike(called, expected, exact):
             return True
@@ -54,7 +54,7 @@ class Validity:
             self.unlike[key] = made
         return same
 
-    def _operations(self, key: CaptureKey, size: tuple[int, int]) -> tuple[Said, ...]:
+    def _operations(self, key: CaptureKey, size: tuple[int, int]) -> tuple[RecordedCall, ...]:
         """The operations of a trace with all layers."""
         return operations(trace(self.model, self.layers, self.example, key, size, self.images_apart, whole=True).graph)
 

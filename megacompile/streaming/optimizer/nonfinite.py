@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from megacompile.errors import MegacompileError, NonFiniteError
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.update import Norms, Update
+from megacompile.streaming.step_state import SkippedUpdates
 
 POLICIES = ("raise", "skip", "dump")
 _NAMED = 8  # tiles in a message
@@ -40,13 +41,12 @@ class NonFinite:
         if self.policy not in POLICIES:
             raise MegacompileError(f"non_finite={self.policy!r} must be one of {', '.join(map(repr, POLICIES))}")
 
-    def report(self, skipped: list[int], kept: list[str], update: Update, norms: Norms) -> None:
-        """Called in a lane. Adds the step's number to `skipped`, or on arrival the tiles to `kept`; or raises
-        `NonFiniteError`."""
+    def report(self, skipped: SkippedUpdates, update: Update, norms: Norms) -> None:
+        """Called in a lane. Tells `skipped` of the step, or on arrival of the tiles; or raises `NonFiniteError`."""
         if update.on_arrival:
-            kept.extend(norms)
+            skipped.tiles_kept(norms)
         elif self.policy == "skip":
-            skipped.append(update.step)
+            skipped.step_skipped(update.step)
         if self.policy == "skip":
             return
         tiles = tuple(tile for tile, of_tile in norms.items() if not all(map(math.isfinite, of_tile.values())))
@@ -68,13 +68,13 @@ class NonFinite:
         raise NonFiniteError("\n".join(lines), update.step, loss, norm, tiles, folder)
 
 
-def report_late(found: Mapping[str, Update], kept: list[str]) -> None:
-    """Reports tiles that updates on the device have left alone, each step once. `found`: the update of each such tile, as
-    `Arena.take_verdicts` tells. Adds tiles to `kept`, or raises `NonFiniteError`."""
+def report_late(found: Mapping[str, Update], skipped: SkippedUpdates) -> None:
+    """Reports tiles that updates on the device have left alone, each step once. `found`: the update of each such tile, from
+    `Arena.take_verdicts`. Tells `skipped` of the tiles, or raises `NonFiniteError`."""
     for update in dict.fromkeys(found.values()):
         tiles = [tile for tile, of in found.items() if of is update]
         if update.kept:  # the host kept some too, and has reported the step
-            kept.extend(tiles)
+            skipped.tiles_kept(tiles)
         else:
             update.report(update, {tile: {"some": math.nan} for tile in tiles})
 

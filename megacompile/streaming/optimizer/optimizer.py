@@ -90,7 +90,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         defaults = defaults | dict(state_dtype=state_dtype, master=master)
         self._check(defaults)
         if overlap not in (None, "backward"):
-            raise MegacompileError(f"overlap={overlap!r} must be None (update beside the next forward) or 'backward' (as "
+            raise MegacompileError(f"overlap={overlap!r} must be None (update during the next forward) or 'backward' (as "
                                    "gradients arrive)")
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self._overlap, self.max_grad_norm = overlap, max_grad_norm
@@ -299,7 +299,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             segments = requested.segments_of(streamed.tiling, ready)
         return Update(self.rule, segments, requested.counted_positions(segments), self.max_grad_norm, before=before,
                       on_arrival=self.overlap is not None, states=[state for _, _, state in ready],
-                      report=functools.partial(self.non_finite.report, streamed.step.skipped, streamed.step.kept),
+                      report=functools.partial(self.non_finite.report, streamed.step.skipped),
                       matrix_rule=self.matrix_rule, matrices=requested.matrix_positions(streamed.tiling, segments))
 
     @property

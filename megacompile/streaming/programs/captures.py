@@ -156,8 +156,9 @@ class ModelCaptures:
             module = self.model.get_submodule(unlike[0])
             mode, call = ("training", "eval") if module.training else ("evaluation", "train")
             raise UnsupportedError(
-                f"{unlike[0]} is in {mode} mode and {type(self.model).__name__} is not, which graphs of the whole model do not "
-                f"know: call model.{call}(), or let the {call}() of the model's class leave it as it is, before stream()")
+                f"{unlike[0]} is in {mode} mode, but {type(self.model).__name__} is not, and its graphs have one mode for the "
+                f"whole model: call model.{call}(), or override {call}() in the model's class so that it leaves {unlike[0]} as "
+                "it is, before stream()")
 
     def serve(self, key: CaptureKey) -> Served:
         """What serves a key, captured at its first use. Raises what capturing raises, and `UnsupportedError` where the model
@@ -181,11 +182,11 @@ class ModelCaptures:
         what = (f"with {key.traced_length} tokens" if key.traced_length else "without its adapters" if key.without_adapters
                 else "in evaluation mode" if key.evaluating else f"with {', '.join(key.further)}")
         if not self._reads_as_planned(captured, key):
-            raise UnsupportedError(f"{what} the model reads its weights in other layers than in training without: a streamed "
-                                   "model cannot do both, leave it out")
+            raise UnsupportedError(f"{what} the model reads its weights in other layers than in other training batches: a "
+                                   "streamed model cannot do both, leave it out")
         if key.traced_length and not captured.reads_batches_as(self.serve(replace(key, traced_length=0)).captured):
-            raise UnsupportedError(f"{what} the model treats padding, rows or evaluation otherwise than with other numbers: "
-                                   "keep batches within one branch, or remove the branch on the length from its forward")
+            raise UnsupportedError(f"{what} the model treats padding, rows or evaluation differently than with other lengths: "
+                                   "use only lengths that take one branch, or remove the branch on the length from its forward")
         hardware = planner.simulator.durations.hardware if planner.simulator is not None else None
         simulator = simulator_of(captured, self.tiling, hardware, binder.compiling, planner.config.passes)
         return Served(captured, replace(planner, captured=captured, simulator=simulator),

@@ -70,10 +70,10 @@ def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> Compi
 def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
     """Raises `ProgramError` for a shape or a plan that this model cannot have."""
     if plan.update != shape.update:
-        raise ProgramError(f'the plan says update="{plan.update}", but the shape "{shape.update}": say the same in both')
+        raise ProgramError(f'the plan has update="{plan.update}", but the shape has "{shape.update}": write the same in both')
     if plan.output != shape.output:
-        raise ProgramError(f'the plan says output="{shortened(plan.output)}", but the shape "{shortened(shape.output)}": say '
-                           "the same in both")
+        raise ProgramError(f'the plan has output="{shortened(plan.output)}", but the shape has "{shortened(shape.output)}": '
+                           "write the same in both")
     further, parameters = [argument_of(each) for each in shape.further], shapes.captured.forward_arguments
     if len(set(further)) < len(further) or not parameters.issuperset(further):
         raise ProgramError(f"the shape has the additional batch arguments {listed(further)}: name each once, from "

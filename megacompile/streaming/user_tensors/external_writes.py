@@ -21,7 +21,7 @@ from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
 
 
-class ForeignWrites:
+class ExternalWrites:
     """State: the version and address last seen of each parameter, and the remainders that users have, with the version last
     seen."""
 

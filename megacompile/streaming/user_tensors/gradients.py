@@ -27,9 +27,9 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Gradients(Mapping[str, Tensor]):
-    """By name, the memory of each trained parameter's gradient in its tile, once tiles hold gradients; before, and with
-    updates on arrival, there are only names. State: the tensors that users were given, and versions, norms and samples of the
-    gradients as the lanes wrote them."""
+    """Maps the name of each trained parameter to its gradient's memory, which is part of a tile. It has only names until tiles
+    hold gradients, and with updates on arrival. State: the tensors that users were given, and versions, norms and samples of
+    the gradients as the lanes wrote them."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
         self._stored: dict[str, Tensor] = {}
