@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -28,6 +29,7 @@ from megacompile.runtime.memory.state_layout import (
     aligned_bytes,
 )
 from megacompile.runtime.optimizer.rule import scratch_bytes
+from megacompile.system.direct_file import in_blocks
 from megacompile.system.host_memory import host_memory
 from megacompile.system.shared_memory import SharedMemory
 
@@ -223,13 +225,20 @@ class TileLayout:
                  "sums": self.sum_bytes, **moments}
         return {f"{self.name} {part}": size for part, size in sizes.items() if size}
 
+    def moments(self, memory: Tensor) -> list[Tensor]:
+        """The moments' buffers (uint8) at the beginning of a slot's or slab's memory, or of the tile's part of a file."""
+        ends = list(accumulate(self.moment_bytes))
+        return [memory[end - size:end] for size, end in zip(self.moment_bytes, ends, strict=True)]
+
     def state(self, memory: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """The moments' buffers (uint8), and the remainder (int16; None where there is none), in a slot's memory."""
-        buffers, at = [], 0
-        for size in self.moment_bytes:
-            buffers.append(memory[at:at + size])
-            at += size
-        return buffers, memory[at:at + self.remainder_bytes].view(torch.int16) if self.has_remainder else None
+        at = sum(self.moment_bytes)
+        return self.moments(memory), memory[at:at + self.remainder_bytes].view(torch.int16) if self.has_remainder else None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of a file that the moments take."""
+        return in_blocks(sum(self.moment_bytes)) if self.trainable else 0
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter of a flat tensor of at least `elements` elements."""
