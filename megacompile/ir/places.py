@@ -12,14 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from megacompile.ir.ops import OPS, Access, Lane
 from megacompile.ir.slots import SlotName
 
-TILE_PARTS = ("weights", "gradients", "sums")
+TILE_PARTS = ("weights", "gradients", "sums", "moments")
 #: Families of slots (`SlotName.family`) and the kinds of values that each holds.
 #: W: weights; G: reduced gradients; R: weights that stay on the device; RW, RS, RG: weights, optimizer state and gradients of a
 #: tile that is updated there; S, D: pinned host slabs for weights on their way to the device and gradients on their way to the
 #: host; H: pinned host buffers of checkpoints, one set for each open forward; C: device slots for checkpoints fetched back; V:
-#: a chunk of a tile that visits the device for its update; P: a rank's shard of a tile's weights.
+#: a chunk of a tile that visits the device for its update; P: a rank's shard of a tile's weights; M: host slabs for moments
+#: between the disk and their update.
 SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging", "packed_shard"), "D": ("slab",), "P": ("shard",),
-              "H": ("stashed",), "C": ("checkpoint", "inputs"), "V": ("visiting",),
+              "H": ("stashed",), "C": ("checkpoint", "inputs"), "V": ("visiting",), "M": ("moments",),
               "R": ("weights",), "RW": ("weights", "resident"), "RS": ("state",), "RG": ("gradients", "reduced")}
 
 

@@ -161,7 +161,7 @@ class Planner(SearchSpace):
             return list(range(len(self.stateful), -1, -1))
         if not training or not self.keep_residuals or self.simulator is None:
             return [0]
-        trained = len(self.trained())
+        trained = len(self.in_memory())
         return sorted({0, 1, trained, *range(2, trained, max(1, trained // 12))})
 
 

@@ -57,6 +57,8 @@ class DirectFile:
             self.direct = self._goes_around_the_cache()
             self._allocate()
             area = mmap.mmap(self._file, self.size)
+            if hasattr(mmap, "MADV_DONTFORK"):
+                area.madvise(mmap.MADV_DONTFORK)  # the workers of a data loader do not need it
             self.mapped = torch.frombuffer(area, dtype=torch.uint8, count=self.size)
             if self.direct and not self._agrees():
                 self.direct = self._set_direct(False)
@@ -169,6 +171,10 @@ class DirectFile:
             if count <= 0:
                 raise OSError(errno.EIO, "the file ended")
             done += count
+
+    @property
+    def closed(self) -> bool:
+        return self._file < 0
 
     def close(self) -> None:
         """Ends the threads. The space is free once nobody has a part of `mapped` any more."""

@@ -84,7 +84,7 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
 
 #: Kinds of values that take turns in slots -> the family of their slots.
 _FAMILIES = {"weights": "W", "reduced": "G", "staging": "S", "packed_shard": "S", "shard": "P", "slab": "D", "stashed": "H",
-             "checkpoint": "C"}
+             "checkpoint": "C", "moments": "M"}
 
 
 class _Places:
@@ -100,7 +100,7 @@ class _Places:
         self.made: dict[SlotName, int] = defaultdict(int)
         self.slot_of: dict[fx.Node, SlotName] = {}
         self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs,
-                       "D": plan.gradient_slabs, "P": 2, "C": plan.checkpoint_slots,
+                       "D": plan.gradient_slabs, "P": 2, "C": plan.checkpoint_slots, "M": plan.state_slabs,
                        "H": len(plan.from_host(differentiated(program))) * len(plan.wave(0))}
         only_weights = [tile for tile in plan.resident if plan.placement(tile).updated is not Updated.ON_DEVICE]
         self.numbers = {tile: number for tiles in (plan.resident_state, only_weights) for number, tile in enumerate(tiles)}

@@ -30,6 +30,18 @@ class StateFile:
             size += layout.disk_bytes
         self.file = DirectFile(folder, size)
 
+    def __contains__(self, tile: str) -> bool:
+        return tile in self._parts
+
+    @property
+    def bytes(self) -> int:
+        """Those that it takes on the disk; 0 once it is closed."""
+        return 0 if self.file.closed else self.file.size
+
+    def close(self) -> None:
+        """As `DirectFile.close`."""
+        self.file.close()
+
     def moments(self, tile: str) -> list[Tensor]:
         """The tile's moments as memory: one buffer each, uint8."""
         layout, start = self._parts[tile]
@@ -50,5 +62,5 @@ class StateFile:
             raise self._failed("writing", "to", tile, error) from error
 
     def _failed(self, doing: str, way: str, tile: str, error: OSError) -> DiskError:
-        return DiskError(f"{doing} the optimizer state of {tile} {way} {self.file.folder} failed ({error.strerror}): see to the "
-                         "drive and call optimizer.step() again, which completes the step, or load a checkpoint")
+        return DiskError(f"{doing} the optimizer state of {tile} {way} {self.file.folder} failed ({error.strerror}): see to "
+                         "the drive and call optimizer.step() again, which completes the step, or load a checkpoint")

@@ -1,4 +1,4 @@
-"""The scratch file for optimizer state: what is written is read, by either way; it is private, nameless, and gone afterwards."""
+"""The scratch file for optimizer state: what is written is read, either way; it is private, has no name, and goes away."""
 from __future__ import annotations
 
 import errno
