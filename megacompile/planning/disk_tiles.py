@@ -43,17 +43,21 @@ def with_disk(tiling: Tiling, config: StreamConfig, room: int, on_arrival: bool,
         on_disk = {*fixed, *spread(layers, min(count, len(layers))), *border[:max(0, count - len(layers))]}
         return replace(tiling, on_disk=tuple(tile for tile in tiling.layouts if tile in on_disk))
 
-    def fits(count: int) -> bool:
-        return host_bytes(chosen(count), on_arrival) <= room
+    for slabs in (STATE_SLABS, 1) if config.state_slabs is None else (config.state_slabs,):
+        def fits(count: int, slabs: int = slabs) -> bool:
+            return host_bytes(chosen(count), on_arrival, slabs) <= room
 
-    # A tile more takes as much off the host as it has moments, but for slabs, whose size the first tiles decide.
-    return chosen(min(bisect_left(range(len(free) + 1), True, key=fits), len(free)))
+        # The first tiles gain nothing, since slabs are as large. From then on each gains as much as it has moments.
+        fewest = 0 if fits(0) else bisect_left(range(len(free) + 1), True, lo=1, key=fits)
+        if fewest <= len(free):
+            return chosen(fewest)
+    return chosen(len(free))
 
 
-def host_bytes(tiling: Tiling, on_arrival: bool) -> int:
-    """Bytes of host memory that training takes, the margin of each rank and slabs for moments on disk included."""
+def host_bytes(tiling: Tiling, on_arrival: bool, slabs: int = 1) -> int:
+    """Bytes of host memory that training takes, the margin of each rank included, and so many slabs for moments on disk."""
     return (tiling.host_bytes(gradients=not on_arrival) + tiling.ranks * HOST_MARGIN_BYTES
-            + state_slab_bytes(tiling, STATE_SLABS))
+            + state_slab_bytes(tiling, slabs))
 
 
 def candidates(tiling: Tiling, config: StreamConfig) -> list[str]:
@@ -72,8 +76,7 @@ def _check_named(tiling: Tiling, named: Sequence[str], able: Collection[str]) ->
     for tile in (tile for tile in named if tile not in able and tile in tiling.layouts):
         layout = tiling.layouts[tile]
         why = ("whole matrices are updated on the device" if layout.has_matrices
-               else "it is a part of a tile, since experts are in pieces" if layout.home
-               else "the optimizer keeps no moments of it" if layout.trainable else "it is frozen")
+               else "it is a part of a tile, since experts are in pieces" if layout.home else "it is frozen")
         raise MegacompileError(f"disk_state names {tile}, whose moments cannot be on disk ({why}): leave it out; "
                                f"{listed(list(able)) or 'no tile'} can")
 

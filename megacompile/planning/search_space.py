@@ -146,19 +146,25 @@ class SearchSpace(MemoryBudget):
             config.gradient_slots or 2, self._placements(update), pinned.tiles, pinned.staging_slabs,
             self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
             deferred_moments=config.defers(update), residuals=config.residuals or "all",
-            ranks=self.tiling.ranks, hosts=self.tiling.hosts, state_slabs=self._state_slabs())
+            ranks=self.tiling.ranks, hosts=self.tiling.hosts, state_slabs=self._state_slabs(update))
 
-    def _state_slabs(self) -> int:
-        """The number of slabs for moments on disk: the usual one, or as many as the host holds."""
-        fitting = (count for count in range(STATE_SLABS, 1, -1) if state_slab_bytes(self.tiling, count) <= self.host_room)
+    def _state_slabs(self, update: str) -> int:
+        """The number of slabs for moments on disk: the usual one, or as many as the host holds beside gradients."""
+        if update == "step":
+            gradients = self.tiling.host_parts()["gradients"]
+        else:
+            gradients = slab_bytes(self.tiling, 1, self.resident_state()) * self.tiling.ranks
+        fitting = (count for count in range(STATE_SLABS, 1, -1)
+                   if gradients + state_slab_bytes(self.tiling, count) <= self.host_room)
         return self.config.state_slabs or next(fitting, 1)
 
     def _slabs(self, pinned: PinnedMemory, update: str) -> int:
         """The number of slabs for gradients: with updates on arrival only as many as the host holds."""
         if update == "step" or not pinned.tiles:
             return pinned.gradient_slabs
+        room = self.host_room - state_slab_bytes(self.tiling, self._state_slabs(update))
         fitting = (count for count in range(pinned.gradient_slabs, 1, -1) if slab_bytes(
-            self.tiling, count, self.resident_state()) * self.tiling.ranks <= self.host_room)
+            self.tiling, count, self.resident_state()) * self.tiling.ranks <= room)
         return next(fitting, 1)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:

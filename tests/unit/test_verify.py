@@ -152,7 +152,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         DISK, "synchronize", "update", r'    p.wait\("disk_read", e_6\).*\n', "",
         "tile part moments/layers.0 is read by read_state layers.0 while disk_write may still write it from an earlier"),
     ("handed_on", "moments whose write is not handed on"): (
-        DISK, "synchronize", "update", r'    p.leave\("moments/layers.1".*\n', "",
+        DISK, "synchronize", "update", r'    p.leave\("moments/layers.1", "write".*\n', "",
         "moments/layers.1 is accessed by write_state layers.1, but no leave hands on an event of disk_write"),
     ("sent_home", "gradient that is never offloaded"): (
         STREAMED, "offload", "backward", r"    o2 = .*\n", "", "tile layers.1 trains, but has no offload in backward"),
