@@ -32,11 +32,9 @@ PROFILES = Path(__file__).parents[1] / "profiles"
 ADAM_BYTES = 26
 #: Bytes/s between hosts that each device is taken to have where a profile does not say: a link of 100 Gbit/s. It is nominal.
 NETWORK_BANDWIDTH = 12.5e9
-#: Bytes/s of sets of local drives, from data sheets. A machine whose profile does not say is taken to have the first.
-DRIVES: Mapping[str, Mapping[str, float]] = {
-    "4xgen4": {"read": 27e9, "write": 11e9},  # NVMe drives of PCIe 4, four of them side by side
-    "8xgen5": {"read": 48e9, "write": 26e9},
-    "1xgen4": {"read": 6.8e9, "write": 2.8e9}}
+#: Bytes/s of the drives that a machine is taken to have where its profile does not say: four NVMe drives of PCIe 4, from data
+#: sheets.
+DISK: Mapping[str, float] = {"read": 27e9, "write": 11e9}
 #: The lanes whose bytes cross the host's memory.
 _CROSSING = frozenset({Lane.CPU, Lane.PACK, Lane.H2D, Lane.D2H})
 
@@ -123,7 +121,7 @@ class Hardware:
     adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.03})
     peer_bandwidth: float | None = None
     network_bandwidth: float | None = None
-    disk: Mapping[str, float] = field(default_factory=lambda: dict(DRIVES["4xgen4"]))
+    disk: Mapping[str, float] = field(default_factory=lambda: dict(DISK))
 
     def __post_init__(self) -> None:
         rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,

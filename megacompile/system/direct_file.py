@@ -150,7 +150,7 @@ class DirectFile:
     def _each_chunk(self, way: str, call: _Call, memory: Tensor, start: int) -> None:
         assert memory.numel() % BLOCK == start % BLOCK == memory.data_ptr() % BLOCK == 0, "not in whole blocks"
         assert start + memory.numel() <= self.size, "beyond the end"
-        view = memoryview(memory.numpy())
+        view = memory.numpy().data
         starts = range(0, len(view), CHUNK)
         if len(starts) == 1:
             self._transfer(call, view, start)
