@@ -1,18 +1,25 @@
 """Moments on disk: the bits of the same run in memory, with any lane timing; failures lose nothing unnoticed."""
 from __future__ import annotations
 
+import dataclasses
 import errno
+import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
+from killed import kill_at_random_moments
 from resumable import Run, Streamed, load
 from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
 from torch import Tensor
@@ -25,8 +32,10 @@ from megacompile.ir.program import Lane, argument, find
 from megacompile.planning import disk_tiles
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.disk_tiles import with_disk
+from megacompile.predict.hardware import DISK, Hardware
 from megacompile.system import direct_file
 from megacompile.system.direct_file import BLOCK, DirectFile
+from megacompile.tools.calibrate_disk import with_disk_rates
 
 ROWS = 6
 TILES = ("prologue", "model.layers.0", "model.layers.1", "model.layers.2", "epilogue")
@@ -431,6 +440,67 @@ def test_too_little_space_is_refused_before_anything_changes(
     ours.close()
 
 
+def test_no_complete_checkpoint_is_lost_when_training_with_a_disk_is_killed(
+        tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """In a process that has run nothing else, since it forks. With --kill-moments 40 it is killed so often."""
+    (tmp_path / "disk").mkdir()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        fresh.submit(kill_at_random_moments, tmp_path / "checkpoints", int(pytestconfig.getoption("--kill-moments")),
+                     tmp_path / "disk").result()
+
+
+def test_a_resume_after_a_kill_has_the_bits_of_a_run_that_was_never_killed(tmp_path: Path) -> None:
+    """Another process trains with a disk, saves each step and is killed; this one goes on from its last checkpoint."""
+    ours = Streamed(disk=tmp_path / "disk", disk_state="all")
+    model = ours.fresh()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(7)
+    whole = Run(model)
+    masters = []
+    for _ in range(12):
+        whole.steps(1)
+        masters.append((whole.masters(), whole.moments()))
+    with subprocess.Popen([sys.executable, "-c", VICTIM, str(Path(__file__).parent), str(tmp_path)], stdout=subprocess.PIPE,
+                          text=True) as victim:
+        assert victim.stdout is not None
+        for line in victim.stdout:
+            if int(line) == 3:
+                break
+        time.sleep(0.05)
+        victim.kill()
+    assert list((tmp_path / "disk").iterdir()) == [], "its file went with it"
+    run = Run(ours.fresh())
+    done = load(tmp_path / "checkpoints", run)
+    assert 3 <= done < 12
+    run.steps(12 - done)
+    assert same_bits(run.masters(), masters[-1][0]) and same_bits(run.moments(), masters[-1][1])
+
+
+VICTIM = """
+import random
+import sys
+from pathlib import Path
+tests, folder = map(Path, sys.argv[1:])
+sys.path[:0] = [str(tests), str(tests.parent)]
+import numpy as np
+import torch
+from megacompile import CheckpointWriter
+from resumable import Run, Streamed
+model = Streamed(disk=folder / "disk", disk_state="all").fresh()
+for seed in (torch.manual_seed, random.seed, np.random.seed):
+    seed(7)
+run = Run(model)
+with CheckpointWriter(folder / "checkpoints", model, run.optimizer, scheduler=run.scheduler, keep=2) as writer:
+    for step in range(1, 12):
+        run.steps(1)
+        writer.save(extra=step)
+        writer.wait()
+        print(step, flush=True)
+    import time
+    time.sleep(60)
+"""
+
+
 # ---- which tiles -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -513,3 +583,61 @@ def test_training_that_does_not_fit_host_memory_fits_with_a_disk(folder: Path, s
     on_disk = ours.model.megacompile.plan.disk_state
     assert 0 < len(on_disk) < len(TILES) and update_of(ours.model)["write_state"] == {*on_disk}
     ours.close()
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+def planned(read: float, write: float, **options: Any) -> Any:
+    """For an H200 with such a disk, and a model whose update takes long beside its forward."""
+    hardware = dataclasses.replace(Hardware.find("h200"), disk={"read": read, "write": write})
+    model = tiny_models.build(bf16=True, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+    return megacompile.schedule(model, batch=2, length=64, whole_step=True, hardware=hardware, disk="/nvme/state",
+                                **{"disk_state": "all", **options})
+
+
+def test_a_step_takes_as_long_as_the_disk_needs() -> None:
+    """Reading and writing beside each other: the slower of both binds, and the lanes of a simulated step say so."""
+    for read, write, binds in ((1e6, 1e9, Lane.DISK_READ), (1e9, 1e6, Lane.DISK_WRITE)):
+        found = planned(read, write)
+        moved = sum(layout.disk_bytes for layout in found.tiling.layouts.values())
+        step = found.simulate()
+        assert step.binds == binds
+        assert step.busy_s[Lane.DISK_READ] == pytest.approx(moved / read)
+        assert step.busy_s[Lane.DISK_WRITE] == pytest.approx(moved / write)
+        assert step.step_s == pytest.approx(moved / min(read, write), rel=0.2)
+
+
+def test_as_few_slabs_are_chosen_as_leave_a_step_as_fast() -> None:
+    found = planned(3e7, 2e7)
+    simulator = found.planner.simulator
+    seconds = {count: simulator.cautious_s(dataclasses.replace(found.plan, state_slabs=count), True) for count in range(1, 9)}
+    assert 1 < found.plan.state_slabs < 8
+    assert seconds[found.plan.state_slabs] <= 1.003 * min(seconds.values()) < seconds[found.plan.state_slabs - 1]
+    assert planned(3e7, 2e7, state_slabs=5).plan.state_slabs == 5
+    slabs = {slot for slot in found.program().slots if slot[0] == "M"}
+    assert slabs == {"MB0", *(f"M{number}" for number in range(found.plan.state_slabs))}
+
+
+def test_a_plan_says_what_a_step_writes_and_how_long_a_drive_lasts() -> None:
+    found = planned(**DISK, optim="adamw_8bit")
+    written = sum(layout.disk_bytes for layout in found.tiling.layouts.values())
+    text = found.outlook().text(disk_rating=10**12)
+    assert f"disk: the moments of 10 of 10 tiles, {written / 2**10:.2f} KiB, are read and written in each step" in text
+    assert f"drives rated for 0.001 PB last {10**12 // written:,} steps" in text
+    assert "drives rated" not in found.explain()
+    assert "disk:" not in planned(**DISK, disk_state=()).explain()
+
+
+def test_the_drives_are_measured_as_training_uses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    found = with_disk_rates(Hardware.find("h200"), tmp_path, 1e-3, said.append)
+    assert list(tmp_path.iterdir()) == [] and len(said) == 4
+    assert found.disk.keys() == {"read", "write"} and all(rate > 1e5 for rate in found.disk.values())
+    assert found.beside["disk_read disk_write"].keys() == {"disk_read", "disk_write"}
+    assert all(0 < left <= 1 for left in found.beside["disk_read disk_write"].values())
+    path = tmp_path / "rates.json"
+    found.save(path)
+    assert Hardware.load(path) == found and "disk write" in found.table()
+    monkeypatch.setattr(os, "preadv", lambda *given: 0)
+    with pytest.raises(DiskError, match=r"the drive of \S+ failed while it was measured \(the file ended\): see to the drive"):
+        with_disk_rates(found, tmp_path, 1e-3)
