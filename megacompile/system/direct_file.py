@@ -157,10 +157,19 @@ class DirectFile:
             return
         if way not in self._pools:
             self._pools[way] = ThreadPoolExecutor(THREADS, thread_name_prefix=f"megacompile disk {way}")
-        under_way: list[Future[None]] = [
-            self._pools[way].submit(self._transfer, call, view[at:at + CHUNK], start + at) for at in starts]
+        under_way: list[Future[None]] = []
+        errors: list[BaseException] = []
+        for at in starts:
+            chunk = call, view[at:at + CHUNK], start + at
+            try:
+                under_way.append(self._pools[way].submit(self._transfer, *chunk))
+            except RuntimeError:  # the interpreter ends, and the lanes finish what they have begun
+                try:
+                    self._transfer(*chunk)
+                except OSError as error:
+                    errors.append(error)
         # All have ended when this returns or raises: the memory may be used for something else.
-        errors = [error for each in under_way if (error := each.exception()) is not None]
+        errors += [error for each in under_way if (error := each.exception()) is not None]
         if errors:
             raise errors[0]
 

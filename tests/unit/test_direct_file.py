@@ -5,6 +5,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,20 @@ def test_an_error_of_any_call_is_raised_once_all_calls_have_ended(
         getattr(file, way)(drawn(40), 0)
     assert sorted(made) == [chunk * direct_file.CHUNK for chunk in range(10)]
     assert file.bytes_read == file.bytes_written == 0
+
+
+def test_transfers_go_on_while_the_interpreter_ends(file: DirectFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(self: ThreadPoolExecutor, *given: Any) -> Any:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    back = host_memory(SIZE)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", ended)
+    file.write(drawn(40), 0)
+    file.read(back, 0)
+    assert torch.equal(back, drawn(40))
+    monkeypatch.setattr(os, "preadv", lambda number, views, at: 0)
+    with pytest.raises(OSError, match="the file ended"):
+        file.read(back, 0)
 
 
 def test_calls_that_transfer_less_are_continued(file: DirectFile, monkeypatch: pytest.MonkeyPatch) -> None:
