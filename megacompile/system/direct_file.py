@@ -169,7 +169,7 @@ class DirectFile:
                 except OSError as error:
                     errors.append(error)
         # All have ended when this returns or raises: the memory may be used for something else.
-        errors += [error for each in under_way if (error := each.exception()) is not None]
+        errors += [found for each in under_way if (found := each.exception()) is not None]
         if errors:
             raise errors[0]
 
