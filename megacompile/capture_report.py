@@ -185,7 +185,7 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
            "loss: none, it is made outside, of the model's output" if not captured.has_loss else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
     why = obstacle(captured, batch_types(captured))
-    yield f"padded rows: {f'computed as they come, since {why}' if why else 'packed into rows of one length'}"
+    yield f"padded rows: {f'computed with their padding, since {why}' if why else 'packed into rows of one length'}"
     if captured.across_rows:
         yield f"rows of a batch are computed with at once, so that it is not split: {captured.across_rows}"
     yield f"assumed of a batch of B x T: {'; '.join(captured.guards) or 'nothing'}"

@@ -130,3 +130,7 @@ class CheckpointError(MegacompileError):
 
 class TornError(MegacompileError):
     """An update stopped halfway. Complete it or load a checkpoint before training or saving again."""
+
+
+class PaddingWarning(UserWarning):
+    """A training batch is not packed, and much of it is padding. Said once for each reason."""

@@ -7,6 +7,10 @@
 A step has `--batch` rows, padded to the longest one as default collators do. Tokens per second do not count padding. Native is
 `transformers.Trainer` with weights, gradients and a fused bf16 AdamW on the device; it accumulates over micro-batches. Prints
 one JSON line.
+
+Under torchrun, each GPU trains on `--batch` rows of its own, and the row counts the tokens of all of them:
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/uneven.py --data instructions
 """
 from __future__ import annotations
 
@@ -19,18 +23,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
+import torch.distributed as dist
 import transformers
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 import megacompile
@@ -38,41 +41,17 @@ from megacompile.bench import clocks, native, rows
 from megacompile.bench.rows import significant
 from megacompile.bench.shapes import config, parameters, random_model
 from megacompile.bench.step_clock import Clock, collections, step_fields
+from megacompile.bench.uneven_rows import DATA, FULL, PackedRows, RandomRows, collate, stack
 from megacompile.errors import MegacompileError
 from megacompile.finetuning.reports import LOG, read_log
 from megacompile.finetuning.run import run
 from megacompile.finetuning.settings import Settings
 from megacompile.inputs.packed_layout import LENGTH
-from megacompile.losses import IGNORED
+from megacompile.planning.process_group import process_count
 from megacompile.system.under_way import work_done
 from megacompile.tools.lora import Lora
 from megacompile.tools.options import DType, Knobs
 
-
-@dataclass(frozen=True)
-class Lengths:
-    """A log-normal distribution of lengths in tokens, with this `median` and standard deviation `sigma` of the logarithm,
-    clamped to the range from `shortest` to `longest`."""
-
-    median: float
-    sigma: float
-    shortest: int
-    longest: int
-
-    def draw(self, count: int, seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.empty(count).log_normal_(math.log(self.median), self.sigma, generator=generator)
-        return [int(length) for length in drawn.clamp(self.shortest, self.longest).round().tolist()]
-
-
-#: Typical data. Instructions are short, chats have a long tail, documents are truncated.
-DATA = {
-    "instructions": Lengths(180, 0.8, 16, 2048),
-    "chat": Lengths(500, 1.1, 32, 8192),
-    "documents": Lengths(1200, 1.2, 64, 4096),
-}
-#: Rows of one length, with as many tokens per step as instructions have.
-FULL = "full"
 #: Rows in a micro-batch of native training. The logits of a whole step would not fit.
 NATIVE_ROWS = 8
 THROUGH = ("trainer", "sft", "loop", "train", "native")
@@ -107,72 +86,9 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-# ---------------------------------------------------------------- data
-
-class RandomRows(Dataset[dict[str, Any]]):
-    """Rows of random tokens with these lengths. All tokens are targets. The same seed gives the same rows."""
-
-    def __init__(self, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> None:
-        self.lengths, self.vocabulary, self.seed = lengths, vocabulary, seed
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(self.seed * 2**32 + index)
-        ids = torch.randint(0, self.vocabulary, (self.lengths[index],), generator=generator).tolist()
-        return dict(input_ids=ids, labels=ids, tokens=len(ids))
-
-
-def collate(found: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """A batch of rows padded on the right to the longest one: ids, mask and labels, int64 [rows, length]."""
-    shape = len(found), max(len(row["input_ids"]) for row in found)
-    batch = dict(input_ids=torch.zeros(shape, dtype=torch.int64), attention_mask=torch.zeros(shape, dtype=torch.int64),
-                 labels=torch.full(shape, IGNORED))
-    for number, row in enumerate(found):
-        count = len(row["input_ids"])
-        batch["input_ids"][number, :count] = torch.tensor(row["input_ids"])
-        batch["labels"][number, :count] = torch.tensor(row["labels"])
-        batch["attention_mask"][number, :count] = 1
-    return batch
-
-
-class PackedRows(Dataset[dict[str, Any]]):
-    """Rows of one length. Each holds several rows of `source`, in order, with position IDs that restart at 0."""
-
-    def __init__(self, source: RandomRows, length: int) -> None:
-        self.source, self.length = source, length
-        self.groups: list[list[int]] = [[]]
-        room = length
-        for index, tokens in enumerate(source.lengths):
-            if tokens > room:
-                self.groups.append([])
-                room = length
-            self.groups[-1].append(index)
-            room -= tokens
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = dict(input_ids=[], labels=[], position_ids=[])
-        for each in self.groups[index]:
-            ids = self.source[each]["input_ids"]
-            row["input_ids"] += ids
-            row["labels"] += [IGNORED, *ids[1:]]
-            row["position_ids"] += range(len(ids))
-        left = self.length - len(row["input_ids"])
-        return dict(input_ids=row["input_ids"] + left * [0], labels=row["labels"] + left * [IGNORED],
-                    position_ids=row["position_ids"] + list(range(left)), tokens=self.length - left)
-
-
-def stack(found: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """A batch of rows of one length: tensors int64 [rows, length]."""
-    return {name: torch.tensor([row[name] for row in found]) for name in ("input_ids", "labels", "position_ids")}
-
-
 class Feed:
-    """The data of a run: `rows` rows per step, in batches of `each` rows made by `collate`.
+    """The data of a run: `rows` rows per step, in batches of `each` rows made by `collate`. With several processes, each has
+    its own rows.
 
     State: for each batch so far, the number of `tokens` without padding, and of `computed` tokens including padding."""
 
@@ -192,13 +108,20 @@ class Feed:
         return batch
 
     def of_steps(self, counts: Sequence[int]) -> list[int]:
-        """The sum of `counts` for each step. `counts` has a number for each batch."""
-        return [sum(counts[at:at + self.accumulated]) for at in range(0, len(counts), self.accumulated)]
+        """The sum of `counts` for each step, over all processes. `counts` has a number for each batch of this process."""
+        own = torch.tensor([sum(counts[at:at + self.accumulated]) for at in range(0, len(counts), self.accumulated)])
+        if process_count() > 1:
+            dist.all_reduce(own)
+        return [int(count) for count in own]
 
 
 def feed(given: argparse.Namespace, vocabulary: int) -> Feed:
-    """The data of a row. Raises `MegacompileError` for an arrangement that the data does not support."""
-    steps = given.steps + given.warm_up + 1  # Trainer reads ahead
+    """The data of a row. Raises `MegacompileError` for an arrangement that the data does not support, and for a training API
+    that this benchmark does not run with several processes."""
+    if process_count() > 1 and given.through != "trainer":
+        raise MegacompileError(f"several processes measure megacompile's Trainer alone: leave --through {given.through} out, "
+                               "or start one process")
+    steps = process_count() * (given.steps + given.warm_up + 1)  # Trainer reads ahead
     each = (given.micro_batch_size or NATIVE_ROWS) if given.through == "native" else None
     if given.data == FULL:
         if given.arrangement != "padded":
@@ -366,6 +289,7 @@ def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
         losses = WAYS[given.through](given, model, fed, folder, clock)
     times, warm = clock.times, clock.warm_up(given.warm_up)
     tokens, padded = (clock.averages(fed.of_steps(counts)) for counts in (fed.tokens, fed.computed))
+    computed = padded if native_run else clock.tokens  # which the streamed model counts for all processes
     rate = statistics.median(count / seconds for count, seconds in list(zip(tokens, times, strict=True))[warm:])
     active = rows.active_parameters(model)
     stats = {} if native_run else model.megacompile.stats
@@ -373,7 +297,7 @@ def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
         layers=model.config.num_hidden_layers, tokens_per_step=round(statistics.mean(tokens)), tokens_per_s=round(rate),
         padding=round(1 - sum(tokens) / sum(padded), 4), tflops=significant(6e-12 * active * rate),
         parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
-        losses=losses, **step_fields(warm, times, tokens, padded if native_run else clock.tokens), steps_timed=clock.steps,
+        losses=losses, **step_fields(warm, times, tokens, computed), steps_timed=clock.steps,
         stream_s=round(streamed - made, 2), setup_s=round(streamed - began, 1),
         preparing_s=_seconds(preparing), training_s=_seconds(training),
         collections_s=[(round(end - clock.began, 3), round(seconds, 3)) for end, seconds in collected],

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, check_vocabulary, read_text
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import ChatEncoder, Encoded
@@ -36,7 +38,7 @@ def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer,
     Raises `MegacompileError` for invalid rows, with file, row number and reason; `ArgumentError` for formats that cannot be
     combined, or if a tokenizer is missing."""
     if is_text(sources[0]):
-        rows = pack(read_text([Path(source) for source in sources], tokenizer), length)
+        rows = _cut(read_text([Path(source) for source in sources], tokenizer), length, say)
     else:
         rows = _of_rows(sources, tokenizer, format, length, packed, say, too_long)
     check_vocabulary(rows.tokens, tokenizer, vocabulary_size)
@@ -51,9 +53,17 @@ def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, leng
     if len({each is Format.TEXT for each in formats}) > 1:
         raise ArgumentError("texts and conversations cannot be combined: give only one kind of --data, or --format")
     if formats[0] is Format.TEXT:
-        return pack(join(_texts(sources, tokenizer.pretrained), _end_of(tokenizer.pretrained)), length)
+        return _cut(join(_texts(sources, tokenizer.pretrained), _end_of(tokenizer.pretrained)), length, say)
     found = _fitted(Rows.of(_conversations(sources, formats, ChatEncoder(tokenizer.pretrained))), length, too_long, say)
     return pack_conversations(found, length) if packed else found
+
+
+def _cut(tokens: Tensor, length: int, say: Say) -> Rows:
+    """Text in sequences of `length` tokens. Says how many tokens do not fill a last one."""
+    rows = pack(tokens, length)
+    if left := tokens.numel() % length:
+        say(f"the last {left:,} of {tokens.numel():,} tokens do not fill a sequence of {length:,} and are left out")
+    return rows
 
 
 def _fitted(rows: Rows, length: int, too_long: TooLong, say: Say) -> Rows:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,13 +16,14 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.batches.pairs import described, of_pairs
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import LENGTH, TemplateInput
-from megacompile.inputs.captures import Captures
+from megacompile.inputs.captures import Capture, Captures
 from megacompile.inputs.images import arrange_images, images_of_each
-from megacompile.inputs.packed_layout import Layout
+from megacompile.inputs.packed_layout import BoolArray, Layout
 from megacompile.inputs.packing import further_arguments
 from megacompile.inputs.pairs import hidden_as_bool, read_typed_mask
 from megacompile.inputs.patches import align_patches
 from megacompile.inputs.repacking import Repacking, Wanted, present_tokens
+from megacompile.inputs.rounded_lengths import RightPadding, padded, padding_for
 from megacompile.ir.plan import CaptureKey
 
 #: Arguments that do not affect a streamed model when they have one of these values.
@@ -40,7 +41,7 @@ class BatchArguments:
     batch if the batch was packed. `rows`, `length`: their sizes. `key`: the capture that serves them. `has_labels`: whether
     all labels were passed. `loss_denominator`: the number of target tokens that the loss is divided by, or None without labels.
     `logits_to_keep`: the number of last positions to return logits for, 0 for all. `hidden_states`: whether the hidden states
-    of all layers were requested. `layout`: where the tokens of the caller's batch are in a packed batch, or None.
+    of all layers were requested. `layout`: how the caller's batch was packed or padded, or None.
     `useful_tokens`: the number of the caller's tokens that are not padding. `not_packed`: the reason why the batch was not
     packed, or "". `counted`: the loss denominator was counted in the batch, and not given by the caller."""
 
@@ -52,7 +53,7 @@ class BatchArguments:
     loss_denominator: Tensor | None
     logits_to_keep: int = 0
     hidden_states: bool = False
-    layout: Layout | None = None
+    layout: Layout | RightPadding | None = None
     useful_tokens: int = 0
     not_packed: str = ""
     counted: bool = True
@@ -95,12 +96,13 @@ class _Options:
 @dataclass(frozen=True)
 class _Rows:
     """A batch after packing. `inputs`: the batch arguments that every batch of the model has. `further`: the other arguments
-    that change what is computed (masks, positions). The rest as in `BatchArguments`."""
+    that change what is computed (masks, positions). `present`: which positions of the caller's batch hold a token. The rest as
+    in `BatchArguments`."""
 
     inputs: dict[str, Tensor]
     further: dict[str, Tensor]
-    layout: Layout | None
-    useful_tokens: int
+    layout: Layout | RightPadding | None
+    present: BoolArray
     not_packed: str
 
 
@@ -125,11 +127,15 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
     if differentiating and first.captured.labels and set(first.captured.labels) <= inputs.keys():
         wanted = Wanted.LOSS
     rows = _pack(name, captures, given, inputs, model.training, wanted)
+    if differentiating and rows.not_packed:
+        captures.repacking.warn(rows.not_packed, rows.present)
     key, further = _choose_capture(captures, rows, model.training)
     served = captures.serve(key)
     captures.check_modes(served.captured)
     inputs = rows.inputs | {argument: value if of_pairs(served.types.get(argument)) else
                             _checked(name, argument, value, served.types.get(argument)) for argument, value in further.items()}
+    if rows.layout is None and captures.repacking.enabled:
+        inputs, rows = _rounded(served, inputs, rows)
     return _result(name, served.captured, served.types, inputs, key, options, rows)
 
 
@@ -202,9 +208,9 @@ def _pack(name: str, captures: RepackedCaptures, given: Mapping[str, Any], input
     present = present_tokens(inputs, mask, plain.labels, wanted)
     packed = captures.repacking.pack(inputs, present, mask, further, training, wanted)
     if isinstance(packed, str):
-        return _Rows(inputs, further, None, int(present.sum()), packed)
+        return _Rows(inputs, further, None, present, packed)
     inputs, layout = packed
-    return _Rows(inputs, {"position_ids": inputs.pop("position_ids")}, layout, int(present.sum()), "")
+    return _Rows(inputs, {"position_ids": inputs.pop("position_ids")}, layout, present, "")
 
 
 def _choose_capture(captures: Captures, rows: _Rows, training: bool) -> tuple[CaptureKey, dict[str, Tensor]]:
@@ -216,6 +222,15 @@ def _choose_capture(captures: Captures, rows: _Rows, training: bool) -> tuple[Ca
 
     further = hidden_as_bool(rows.further, captures.first.captured, lambda changed: captures.reads_masks(key_of(changed)))
     return key_of(further), further
+
+
+def _rounded(served: Capture, inputs: dict[str, Tensor], rows: _Rows) -> tuple[dict[str, Tensor], _Rows]:
+    """The arguments of a batch that is not packed, padded to one of a few lengths if that changes no result."""
+    padding = padding_for(served.captured, served.types, inputs, rows.present)
+    if padding is None:
+        return inputs, rows
+    return ({name: padded(name, tensor, padding, served.captured.labels) for name, tensor in inputs.items()},
+            replace(rows, layout=padding))
 
 
 def _result(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor],
@@ -231,7 +246,7 @@ def _result(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
     size = next(tensor.shape for argument, tensor in inputs.items() if not _is_per_row(types.get(argument)))
     loss_denominator = _loss_denominator(name, captured, inputs, options.loss_denominator) if has_labels else None
     return BatchArguments(inputs, size[0], size[1], key, has_labels, loss_denominator, kept, options.hidden_states, rows.layout,
-                          rows.useful_tokens, rows.not_packed, options.loss_denominator is None)
+                          int(rows.present.sum()), rows.not_packed, options.loss_denominator is None)
 
 
 def _loss_denominator(name: str, captured: CapturedModel, inputs: Mapping[str, Tensor], given: Any) -> Tensor | None:

@@ -7,6 +7,7 @@ for a model, `pack` for a batch.
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megacompile.errors import CaptureError, UnsupportedError, first_line, listed
+from megacompile.errors import CaptureError, PaddingWarning, UnsupportedError, first_line, listed
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.across_rows import across_tokens
 from megacompile.frontend.templates.segment_sources import calls_blind_to
@@ -22,14 +23,19 @@ from megacompile.frontend.templates.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.templates.template import TemplateInput
 from megacompile.inputs.captures import Captures
 from megacompile.inputs.packed_layout import LENGTH, SHARES, BoolArray, Layout, array_of, lay_out, power_of_two, spans_of
+from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, is_usual
 from megacompile.ir.plan import CaptureKey, Shape
 from megacompile.losses import IGNORED
-
-_MASK, _POSITIONS = "attention_mask", "position_ids"
 
 #: PyTorch runs an op on at most this many elements on the caller's thread (at::internal::GRAIN_SIZE). A larger op waits for a
 #: thread pool whose cores are busy with the last step's update.
 _SERIAL_ELEMENTS = 32768
+
+
+#: Training says once why a batch is not packed if at least this share of it is padding.
+_MUCH_PADDING = 0.25
+_LEFT_TARGET = "padding on the left predicts a target"
+_REMEDIES = {_LEFT_TARGET: "pad on the right, or give the first token of each row the label -100"}
 
 
 class Wanted(enum.Enum):
@@ -46,7 +52,7 @@ class Wanted(enum.Enum):
 class Repacking:
     """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length. State: for each capture key, why
     attention does not read its packed batches (`_unread`), and whether the model counts positions from the start of a row
-    (`_counted`). Both are found out when the first batch needs to know."""
+    (`_counted`). Both are found out when the first batch needs to know. `_told`: the reasons that were warned of."""
 
     def __init__(self, captures: Captures, option: bool | int, any_length: bool) -> None:
         self.captures = captures
@@ -55,6 +61,7 @@ class Repacking:
         self.shares = SHARES if any_length else ()
         self._unread: dict[CaptureKey, str] = {}
         self._counted: dict[CaptureKey, bool] = {}
+        self._told: set[str] = set()
 
     def pack(self, inputs: Mapping[str, Tensor], present: BoolArray, mask: Tensor | None, further: Mapping[str, Tensor],
              training: bool, wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | str:
@@ -64,15 +71,15 @@ class Repacking:
         batch's attention mask; `further`: the other arguments that change what is computed."""
         if not self.enabled or self.obstacle:
             return self.known_refusal
-        if others := set(further) - {_MASK, _POSITIONS}:
+        if others := set(further) - {MASK, POSITIONS}:
             return f"{', '.join(sorted(others))} may not be valid for packed rows"
         size = next(iter(inputs.values())).shape[:2]
         rows, length = size
         labels = [inputs[name] for name in self.captures.first.captured.labels if name in inputs]
-        positions = further[_POSITIONS].cpu() if _POSITIONS in further else None
+        positions = further[POSITIONS].cpu() if POSITIONS in further else None
         if mask is not None and mask.dim() != 2:
             return "its attention_mask is a mask of pairs of tokens"
-        if present.all() and (positions is None or power_of_two(length) == length):
+        if present.all() and (is_usual(length) or (rows > 1 and positions is None)):
             return "no row has padding"
         spans = spans_of(present, positions, sequences=mask is None)
         if not spans:
@@ -84,8 +91,8 @@ class Repacking:
             return "packing would leave as many rows of the same length"
         packed = self._packed(inputs, layout)
         if self._targets(packed) != self._targets(inputs):
-            return "padding on the left predicts a target"
-        key = self.captures.capture_key((_POSITIONS,), training)
+            return _LEFT_TARGET
+        key = self.captures.capture_key((POSITIONS,), training)
         if unread := self.unread(key):  # late, since it may capture the model
             return unread
         plain, of_packed = self.captures.first.captured, self.captures.serve(key).captured
@@ -97,7 +104,16 @@ class Repacking:
                 return "it is padded on the left, and values of padding may be read"
             if positions is None and not self._positions_are_counted(training):
                 return "it is padded on the left, and the model counts positions by the mask"
-        return {**packed, _POSITIONS: layout.positions}, layout
+        return {**packed, POSITIONS: layout.positions}, layout
+
+    def warn(self, reason: str, present: BoolArray) -> None:
+        """Call this for a training batch that is not packed. Warns of each reason once if much of the batch is padding."""
+        share = 1 - float(present.mean())
+        if self.enabled and reason not in self._told and share >= _MUCH_PADDING:
+            self._told.add(reason)
+            remedy = _REMEDIES.get(reason, "stream(model, repack=False) turns this warning off")
+            warnings.warn(f"a training batch is computed with its padding, {share:.0%} of it, because {reason}: {remedy}",
+                          PaddingWarning, stacklevel=2)
 
     def _packed(self, inputs: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
         labels = self.captures.first.captured.labels
@@ -130,12 +146,15 @@ class Repacking:
     def refusal(self, training: bool) -> str:
         """Why no padded batch of the model is packed; "" if they are packed. The first call may capture the model with position
         IDs."""
-        return self.known_refusal or self.unread(self.captures.capture_key((_POSITIONS,), training))
+        return self.known_refusal or self.unread(self.captures.capture_key((POSITIONS,), training))
 
-    def outlook(self, shape: Shape, layout: Layout | None = None, refusal: str = "") -> str:
+    def outlook(self, shape: Shape, layout: Layout | RightPadding | None = None, refusal: str = "") -> str:
         """A line that says how the rows of a training batch are packed, or why they are not. `shape`: the shape that runs. For
-        a given batch, `layout` is its layout if it was packed, and `refusal` the reason if it was not."""
+        a given batch, `layout` is how it was packed or padded, and `refusal` the reason if it was not packed."""
         size = f"{shape.batch} x {shape.length}"
+        if isinstance(layout, RightPadding):
+            rows, length = layout.size
+            return f"rows: {rows} x {length}, padded to {size}, not packed: {refusal}"
         if layout is not None:
             rows, length = layout.size
             tokens = layout.filled.numel()
@@ -143,7 +162,7 @@ class Repacking:
                     f"({tokens / layout.source.numel():.0%} full)")
         if refusal:
             return f"rows: {size}, not packed: {refusal}"
-        if shape.further == (_POSITIONS,):
+        if shape.further == (POSITIONS,):
             return f"rows: packed into {size}"
         why = self.known_refusal
         return f"rows: {size}; padded rows are " + (f"not packed: {why}" if why else f"packed into rows of {self.least}")
@@ -155,7 +174,7 @@ class Repacking:
         if self.captures.first.captured.causal:
             return False
         try:
-            self.captures.serve(self.captures.capture_key((_MASK,), training))
+            self.captures.serve(self.captures.capture_key((MASK,), training))
         except (CaptureError, UnsupportedError):
             return False
         return True
@@ -167,7 +186,7 @@ class Repacking:
             try:
                 packed = self.captures.serve(key).captured
                 fused = packed.fused_attention
-                blind = calls_blind_to(_POSITIONS, packed.calls, packed.templates) if fused else _mixing(packed)
+                blind = calls_blind_to(POSITIONS, packed.calls, packed.templates) if fused else _mixing(packed)
                 self._unread[key] = (
                     f"attention does not read position_ids{_named(blind)}" if blind or not fused else
                     "the model uses a number computed from all positions of a batch" if packed.totals else "")
@@ -178,10 +197,10 @@ class Repacking:
     def _positions_are_counted(self, training: bool) -> bool:
         """Whether the model counts positions from the start of a row, including padding. Some models count only tokens that the
         mask shows."""
-        key = self.captures.capture_key((_MASK,), training)
+        key = self.captures.capture_key((MASK,), training)
         if key not in self._counted:
             try:
-                self._counted[key] = self.captures.first.captured.only_hides(key, _MASK) or _only_hides(
+                self._counted[key] = self.captures.first.captured.only_hides(key, MASK) or _only_hides(
                     self.captures.serve(key).captured)
             except (CaptureError, UnsupportedError):
                 self._counted[key] = False
@@ -203,7 +222,7 @@ def _obstacles(captured: CapturedModel, types: Mapping[str, TemplateInput]) -> I
         yield f"the model takes images{_named(sorted(images) or of_rows)}"
     if of_rows:
         yield f"some arguments have values for rows instead of tokens{_named(of_rows)}"
-    if not captured.masks_hide or _POSITIONS not in captured.forward_arguments:
+    if not captured.masks_hide or POSITIONS not in captured.forward_arguments:
         yield "the model's forward does not take attention_mask and position_ids as models from transformers do"
     if not captured.causal or not captured.fused_attention:
         yield f"not all layers are causal attention that streaming has kernels for{_named(_mixing(captured))}"
@@ -252,7 +271,7 @@ def _only_hides(captured: CapturedModel) -> bool:
     """Whether the mask is only read as true and false, and never counted."""
     for call in captured.calls:
         for at, source in enumerate(call.sources):
-            if source.kind == "batch" and source.name == _MASK:
+            if source.kind == "batch" and source.name == MASK:
                 graph = captured.templates[call.template].forward_graph()
                 placeholder = graph.find_nodes(op="placeholder")[at]
                 if any(user.meta["val"].dtype != torch.bool for user in placeholder.users):

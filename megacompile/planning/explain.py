@@ -77,6 +77,7 @@ class Outlook:
         host_budget: bytes of host memory that may be used.
         largest_batch: the most sequences of this length whose step fits the device.
         states: the plan with each way to keep optimizer state.
+        useful: the share of the plan's tokens that are not padding.
     """
 
     planner: Planner
@@ -86,6 +87,7 @@ class Outlook:
     host_budget: int
     largest_batch: int
     states: tuple[StateRow, ...] = ()
+    useful: float = 1.0
 
     @property
     def chosen(self) -> Candidate:
@@ -122,9 +124,10 @@ class Outlook:
         if self.plan.disk_state:
             lines += [self._disk(disk_rating)]
         if chosen.times is not None:
-            step, rate = chosen.times, plan.batch * plan.length / chosen.times.step_s
+            step, rate = chosen.times, self.useful * plan.batch * plan.length / chosen.times.step_s
             whole = f" ({rate:,.0f} on each of {plan.gpus})" if plan.processes > 1 else ""
-            lines += [f"speed: {step.step_s:.3f} s a step, {plan.processes * rate:,.0f} tokens/s{whole}, "
+            tokens = "useful tokens" if self.useful < 1 else "tokens"
+            lines += [f"speed: {step.step_s:.3f} s a step, {plan.processes * rate:,.0f} {tokens}/s{whole}, "
                       f"{operations / step.step_s / 1e12:.3g} TFLOPS{' each' if whole else ''}; {step.binds} binds "
                       f"({step.critical_s[step.binds] / step.step_s:.0%} of the step)"]
         slots = {"weights": plan.weight_slots, "gradients": plan.gradient_slots}
@@ -150,8 +153,8 @@ class Outlook:
                 f"written in each step, through {self.plan.state_slabs} slabs for layers{lasts}")
 
 
-def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool = False) -> Outlook:
-    """Simulates a plan and its alternatives. `host_budget`: bytes."""
+def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool = False, useful: float = 1.0) -> Outlook:
+    """Simulates a plan and its alternatives. `host_budget`: bytes. `useful`: the share of tokens that are not padding."""
     assert planner.simulator is not None, "nothing is known of the machine"
     found = candidates(planner, chosen.batch, chosen.length, chosen.update, whole_step)
     tried = [plan for plan, whole in planner.simulator.cautious if whole == whole_step and _alike(plan, chosen)]
@@ -162,7 +165,7 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     parts = planner.tiling.host_parts(gradients=chosen.update == "step") | ({"sums": sums} if sums else {})
     slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
     return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
-                   planner.largest_batch(chosen.length, chosen.update), tuple(state_rows(planner, chosen, whole_step)))
+                   planner.largest_batch(chosen.length, chosen.update), tuple(state_rows(planner, chosen, whole_step)), useful)
 
 
 def _verdict(memory: str, needed: int, there: int) -> str:

@@ -250,8 +250,8 @@ class Handle:
         """Like `compiled`. Raises `MegacompileError` for a batch that does not train."""
         shape = self.compiled(batch)
         if not shape.shape.training:
-            raise MegacompileError("only plans of training steps can be simulated and explained, and this batch does not "
-                                   "train: pass a batch with labels")
+            raise MegacompileError("only plans of training steps can be simulated, and this batch does not train: "
+                                   "pass a batch with labels")
         return shape
 
     def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
@@ -319,18 +319,23 @@ class Handle:
 
     def explain(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None) -> str:
         """The training plan of a batch (the last one by default) as text, beside alternatives: how rows are packed, or why they
-        are not, and each plan's memory, predicted speed and bottleneck. `hardware`, and errors: as in `simulate`."""
-        streamed, shape = self.streamed, self._trained(batch)
+        are not, and each plan's memory, predicted speed and bottleneck. Of a batch without labels only how it is packed.
+        `hardware`, and errors: as in `simulate`."""
+        streamed, shape, useful = self.streamed, self.compiled(batch), 1.0
+        given = None if batch is None else self._looked_at(batch, training=shape.shape.training)
+        if given is None:
+            rows = streamed.captures.repacking.outlook(shape.shape)
+        else:
+            rows = streamed.captures.repacking.outlook(shape.shape, given.layout, given.not_packed)
+            useful = given.useful_tokens / (shape.plan.batch * shape.plan.length)
+        if not shape.shape.training:
+            return rows
         served = streamed.captures.serve(shape.shape.capture_key)
         simulator = simulator_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                                  streamed.planner.config.passes)
         planner = replace(streamed.shapes.planner_for(shape.shape.capture_key), simulator=simulator, output=shape.plan.output)
-        layout, refusal = None, ""
-        if batch is not None:
-            given = self._looked_at(batch, training=True)
-            layout, refusal = given.layout, given.not_packed
-        rows = streamed.captures.repacking.outlook(shape.shape, layout, refusal)
-        return f"{rows}\n{outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step).text()}"
+        found = outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step, useful)
+        return f"{rows}\n{found.text()}"
 
     def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:
         if isinstance(hardware, Hardware):

@@ -19,3 +19,16 @@ def test_a_row_of_two_ranks_is_written_once_and_counts_the_tokens_of_both(tmp_pa
     assert abs(tokens_per_second * row["step_s"] / (2 * 3 * 16) - 1) < 0.1
     assert row["options"]["gpus"] == 2 and row["occupancy"]["collective"] > 0
     assert not job.errors(1).count('"system"')
+
+
+@pytest.mark.on_demand
+def test_a_row_of_uneven_lengths_counts_the_useful_tokens_of_both_ranks(tmp_path: Path) -> None:
+    arguments = ["--shape", "tiny", "--layers", "2", "--batch", "6", "--steps", "2", "--warm-up", "1", "--device", "cpu",
+                 "--logging-steps", "1", "--append", str(tmp_path / "rows.jsonl")]
+    job = start(ROOT / "benchmarks" / "uneven.py", 2, tmp_path / "job", arguments)
+    assert job.wait() == [0, 0], job.errors(0) + job.errors(1)
+    row, = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert row["options"]["gpus"] == 2 and len(row["losses"]) == 3
+    assert sum(row["useful_tokens"]) == row["stats"]["useful_tokens"]
+    assert sum(row["computed_tokens"]) == row["stats"]["computed_tokens"] >= row["stats"]["useful_tokens"]
+    assert not job.errors(1).count('"system"')

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -473,6 +474,23 @@ def test_a_batch_that_is_not_packed_is_explained_with_its_reason(model: Any) -> 
     assert said(model, left) == "rows: 3 x 12, not packed: padding on the left predicts a target"
 
 
+def test_how_a_batch_without_labels_is_packed_is_explained_too(model: Any) -> None:
+    batch = padded([20, 4, 2])
+    del batch["labels"]
+    left = {name: tensor.flip(1) for name, tensor in batch.items()}
+    model.eval()
+    assert model.megacompile.explain(batch) == "rows: 3 x 20 with 26 tokens, packed into 1 x 64 (41% full)"
+    assert model.megacompile.explain(left).endswith("not packed: it is padded on the left, and values of padding may be read")
+
+
+def test_a_predicted_rate_does_not_count_padding(model: Any) -> None:
+    def rate(batch: dict[str, Tensor]) -> float:
+        (found,) = re.findall(r"([\d,]+) (?:useful )?tokens/s", model.megacompile.explain(batch, hardware="h200"))
+        return float(found.replace(",", ""))
+
+    assert rate(padded([20, 4, 2])) == pytest.approx(26 / 64 * rate(padded([40, 24])), rel=0.001)
+
+
 def test_layers_that_keep_a_model_from_being_packed_are_named() -> None:
     from transformers import AutoModelForCausalLM, Lfm2Config
 
@@ -482,7 +500,7 @@ def test_layers_that_keep_a_model_from_being_packed_are_named() -> None:
     try:
         why = "not all layers are causal attention that streaming has kernels for (model.layers.0)"
         assert said(model, padded([12, 5, 7])) == f"rows: 3 x 12, not packed: {why}"
-        assert f"padded rows: computed as they come, since {why}" in megacompile.explain_capture(model)
+        assert f"padded rows: computed with their padding, since {why}" in megacompile.explain_capture(model)
     finally:
         model.megacompile.close()
 

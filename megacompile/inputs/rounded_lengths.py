@@ -1,0 +1,96 @@
+"""Rounds up the length of batches that are not packed, so that uneven rows have few lengths: each needs a program of its own.
+
+    batch [2, 300], not packed  ->  [2, 384], with padding on the right that no token sees and no loss counts
+
+A length depends only on the batch, so a resumed run has the lengths of the interrupted one.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.templates.template import LENGTH, TemplateInput
+from megacompile.inputs.packed_layout import BoolArray, power_of_two
+from megacompile.losses import IGNORED
+
+#: Arguments that only some batches have. Zeros are right for padding: no mask shows it, and position 0 begins a sequence.
+MASK, POSITIONS = "attention_mask", "position_ids"
+#: From this length on, a power of two and the next have three rounded lengths between them; below, one.
+_FINER_FROM = 1024
+#: Multiples of this number of tokens are lengths that people choose.
+_CHOSEN = 256
+
+
+@dataclass(frozen=True)
+class RightPadding:
+    """A batch of `size` (rows, length) that was padded on the right to `length` tokens."""
+
+    size: tuple[int, int]
+    length: int
+
+    def pack(self, tensor: Tensor, filling: int = 0) -> Tensor:
+        """Values [rows, length, ...] of the batch, with `filling` after them."""
+        return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, self.length - self.size[1]), value=filling)
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """Values of the padded batch without those of the padding. Differentiable."""
+        return values[:, :self.size[1]]
+
+
+def is_usual(length: int) -> bool:
+    """Whether rows of this length are left as they are: a power of two, or another length that people choose."""
+    return length % _CHOSEN == 0 or power_of_two(length) == length
+
+
+def rounded(length: int) -> int:
+    """The length that rows of `length` tokens are padded to."""
+    if is_usual(length):
+        return length
+    top = power_of_two(length)
+    step = max(1, top // (8 if top > _FINER_FROM else 4))
+    return -(-length // step) * step
+
+
+def padding_for(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor],
+                present: BoolArray) -> RightPadding | None:
+    """How to pad a batch that is not packed; None if its length is a usual one, if all batches may have this length, or if
+    padding could change a result.
+
+    `inputs`: all arguments of the batch, and `types` of them; `present`: which positions hold a token."""
+    rows, length = present.shape
+    wanted = rounded(length)
+    if wanted == length or (rows > 1 and present.all()) or not _is_invisible(captured, types, inputs):
+        return None
+    # A token that sees none attends to all of them, in transformers, so padding on the left has other values in longer rows.
+    if MASK in inputs and not present[:, 0].all():
+        return None
+    if not (captured.holds_at(length) and captured.holds_at(wanted)):
+        return None
+    return RightPadding((rows, length), wanted)
+
+
+def _is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> bool:
+    """Whether more padding on the right changes no value of a token and no loss. A causal model's tokens do not see it; the
+    tokens of another one do not if an attention mask hides it."""
+    shapes = [types[name].shape if name in types else () for name in inputs]
+    if any(len(shape) < 2 or shape[1] != LENGTH or LENGTH in shape[2:] for shape in shapes):
+        return False  # values for rows, images or pairs of tokens
+    if captured.totals or captured.counts_places or captured.places or captured.patches or captured.across_rows:
+        return False
+    if captured.has_loss and (captured.token_loss or captured.is_averaged or not captured.has_loss_denominator):
+        return False
+    return captured.masks_hide and (captured.causal or MASK in inputs)
+
+
+def padded(name: str, tensor: Tensor, padding: RightPadding, labels: tuple[str, ...]) -> Tensor:
+    """A batch argument of the padded batch, [rows, padded length, ...]."""
+    if name in labels:
+        return padding.pack(tensor, IGNORED)
+    if name in (MASK, POSITIONS):
+        return padding.pack(tensor)
+    more = tensor[:, -1:].expand(-1, padding.length - padding.size[1], *tensor.shape[2:])  # values that occur
+    return torch.cat([tensor, more], dim=1)

@@ -1,0 +1,141 @@
+"""Batches that are not packed have few lengths: they are padded to the next one where no result shows it."""
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import trained
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Lfm2Config
+
+import megacompile
+from megacompile.errors import PaddingWarning
+from megacompile.inputs.rounded_lengths import is_usual, rounded
+from megacompile.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def twins() -> Iterator[tuple[Any, Any]]:
+    """A model with a convolution over tokens, whose batches are never packed: streamed and native."""
+    torch.manual_seed(0)
+    native = AutoModelForCausalLM.from_config(Lfm2Config(
+        vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0, layer_types=["conv", "full_attention"])).train()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    yield model, native
+    model.megacompile.close()
+
+
+def right_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    ids = tiny_models.batch(seed, rows=len(lengths), length=max(lengths))["input_ids"]
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+@given(st.integers(1, 40_000))
+def test_a_rounded_length_is_usual_or_one_of_few_and_at_most_half_as_long_again(length: int) -> None:
+    longer = rounded(length)
+    assert length <= longer <= max(1.5 * length, length + 1) and rounded(longer) == longer
+    assert longer == length or not is_usual(length)
+
+
+def test_uneven_steps_have_at_most_eight_lengths() -> None:
+    """64 rows of instructions: the longest of them has 600 to 2,048 tokens."""
+    assert len({rounded(length) for length in range(600, 2049) if not is_usual(length)}) <= 8
+    assert len({rounded(length) for length in range(1, 2049) if not is_usual(length)}) <= 24
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(1, 45), min_size=1, max_size=6), st.integers(0, 9))
+def test_rounded_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, Any], lengths: list[int], seed: int) -> None:
+    model, native = twins
+    batch = right_padded([*lengths, 7], seed)
+    losses = [each(**batch, use_cache=False).loss for each in twins]
+    torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-6, atol=1e-6)
+    for loss in losses:
+        loss.backward()
+    tiny_models.assert_same_gradients(model, native)
+    for each in twins:
+        each.zero_grad()
+    longest = max(*lengths, 7)
+    wanted = longest if set(lengths) == {7} else rounded(longest)  # rows of one length keep it
+    assert model.megacompile.compiled(batch).shape.length == wanted
+
+
+def test_values_of_tokens_come_back_without_those_of_the_padding(twins: tuple[Any, Any]) -> None:
+    model, _ = twins
+    batch = right_padded([21, 9, 13])
+    present = batch["attention_mask"].bool()
+    del batch["labels"]
+
+    def surest(logits: Tensor) -> Tensor:
+        return logits.max(dim=-1).values
+
+    with torch.no_grad():
+        ours, theirs = (each(**batch, use_cache=False).logits for each in twins)
+        values = model.megacompile.per_token(surest, batch)
+    assert ours.shape == theirs.shape == (3, 21, tiny_models.VOCABULARY) and values.shape == (3, 21)
+    torch.testing.assert_close(ours[present], theirs[present], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(values[present], theirs.max(dim=-1).values[present], rtol=1e-4, atol=1e-5)
+
+
+def test_padding_on_the_left_is_not_made_longer(twins: tuple[Any, Any]) -> None:
+    """A token of padding on the left sees no token, and then transformers lets it see all: one more would change its value,
+    which predicts the row's first token."""
+    batch = {name: tensor.flip(1) for name, tensor in right_padded([21, 9, 13]).items()}
+    ours, theirs = (each(**batch, use_cache=False).loss.item() for each in twins)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert twins[0].megacompile.compiled(batch).shape.length == 21
+
+
+def test_rows_of_one_length_keep_it(twins: tuple[Any, Any]) -> None:
+    assert twins[0].megacompile.compiled(tiny_models.batch(rows=3, length=21)).shape.length == 21
+    assert twins[0].megacompile.compiled(tiny_models.batch(rows=1, length=21)).shape.length == 24
+
+
+def test_thirty_steps_of_rows_that_are_not_packed_have_few_shapes(twins: tuple[Any, Any], tmp_path: Path) -> None:
+    model = megacompile.stream(copy.deepcopy(twins[1]), device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.empty(120).log_normal_(3.0, 0.8, generator=generator).clamp(3, 60).long().tolist()
+    rows = [{"input_ids": torch.arange(length) % tiny_models.VOCABULARY} for length in lengths]
+    with pytest.warns(PaddingWarning, match="computed with its padding"):
+        trained.run(Trainer, tmp_path, model, given=dict(train_dataset=rows), max_steps=30, per_device_train_batch_size=4)
+    stats = model.megacompile.stats
+    assert stats["steps"] == 30 and stats["plan_searches"] + stats["plans_from_cache"] <= 8
+    model.megacompile.close()
+
+
+def test_a_row_at_a_time_shares_the_shapes_of_packed_rows() -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", repack=64)
+    native = tiny_models.build()
+    shapes = set()
+    for length in range(3, 40):
+        batch = tiny_models.batch(length, rows=1, length=length)
+        ours, theirs = (each(**batch, use_cache=False).loss.item() for each in (model, native))
+        assert ours == pytest.approx(theirs, rel=1e-6)
+        shapes.add(model.megacompile.compiled(batch).shape)
+    packed = {(shape.batch, shape.length) for shape in shapes if shape.further}
+    assert packed == {(1, 64)} and all(is_usual(shape.length) for shape in shapes)
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize("reason", ["padding on the left predicts a target", "repack=False"])
+def test_training_says_once_that_most_of_a_batch_is_padding(reason: str) -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", repack="left" in reason)
+    batch = right_padded([40, 3, 3])
+    if "left" in reason:
+        batch = {name: tensor.flip(1) for name, tensor in batch.items()}
+        with pytest.warns(PaddingWarning, match="padding on the left predicts a target: .*-100"):
+            model(**batch).loss.backward()
+    with warnings.catch_warnings():  # not again, and not if the user has turned packing off
+        warnings.simplefilter("error", PaddingWarning)
+        model(**batch).loss.backward()
+    model.megacompile.close()
