@@ -104,7 +104,7 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes,
                                min(there, parse_bytes(config.host_memory) or there),
                                *((1, 1) if ranks is None else (ranks.hosts.ranks, ranks.hosts.count)))
-    check_tiles(tiling, min(available_host_bytes(), parse_bytes(config.host_memory) or there))
+    check_tiles(tiling, min(available_host_bytes(), parse_bytes(config.host_memory) or there), config)
     check_device_memory(tiling, device_bytes)
     spend_pinned_memory(tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
     with under_way(f"moving the weights of {type(model).__name__} into tiles"):

@@ -246,13 +246,18 @@ def plan(
     planning: Planning,
     lora: Lora,
     knobs: Knobs,
+    disk_rating: Annotated[str | None, typer.Option(
+        help='Bytes that the drives for optimizer state may write in their life, such as "1.2PB": says how many steps that '
+             "is.")] = None,
 ) -> None:
     """Predict whether a model fits in memory, how long a step takes, and what limits it, for the chosen plan and alternatives.
 
     Loads no weights, trains nothing, and can plan for a GPU without having one. Exit code 1 if the model does not fit.
     """
+    from megacompile.sizes import parse_bytes
+    rating = parse_bytes(disk_rating)
     found = planning.schedule(model, knobs, lora).outlook()
-    print(found.text())
+    print(found.text(rating))
     if not found.fits:
         raise typer.Exit(EXIT_FAILED)
 
@@ -264,15 +269,22 @@ def calibrate(
         dir_okay=False, help="Write the rates to this file, for example to plan for this machine on another one.",
         show_default="a file in the cache folder, which plan and train read")] = None,
     scale: Annotated[float, typer.Option(min=0.01, max=1000.0, help="Measuring time as a multiple of the usual time.")] = 1.0,
+    disk: Annotated[Path | None, typer.Option(
+        file_okay=False, help="A folder on the drives for optimizer state, to measure them too. Writes 16 GiB there for a "
+                              "moment.", show_default="rates of four drives of PCIe 4, from data sheets")] = None,
 ) -> None:
     """Measure how fast this machine computes and copies, so that plans fit it. Once for each machine is enough.
 
-    Takes a minute or two. Run nothing else at the same time, which would falsify the rates."""
+    With --disk also how fast its drives read and write. Takes a minute or two. Run nothing else at the same time, which would
+    falsify the rates."""
     from megacompile.predict.hardware import cache_path
     from megacompile.system.progress import Progress
     from megacompile.tools.calibrate import measure
+    from megacompile.tools.calibrate_disk import with_disk_rates
     with Progress() as say:
         found = measure(device, scale, say)
+        if disk is not None:
+            found = with_disk_rates(found, disk, scale, say)
     path = output or cache_path(device)
     print(found.table())
     found.save(path)

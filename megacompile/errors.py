@@ -105,6 +105,10 @@ class RankError(StallError):
     the cause. The job cannot go on: start it again from the last checkpoint."""
 
 
+class DiskError(LaneError):
+    """The disk that holds optimizer state is too small, cannot be used, or has failed in the middle of a step."""
+
+
 class DeviceMemoryError(InsufficientMemoryError, LaneError):
     """The device ran out of memory in the middle of a step. The step was abandoned."""
 

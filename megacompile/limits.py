@@ -26,7 +26,8 @@ LARGEST: Mapping[str, int] = {
     "length": _TOKENS, "token_chunk": _TOKENS, "repack": _TOKENS,
     "checkpoint_interval": _LAYERS, "saved_layers": _LAYERS, "host_checkpoints": _LAYERS, "expert_pieces": _LAYERS,
     "waves": MOST_MICRO_BATCHES, **dict.fromkeys(("ranks", "gpus", "hosts"), 1 << 12),
-    **dict.fromkeys(("weight_slots", "gradient_slots", "checkpoint_slots", "staging_slabs", "gradient_slabs"), _BUFFERS)}
+    **dict.fromkeys(("weight_slots", "gradient_slots", "checkpoint_slots", "staging_slabs", "gradient_slabs", "state_slabs"),
+                    _BUFFERS)}
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:

@@ -27,6 +27,7 @@ COLORS = {
     "norms and losses of all GPUs": "#5a4d80",
     "gradients to the host": "#52a9c9", "clip": "#333333",
     "checkpoints to the host and back": "#b0c4de", "update": "#cfae3c",
+    "optimizer state from disk": "#8c6d4f", "optimizer state to disk": "#6b4f3a",
     "optimizer state moved": "#a8825e", "updated weights to the host": "#6fbfa5"}
 assert set(COLORS) == set(KINDS.values()), "every kind of instruction needs a color"
 

@@ -22,6 +22,7 @@ from megacompile.limits import check_whole
 from megacompile.passes.manager import compile_program
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget, free_device_bytes
+from megacompile.planning.disk_tiles import with_disk
 from megacompile.planning.explain import Outlook, outlook
 from megacompile.planning.host_needs import host_too_small
 from megacompile.planning.memory_budget import margins
@@ -140,6 +141,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     tiling = tiling.with_states(states)
     if choice.on_arrival and tiling.has_matrices:
         raise UnsupportedError(f"{optim} updates whole matrices at the end of a step: leave update='arrival' out")
+    tiling = with_disk(tiling, config, there, choice.on_arrival)
     fused = config.compile if config.compile is not None else device_type == "cuda"
     needed = tiling.host_bytes(gradients=not choice.on_arrival)
     if needed + gpus * HOST_MARGIN_BYTES > there:

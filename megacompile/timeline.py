@@ -21,7 +21,7 @@ from megacompile.ir.program import Lane, op_of, place_of
 from megacompile.predict.simulate import Item, Timeline
 
 #: The lanes from top to bottom, in the order in which weights and gradients pass through them.
-LANES = (Lane.PACK, Lane.H2D, Lane.COLLECTIVE, Lane.COMPUTE, Lane.D2H, Lane.CPU)
+LANES = (Lane.PACK, Lane.H2D, Lane.COLLECTIVE, Lane.COMPUTE, Lane.D2H, Lane.DISK_READ, Lane.CPU, Lane.DISK_WRITE)
 #: The purpose of an instruction, by op. Ops that are not listed only order or keep values and take no significant time.
 KINDS: dict[str, str] = {
     **dict.fromkeys(("pack", "prefetch", "pack_shard", "prefetch_shard"), "weights to the device"),
@@ -37,7 +37,8 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),
     "clip": "clip", "adam": "update", "adam_weights": "update", "adam_moments": "update",
     "adam_of_sum": "update", "adam_resident": "update",
-    "adam_visiting": "update",
+    "adam_visiting": "update", "adam_from_disk": "update",
+    "read_state": "optimizer state from disk", "write_state": "optimizer state to disk",
     "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
     "offload_weights": "updated weights to the host"}
 #: Ops that do no work.

@@ -31,7 +31,8 @@ class Update:
     `rule`: what updates elements. `segments`: for each tile, the runs of its host tile's elements to update, with their
     hyper-parameters. `matrices`: for each tile, the positions of the parameters that `matrix_rule` updates instead. `counted`:
     for each tile, the positions of the parameters whose gradients count in the norm. `done`: tiles that are updated; running a
-    failed step again updates the others. `halfway`: tiles whose weights are updated but not their moments. `begun`: the
+    failed step again updates the others. `halfway`: tiles whose weights are updated but not their moments. `unwritten`: tiles
+    that are updated, but whose moments are still in a slab, and not on disk. `begun`: the
     parameters' step counts include this step. `on_arrival`: tiles are updated before the global norm is known. `kept`: tiles
     that were not updated on arrival because their own gradients were not finite, with their norms; they are `done` too.
     `batches`: the batches that the gradients are of. `judged`: set once the global norm is known.
@@ -45,6 +46,7 @@ class Update:
     max_grad_norm: float | None = None
     done: set[str] = field(default_factory=set)
     halfway: set[str] = field(default_factory=set)
+    unwritten: set[str] = field(default_factory=set)
     norm: float | None = None
     begun: bool = False
     on_arrival: bool = False
@@ -71,11 +73,11 @@ class Update:
     @property
     def has_updated(self) -> bool:
         """Whether the step has changed any tile."""
-        return bool(self.done or self.halfway)
+        return bool(self.done or self.halfway or self.unwritten)
 
     def pending(self, tile: str) -> Sequence[Segment]:
         """The segments of a tile that are still to be updated."""
-        return () if self.refused or tile in self.done else self.segments.get(tile, ())
+        return () if self.refused or tile in self.done or tile in self.unwritten else self.segments.get(tile, ())
 
     def divided(self, tile: str, segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
         """Segments of a tile: those that are updated element by element, and those that `matrix_rule` updates."""
@@ -132,6 +134,7 @@ class Update:
         with counting:  # several lanes finish tiles
             self.done.add(tile)
             self.halfway.discard(tile)
+            self.unwritten.discard(tile)
             last = self.done == self.segments.keys()
             if last and self.kept.keys() == self.segments.keys():
                 self._count(-1)

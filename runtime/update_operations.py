@@ -12,6 +12,7 @@ from megacompile.runtime.frame import Frame, gradients_of, norms_of, own_bytes, 
 from megacompile.runtime.memory.arena import Gradients, State
 from megacompile.runtime.memory.segments import at_home, in_slot
 from megacompile.runtime.memory.shards import Share
+from megacompile.runtime.memory.tiles import MomentFile
 from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.runtime.optimizer import host_update
 from megacompile.runtime.optimizer.matrix_update import update_there
@@ -87,10 +88,37 @@ def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
     _update(frame, node, tile, sums_of(tile))
 
 
+def _read_state(frame: Frame, node: fx.Node) -> Tensor:
+    """Reads nothing where a failed step is being completed, and the slab has the moments that it could not write."""
+    tile = frame.store[argument(node, "tile")]
+    slab = frame.memory(argument(node, "into"))[:tile.layout.disk_bytes]
+    if _updating(frame).pending(tile.layout.name):
+        _file_of(tile).read(tile.layout.name, slab)
+    return slab
+
+
+def _adam_from_disk(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    _update(frame, node, tile, frame.read(node, "slab"), moments=tile.layout.moments(frame.read(node, "moments")))
+
+
+def _write_state(frame: Frame, node: fx.Node) -> None:
+    tile, update = frame.store[argument(node, "tile")], _updating(frame)
+    if tile.layout.name in update.unwritten:
+        tile.home.moments_written = True  # in part, if it fails
+        _file_of(tile).write(tile.layout.name, frame.read(node, "moments"))
+        _updated(update, tile)
+
+
+def _file_of(tile: Share) -> MomentFile:
+    assert tile.home.file is not None, f"the moments of {tile.layout.name} are in memory"
+    return tile.home.file
+
+
 def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Tensor | None = None,
-            part: Part = Part.WHOLE) -> None:
+            part: Part = Part.WHOLE, moments: Sequence[Tensor] | None = None) -> None:
     """Updates a tile on the host. `gradients`: a slab; or [elements] of the host tile, such as its sums; None: the host tile's
-    gradients."""
+    gradients. `moments`: in a slab, from which they are still to be written; None: the host tile's."""
     update, home, name = _updating(frame), tile.home, tile.layout.name
     slab = gradients if isinstance(gradients, Gradients) else None
     if update.on_arrival and gradients is not home.sums and name in update.segments:
@@ -104,9 +132,11 @@ def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Ten
             given = source.flat[here] if isinstance(source, Gradients) else source[there]
             host_update.update(update.rule, home.layout.flat(home.weights)[there],
                                None if home.remainder is None else home.remainder[there], given,
-                               at_home(segments, tile, there), _gradient_scale(frame, node), part=part)
+                               at_home(segments, tile, there, moments), _gradient_scale(frame, node), part=part)
         if part == Part.WEIGHTS:
             update.halfway.add(name)
+        elif moments is not None:
+            update.unwritten.add(name)
         else:
             _updated(update, tile)
 
@@ -196,4 +226,5 @@ def _state(tile: Share, state: State, moments: Sequence[Tensor]) -> Iterator[tup
 UPDATE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     accumulate=_accumulate, clip=_clip, add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, adam=_adam,
     adam_weights=_adam_weights, adam_moments=_adam_moments, adam_of_sum=_adam_of_sum, adam_resident=_adam_resident,
+    read_state=_read_state, adam_from_disk=_adam_from_disk, write_state=_write_state,
     adam_visiting=_adam_visiting, fetch_state=_fetch_state, store_state=_store_state)

@@ -92,7 +92,8 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
     tiles, calls = {}, []
     for name in ("prologue", *stack, *(["shared"] if shared else []), "epilogue"):
         size = {"prologue": BORDER_BYTES, "epilogue": BORDER_BYTES, "shared": LAYER_BYTES // 4}.get(name, LAYER_BYTES)
-        tiles[name] = Tile(name, size // 2, size, size, name not in frozen, 5 * size)
+        tiles[name] = Tile(name, size // 2, size, size, name not in frozen, 5 * size,
+                           disk_bytes=4 * size if name in plan.get("disk_state", ()) else 0)
     for name in ("prologue", *(layer + f"@{run + 1}" * (run > 0) for run in range(runs) for layer in stack), "epilogue"):
         role, own = "layer" if "." in name else name, name.partition("@")[0]
         read = ("prologue", "epilogue") if tied and name == "epilogue" else (own,)

@@ -41,7 +41,7 @@ def _column(node: fx.Node) -> str:
 
 def _columns(listed: Iterable[fx.Node]) -> list[str]:
     used = {_column(node) for node in listed}
-    return [column for column in (_MARKS, "pack", "h2d", "compute", "d2h", "cpu") if column in used]
+    return [column for column in (_MARKS, "pack", "h2d", "compute", "d2h", "disk_read", "cpu", "disk_write") if column in used]
 
 
 # Tables

@@ -20,6 +20,8 @@ class Lane(enum.StrEnum):
     CPU = "cpu"
     PACK = "pack"
     COLLECTIVE = "collective"
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
 
 
 class Access(enum.StrEnum):
@@ -137,6 +139,14 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "writes each parameter's norm of the sum to where the clip reads it"),
     Op("adam_of_sum", Lane.CPU, ("tile", "clip"), ("clip",), ("sums[tile]", "clip"), ("weights[tile]",), None,
        "the same update, of the gradients' FP32 sum"),
+    # A disk reads and writes at the same time, so each has a lane.
+    Op("read_state", Lane.DISK_READ, ("tile", "into"), ("into",), ("moments[tile]",), ("result",), "moments",
+       "a tile's moments, disk -> a slab"),
+    Op("adam_from_disk", Lane.CPU, ("tile", "clip", "slab", "moments"), ("clip", "slab"),
+       ("gradients[tile]", "slab", "clip", "moments"), ("weights[tile]", "moments"), None,
+       "the same update, of a tile whose moments were read from the disk, in their slab"),
+    Op("write_state", Lane.DISK_WRITE, ("tile", "moments"), (), ("moments",), ("moments[tile]",), None,
+       "a tile's updated moments, slab -> disk"),
     # Both directions use one lane; otherwise prefetches would wait for one lane more, in every program.
     Op("adam_visiting", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "clip"), ("weights[tile]", "result"),
        "visiting", "the same update, on the device: weights, gradients and state are copied there a chunk at a time, and back"),

@@ -12,12 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from megacompile.ir.ops import OPS, Access, Lane
 from megacompile.ir.slots import Family, SlotName
 
-TILE_PARTS = ("weights", "gradients", "sums")
+TILE_PARTS = ("weights", "gradients", "sums", "moments")
 #: Families of slots and the kinds of values that each holds.
 SLOT_KINDS: Mapping[str, tuple[str, ...]] = {
     Family.WEIGHTS: ("weights",), Family.GRADIENTS: ("reduced",), Family.WEIGHT_SLABS: ("staging", "packed_shard"),
     Family.GRADIENT_SLABS: ("slab",), Family.WEIGHT_SHARDS: ("shard",), Family.HOST_CHECKPOINTS: ("stashed",),
-    Family.FETCHED_CHECKPOINTS: ("checkpoint", "inputs"), Family.VISITING: ("visiting",), Family.RESIDENT: ("weights",),
+    Family.FETCHED_CHECKPOINTS: ("checkpoint", "inputs"), Family.VISITING: ("visiting",), Family.STATE_SLABS: ("moments",),
+    Family.RESIDENT: ("weights",),
     Family.UPDATED_WEIGHTS: ("weights", "resident"), Family.UPDATED_STATE: ("state",),
     Family.UPDATED_GRADIENTS: ("gradients", "reduced")}
 

@@ -16,6 +16,8 @@ FULL_TOKENS = 16384
 #: What layers with residuals keep: everything that their backward reads, or only attention's results; the rest is then
 #: recomputed.
 RESIDUALS = ("all", "attention")
+#: Slabs for moments on disk: one is read into, one is updated, one is written from.
+STATE_SLABS = 3
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class Plan:
     tiles. Gradients are added up over the hosts, so that all copies are updated alike.
 
     Pinned memory: with `pinned` the tiles themselves are pinned. Otherwise weights pass through `staging_slabs` and gradients
-    through `gradient_slabs` pinned slabs (the paper's pinned slab pool). Gradients that are consumed on arrival always do."""
+    through `gradient_slabs` pinned slabs (the paper's pinned slab pool). Gradients that are consumed on arrival always do. The
+    moments of layers' tiles on disk pass through `state_slabs` slabs: so many tiles are read ahead, updated or written back at
+    a time."""
 
     batch: int
     length: int
@@ -139,6 +143,7 @@ class Plan:
     residuals: str = "all"
     ranks: int = 1
     hosts: int = 1
+    state_slabs: int = STATE_SLABS
 
     @property
     def processes(self) -> int:
@@ -154,7 +159,7 @@ class Plan:
         """Raises `MegacompileError` for choices that exclude each other: a person may have written the plan."""
         least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
                  "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0,
-                 "ranks": 1, "hosts": 1}
+                 "ranks": 1, "hosts": 1, "state_slabs": 1}
         for name, value in least.items():
             check_whole(name, getattr(self, name), value)
         check_micro_batches(len(self.micro_batches))
@@ -220,6 +225,11 @@ class Plan:
     def host_sums(self) -> tuple[str, ...]:
         """The tiles whose gradients are added up in host memory between waves."""
         return self.placements.lists["host_sums"]
+
+    @property
+    def disk_state(self) -> tuple[str, ...]:
+        """The tiles whose moments are on disk."""
+        return self.placements.lists["disk_state"]
 
     def wave_of(self, mb: int) -> int:
         return mb * self.waves // len(self.micro_batches)

@@ -29,10 +29,13 @@ OPENING = {"stage": "text", "micro_batches": "numbers", "ranks": "number", "host
 OPENING_OPTIONAL = ("ranks", "hosts")  # 1 if absent
 DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "tile": ({"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
-              "trainable": "flag", "state_bytes": "number", "visit_bytes": "number"}, ("state_bytes", "visit_bytes")),
+              "trainable": "flag", "state_bytes": "number", "visit_bytes": "number", "disk_bytes": "number"},
+             ("state_bytes", "visit_bytes", "disk_bytes")),
     "call": ({"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
               "output_bytes": "number"}, ("weightless", "output_bytes")),
     "slot": ({"name": "text", "bytes": "number"}, ())}
+#: Fields of a plan that say nothing where no tile's state is on disk.
+_OF_DISK = ("disk_state", "state_slabs")
 _FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts"}
 
 
@@ -65,6 +68,8 @@ def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str,
     for kind, one in declared:
         signature, optional = DECLARATIONS.get(kind) or (MADE_FOR[kind][0], ())
         given = {name: getattr(one, name) for name in signature if name not in optional or getattr(one, name)}
+        if isinstance(one, Plan) and not one.disk_state:
+            given = {name: value for name, value in given.items() if name not in _OF_DISK}
         lines.append(f"program.{kind}({_arguments(signature, given)})")
     return "\n".join(lines) + "\n"
 

@@ -65,7 +65,8 @@ class Tile:
     """The host memory of one layer, of the prologue, of the epilogue or of a tied weight, as a schedule sees it.
 
     Bytes are per transfer over the link; `state_bytes` are those of the optimizer's state. `visit_bytes`: the device memory
-    that the tile's largest matrix takes, with its state and products, if the tile is updated by whole matrices."""
+    that the tile's largest matrix takes, with its state and products, if the tile is updated by whole matrices. `disk_bytes`:
+    those of its moments, if they are on disk."""
 
     name: str
     parameters: int
@@ -74,6 +75,7 @@ class Tile:
     trainable: bool
     state_bytes: int = 0
     visit_bytes: int = 0
+    disk_bytes: int = 0
 
     def bytes_of(self, kind: str, ranks: int = 1) -> int:
         """Bytes that a value of this kind takes in a slot of one of `ranks` ranks."""
@@ -83,6 +85,8 @@ class Tile:
                 return self.state_bytes // ranks
             case "visiting":
                 return max(self.visit_bytes, min(VISITING_BYTES, self.state_bytes // ranks + 2 * shard))
+            case "moments":
+                return self.disk_bytes
             case "weights" | "staging":
                 return self.weight_bytes
             case "shard" | "packed_shard":

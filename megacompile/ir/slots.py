@@ -27,6 +27,7 @@ class Family(StrEnum):
     WEIGHT_SHARDS = "P"  # one rank's share of a tile's weights
     HOST_CHECKPOINTS = "H"  # pinned host memory, one set for each open forward
     FETCHED_CHECKPOINTS = "C"  # on the device again
+    STATE_SLABS = "M"  # host memory, for moments between the disk and their update
     VISITING = "V"  # a chunk of a tile that visits the device for its update
     RESIDENT = "R"  # weights that stay on the device
     UPDATED_WEIGHTS = "RW"  # of a tile that is updated on the device; so are the next two

@@ -1,6 +1,7 @@
 """StreamConfig: the options of `stream`, checked when they are given."""
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
@@ -19,7 +20,7 @@ from megacompile.sizes import parse_bytes
 
 #: The smallest value of each integer option. (`limits.LARGEST` has the largest values.)
 _LEAST = {"checkpoint_interval": 1, "micro_batch_size": 1, "saved_layers": 0, "waves": 1, "token_chunk": 0, "weight_slots": 1,
-          "expert_pieces": 1, "gradient_slots": 1, "gradient_slabs": 1}
+          "expert_pieces": 1, "gradient_slots": 1, "gradient_slabs": 1, "state_slabs": 1}
 
 
 def check_device(device: Any) -> None:
@@ -64,7 +65,15 @@ class StreamConfig:
             updated there; None: as many as fit and as make a step faster.
         visiting_state: names of tiles (or one name, or "all" others) that are copied to the device for their update, with their
             optimizer state, and back; None: as many as make a step faster that waits for the host's updates. Only with updates
-            at the end of a step. A tile may be named in one of `resident_state`, `visiting_state` and `host_sums`.
+            at the end of a step. A tile may be named in one of `resident_state`, `visiting_state`, `host_sums` and
+            `disk_state`.
+        disk: a folder on a local drive for moments that host memory does not hold, "/nvme/state". They are in a file that only
+            this process can open, and that is gone when it ends. Updates read and write the file around the page cache. None:
+            all moments are in host memory.
+        disk_state: names of tiles (or one name, or "all" others) whose moments are on that disk; None: the fewest that let
+            training fit `host_memory`.
+        state_slabs: through how many buffers in host memory the moments of layers' tiles pass on their way from and to the
+            disk; None: as few as make a step as fast as more do.
         deferred_moments: whether the host first updates the weights of all tiles, which the next forward waits for, and then
             their moments, beside that forward. This takes 36 bytes of memory traffic per parameter instead of 26, but the
             forward waits for only 18 of them. None: where that makes a step faster. Only with updates at the end of a step.
@@ -116,6 +125,9 @@ class StreamConfig:
     resident_state: tuple[str, ...] | str | None = None
     visiting_state: tuple[str, ...] | str | None = None
     deferred_moments: bool | None = None
+    disk: str | os.PathLike[str] | None = None
+    disk_state: tuple[str, ...] | str | None = None
+    state_slabs: int | None = None
     weight_slots: int | None = None
     expert_pieces: int | None = None
     gradient_slots: int | None = None
@@ -148,6 +160,10 @@ class StreamConfig:
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {shortened(repr(names))}")
         # "all" means all tiles that the others do not name.
         check_disjoint({option: names for option in LISTS_OF_UPDATED if (names := getattr(self, option)) not in ("all", None)})
+        if self.disk is not None and (not isinstance(self.disk, str | os.PathLike) or not os.fspath(self.disk)):
+            raise MegacompileError(f"disk must be the path of a folder on a local drive, not {shortened(repr(self.disk))}")
+        if self.disk is None and self.disk_state:
+            raise MegacompileError("disk_state names tiles whose moments are on disk, and there is none: give a folder (disk)")
         if not isinstance(self.repack, bool):
             check_whole("repack", self.repack)
         timeout = self.stall_timeout

@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from megacompile.ir.plan import Plan, kept_residuals
 from megacompile.ir.program import Lane, place_kind, places
+from megacompile.ir.slots import Family
 from megacompile.planning.planner import Planner
 from megacompile.planning.search_space import MOST_SEQUENCES
 from megacompile.planning.state_table import StateRow, state_rows, state_table
@@ -18,7 +19,7 @@ from megacompile.weights.tiling import HOST_MARGIN_BYTES
 #: How many sizes of micro-batches that fit are listed for each checkpoint interval. Smaller ones are only slower.
 SIZES_EACH = 2
 #: Families of slots in host memory.
-_SLABS = ("S", "D", "H")
+_SLABS = (Family.WEIGHT_SLABS, Family.GRADIENT_SLABS, Family.HOST_CHECKPOINTS, Family.STATE_SLABS)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
         return Candidate(plan, needed, host_bytes, None)
     assert planner.simulator is not None, "nothing is known of the machine"
     slabs = 0
-    if not plan.pinned or plan.host_checkpoints or plan.update == "arrival":
+    if not plan.pinned or plan.host_checkpoints or plan.update == "arrival" or plan.disk_state:
         program = planner.simulator.program(plan, whole_step)
         used = places(program.section(section) for section in step_of(program))
         slabs = plan.ranks * sum(
@@ -102,9 +103,9 @@ class Outlook:
         """Bytes of host memory that training needs, the margin of each rank included."""
         return sum(self.host_parts.values()) + self.plan.ranks * HOST_MARGIN_BYTES
 
-    def text(self) -> str:
+    def text(self, disk_rating: int | None = None) -> str:
         """The verdict, the host's memory, the ways to keep optimizer state, the chosen plan's lanes, then a row for each
-        candidate; an arrow marks the chosen one.
+        candidate; an arrow marks the chosen one. `disk_rating`: bytes that the drives may write in their life.
 
         TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward), those of one GPU. "critical"
         is the share of a step that waits for each lane; the lane with the largest share binds."""
@@ -121,6 +122,8 @@ class Outlook:
                  f"rates of {hardware.name}: {hardware.source}", "",
                  _verdict("device", chosen.device_bytes, planner.device_bytes),
                  _verdict("host", self.host_needed, self.host_budget)]
+        if self.plan.disk_state:
+            lines += [self._disk(disk_rating)]
         if chosen.times is not None:
             step, rate = chosen.times, self.useful * plan.batch * plan.length / chosen.times.step_s
             whole = f" ({rate:,.0f} on each of {plan.gpus})" if plan.processes > 1 else ""
@@ -139,6 +142,16 @@ class Outlook:
         if chosen.times is not None:
             lines += [chosen.times.table(), ""]
         return "\n".join([*lines, _table(self.candidates, plan, operations, planner.layers)])
+
+
+    def _disk(self, rating: int | None) -> str:
+        """A line about moments on disk."""
+        tiles = self.planner.tiling.layouts
+        written = sum(tiles[tile].disk_bytes for tile in self.plan.disk_state)
+        lasts = "" if not rating else f"; drives rated for {rating / 1e15:.3g} PB last {rating // written:,} steps"
+        trained = sum(layout.trainable for layout in tiles.values())
+        return (f"disk: the moments of {len(self.plan.disk_state)} of {trained} tiles, {format_bytes(written)}, are read and "
+                f"written in each step, through {self.plan.state_slabs} slabs for layers{lasts}")
 
 
 def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool = False, useful: float = 1.0) -> Outlook:

@@ -12,6 +12,8 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
 from megacompile.planning.config import StreamConfig
+from megacompile.planning.disk_tiles import host_bytes as tiles_bytes
+from megacompile.planning.disk_tiles import with_disk
 from megacompile.planning.memory import slab_bytes
 from megacompile.planning.state_choices import EXACT, StateChoice, by_accuracy, bytes_each, with_choice
 from megacompile.predict.durations import update_rate
@@ -30,14 +32,16 @@ def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, 
         raise host_too_small(model, stack, config, choice, host_bytes([model], config, choice), available)
 
 
-def check_tiles(tiling: Tiling, available: int) -> None:
+def check_tiles(tiling: Tiling, available: int, config: StreamConfig) -> None:
     """Raises `InsufficientMemoryError`, before anything is allocated, if tiles do not fit even with the smallest state. They
-    must fit beside the model's current weights, whose memory may not be freed in time (it may be shared)."""
+    must fit beside the model's current weights, whose memory may not be freed in time (it may be shared). Raises what
+    `with_disk` raises."""
     trained = [layout for layout in tiling.host.values() if layout.trainable]
     if not trained:
         return check_state(tiling, available, on_arrival=True, state="")
     least = by_accuracy({layout.dtype for layout in trained})[-1]
-    return check_state(with_choice(tiling, least), available, least.on_arrival, " with the smallest optimizer state")
+    smallest = with_disk(with_choice(tiling, least), config, available, least.on_arrival)
+    return check_state(smallest, available, least.on_arrival, " with the smallest optimizer state")
 
 
 def _choices(model: nn.Module, config: StreamConfig) -> list[StateChoice]:
@@ -46,10 +50,11 @@ def _choices(model: nn.Module, config: StreamConfig) -> list[StateChoice]:
 
 
 def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: StateChoice, trained: bool | None = None) -> int:
-    """Bytes of host memory that training takes for these modules' parameters, shared ones counted once. `trained`: count all of
-    them as trained, or as frozen; None: each as it is."""
+    """Bytes of host memory that training takes for these modules' parameters, shared ones counted once; the least, if moments
+    may be on disk. `trained`: count all of them as trained, or as frozen; None: each as it is."""
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-    return round(sum(p.numel() * _bytes(streamed_dtype(p, config.dtype), choice,
+    on_disk = 0.0 if config.disk is None else choice.state.moment_bytes
+    return round(sum(p.numel() * _bytes(streamed_dtype(p, config.dtype), choice, on_disk,
                                         p.requires_grad if trained is None or not p.is_floating_point() else trained)
                      for p in parameters))
 
@@ -60,8 +65,8 @@ def least_bytes(model: nn.Module) -> int:
     return host_bytes([model], config, _choices(model, config)[-1])
 
 
-def _bytes(dtype: torch.dtype, choice: StateChoice, trained: bool) -> float:
-    return choice.bytes(dtype) if trained else dtype.itemsize
+def _bytes(dtype: torch.dtype, choice: StateChoice, on_disk: float, trained: bool) -> float:
+    return choice.bytes(dtype) - on_disk if trained else dtype.itemsize
 
 
 def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: StateChoice, needed: int,
@@ -150,4 +155,4 @@ def _speed(choice: StateChoice, now: ElementState, dtype: torch.dtype) -> str:
 
 
 def _with_margin(tiling: Tiling, on_arrival: bool) -> int:
-    return tiling.host_bytes(gradients=not on_arrival) + tiling.ranks * HOST_MARGIN_BYTES
+    return tiles_bytes(tiling, on_arrival)

@@ -39,7 +39,7 @@ _tiles = schema.sequence(_name)
 FIELDS: Mapping[str, schema.Rule] = {
     **dict.fromkeys(("batch", "length", "checkpoint_interval", "saved_layers", "weight_slots", "gradient_slots",
                      "staging_slabs", "gradient_slabs", "waves", "token_chunk", "host_checkpoints", "checkpoint_slots",
-                     "ranks", "hosts"), _count),
+                     "ranks", "hosts", "state_slabs"), _count),
     **dict.fromkeys((*LISTS, "update_order"), _tiles),
     **dict.fromkeys(("pinned", "deferred_moments"), schema.flag),
     "micro_batches": schema.sequence(_count), "update": schema.one_of(UPDATES), "residuals": schema.one_of(RESIDUALS),

@@ -53,6 +53,7 @@ def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str,
     return {"checkpoints": plan.ranks * sum(checkpoint_bytes(captured, tiling, plan)),
             "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums),
             "gradients": tiling.host_parts()["gradients"] if waits else 0,
+            "state slabs": state_slab_bytes(tiling, plan.state_slabs),
             "slabs": 0 if waits or not plan.pinned else (
                 plan.ranks * slab_bytes(tiling, plan.gradient_slabs, plan.resident_state))}
 
@@ -64,6 +65,16 @@ def slab_bytes(tiling: Tiling, count: int, resident_state: Collection[str]) -> i
     passing = {x.name: x.reduced_bytes for x in tiling.layouts.values() if x.trainable and x.name not in resident_state}
     groups = [[passing[x.name] for x in layers if x.name in passing] for layers in tiling.ranked()]
     return (max((size for name, size in passing.items() if name in boundary), default=0)
+            + sum(min(count, len(group)) * max(group, default=0) for group in groups))
+
+
+def state_slab_bytes(tiling: Tiling, count: int) -> int:
+    """Bytes of slabs, `count` of them for tiles of layers, through which moments on disk pass."""
+    if not tiling.on_disk:
+        return 0
+    boundary = tiling.boundary()
+    groups = [[x.disk_bytes for x in layers if x.name in tiling.on_disk] for layers in tiling.ranked()]
+    return (max((tiling.layouts[tile].disk_bytes for tile in tiling.on_disk if tile in boundary), default=0)
             + sum(min(count, len(group)) * max(group, default=0) for group in groups))
 
 

@@ -18,7 +18,7 @@ from megacompile.torch_compat.inductor import config as inductor_config
 #: Options that change no plan, or whose effects are in a question (graphs, budgets, passes).
 ELSEWHERE = frozenset({"device", "device_memory", "pinned_memory", "host_memory", "dtype", "compile", "dynamic",
                        "expert_pieces", "passes", "template_passes", "loss", "stall_timeout", "repack", "distributed",
-                       "mesh", "peer_copies", "reference"})
+                       "mesh", "peer_copies", "reference", "disk"})
 
 
 def question(space: SearchSpace, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
@@ -45,7 +45,7 @@ def question(space: SearchSpace, batch: int, length: int, update: str, whole_ste
         "pair_bytes": captured.pair_bytes, "patches": [(x.encoder.elements, str(x.dtype)) for x in captured.patches],
         "calls": [repr(call) for call in (*captured.calls, *calls)],
         "tiles": [repr(layout) for layout in tiling.layouts.values()], "tiles_of": dict(tiling.tiles_of),
-        "hosts": tiling.hosts,
+        "hosts": tiling.hosts, "on_disk": tiling.on_disk,
         "templates": {name: template.digest for name, template in templates.items()},
     }
 

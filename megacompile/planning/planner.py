@@ -25,6 +25,8 @@ from megacompile.planning.step_time import StepSimulator
 WORTH = 1.003
 #: Numbers of slabs for gradients that are tried, for updates on arrival.
 _SLABS = (2, 3, 4, 6, 8, 10)
+#: The same for moments on disk.
+_STATE_SLABS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,16 @@ class Planner(SearchSpace):
         for variant in others:
             if simulator.cautious_s(variant, whole_step) * WORTH < simulator.cautious_s(best, whole_step):
                 best = variant
-        best = fewest_slabs(best, simulator, whole_step)
+        best = self._with_state_slabs(fewest_slabs(best, simulator, whole_step), simulator, whole_step)
         return fastest_device_updates(self._with_device_updates(best), simulator, whole_step)
+
+    def _with_state_slabs(self, plan: Plan, simulator: StepSimulator, whole_step: bool) -> Plan:
+        """The plan with as few slabs for moments on disk as make a step as fast as more do: so many tiles are read ahead."""
+        if not plan.disk_state or self.config.state_slabs is not None:
+            return plan
+        plans = [each for each in (replace(plan, state_slabs=count) for count in _STATE_SLABS) if self.fits_host(each)]
+        fastest = min((simulator.cautious_s(each, whole_step) for each in plans), default=0.0)
+        return next((each for each in plans if simulator.cautious_s(each, whole_step) <= WORTH * fastest), plan)
 
     def _with_device_updates(self, plan: Plan) -> list[Plan]:
         """The plan, and variants of it in which the first tile that the host updates visits the device, the first two tiles,
@@ -161,7 +171,7 @@ class Planner(SearchSpace):
             return list(range(len(self.stateful), -1, -1))
         if not training or not self.keep_residuals or self.simulator is None:
             return [0]
-        trained = len(self.trained())
+        trained = len(self.in_memory())
         return sorted({0, 1, trained, *range(2, trained, max(1, trained // 12))})
 
 

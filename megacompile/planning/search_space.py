@@ -16,8 +16,8 @@ from itertools import accumulate
 from typing import Self
 
 from megacompile.ir.placement import LISTS_OF_UPDATED, Placement, Placements, Updated
-from megacompile.ir.plan import FULL_TOKENS, Plan, split
-from megacompile.planning.memory import slab_bytes
+from megacompile.ir.plan import FULL_TOKENS, STATE_SLABS, Plan, split
+from megacompile.planning.memory import slab_bytes, state_slab_bytes
 from megacompile.planning.memory_budget import MemoryBudget
 from megacompile.planning.pinned_memory import PinnedMemory
 from megacompile.planning.step_time import StepSimulator
@@ -61,7 +61,11 @@ class SearchSpace(MemoryBudget):
 
     def with_state(self, count: int) -> Self:
         """This search space, with the first `count` trained tiles updated on the device."""
-        return replace(self, stateful=self.trained()[:count])
+        return replace(self, stateful=self.in_memory()[:count])
+
+    def in_memory(self) -> tuple[str, ...]:
+        """The trained tiles whose moments are not on disk."""
+        return tuple(tile for tile in self.trained() if tile not in self.tiling.on_disk)
 
     def trained(self) -> tuple[str, ...]:
         return tuple(tile for tile, layout in self.tiling.layouts.items() if layout.trainable)
@@ -142,14 +146,25 @@ class SearchSpace(MemoryBudget):
             config.gradient_slots or 2, self._placements(update), pinned.tiles, pinned.staging_slabs,
             self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
             deferred_moments=config.defers(update), residuals=config.residuals or "all",
-            ranks=self.tiling.ranks, hosts=self.tiling.hosts)
+            ranks=self.tiling.ranks, hosts=self.tiling.hosts, state_slabs=self._state_slabs(update))
+
+    def _state_slabs(self, update: str) -> int:
+        """The number of slabs for moments on disk: the usual one, or as many as the host holds beside gradients."""
+        if update == "step":
+            gradients = self.tiling.host_parts()["gradients"]
+        else:
+            gradients = slab_bytes(self.tiling, 1, self.resident_state()) * self.tiling.ranks
+        fitting = (count for count in range(STATE_SLABS, 1, -1)
+                   if gradients + state_slab_bytes(self.tiling, count) <= self.host_room)
+        return self.config.state_slabs or next(fitting, 1)
 
     def _slabs(self, pinned: PinnedMemory, update: str) -> int:
         """The number of slabs for gradients: with updates on arrival only as many as the host holds."""
         if update == "step" or not pinned.tiles:
             return pinned.gradient_slabs
+        room = self.host_room - state_slab_bytes(self.tiling, self._state_slabs(update))
         fitting = (count for count in range(pinned.gradient_slabs, 1, -1) if slab_bytes(
-            self.tiling, count, self.resident_state()) * self.tiling.ranks <= self.host_room)
+            self.tiling, count, self.resident_state()) * self.tiling.ranks <= room)
         return next(fitting, 1)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
@@ -293,7 +308,7 @@ class SearchSpace(MemoryBudget):
         if named is None:
             return self.stateful or ()
         chosen = self._unplaced_elsewhere("resident_state") if named == "all" else named
-        return tuple(tile for tile in self.trained() if tile in chosen)
+        return tuple(tile for tile in self.in_memory() if tile in chosen)
 
     def _unplaced_elsewhere(self, option: str) -> set[str]:
         """The tiles that "all" means for an option: those that no other option places."""
@@ -307,6 +322,8 @@ class SearchSpace(MemoryBudget):
         visiting = self._unplaced_elsewhere("visiting_state") if named == "all" else named
 
         def updated(layout: TileLayout) -> Updated:
+            if layout.name in self.tiling.on_disk:
+                return Updated.FROM_DISK
             if layout.name in there:
                 return Updated.ON_DEVICE
             visits = layout.name in visiting or layout.has_matrices

@@ -62,7 +62,9 @@ def by_accuracy(dtypes: Iterable[torch.dtype], clipped: bool = False) -> list[St
 def bytes_each(tiling: Tiling, on_arrival: bool) -> float:
     """Bytes of host memory for each parameter of a tile that is trained."""
     trained = [layout for layout in tiling.host.values() if layout.trainable]
-    return sum(layout.host_bytes(not on_arrival) for layout in trained) / max(1, sum(layout.parameters for layout in trained))
+    on_disk = sum(tiling.host[tile].host_parts()["moments"] for tile in tiling.on_disk)
+    there = sum(layout.host_bytes(not on_arrival) for layout in trained) - on_disk
+    return there / max(1, sum(layout.parameters for layout in trained))
 
 
 def with_choice(tiling: Tiling, choice: StateChoice) -> Tiling:

@@ -27,6 +27,7 @@ CAUTION = 0.95
 UNEVEN_CAUTION = 0.75
 #: If at least this share of a step waits for the host's updates, another order of updates is tried.
 HELD_UP = 0.01
+_ON_HOST = (Updated.ON_HOST, Updated.FROM_HOST_SUMS, Updated.FROM_DISK)
 
 
 def simulator_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
@@ -92,7 +93,7 @@ class StepSimulator:
         items = [item for item in self.timeline(plan, whole_step).items if item.section == section]
         last = [item for item in items if item.step == items[-1].step]
         arrives = {argument(i.node, "tile"): i.end_s for i in last if op_of(i.node).name in ("offload", "add_to_sum")}
-        updates = (i for i in last if op_of(i.node).name in ("adam", "adam_of_sum"))
+        updates = (i for i in last if op_of(i.node).name in ("adam", "adam_of_sum", "adam_from_disk"))
         update_s = {argument(i.node, "tile"): i.end_s - i.start_s for i in updates}
         coming = sorted(update_s, key=arrives.__getitem__)
         order: list[str] = []
@@ -147,7 +148,7 @@ class StepSimulator:
         faster = rates.adam_parts["weights"]  # than a whole update, on most hosts
         share = self.caution * (faster if plan.deferred_moments else max(1.0, faster) if may_defer else 1.0)
         tiles = {tile: layout for tile, layout in self.tiling.layouts.items()
-                 if layout.trainable and plan.placement(tile).updated in (Updated.ON_HOST, Updated.FROM_HOST_SUMS)}
+                 if layout.trainable and plan.placement(tile).updated in _ON_HOST}
         found, updated, before = total, 0.0, 0.0
         for call, forward in forwards.items():
             updated += sum(self.durations.update_s(tiles.pop(tile)) / share for tile in self.tiling.tiles_of[call]

@@ -49,10 +49,12 @@ COSTS: dict[str, str] = {
     **dict.fromkeys(("pack", "pack_shard"), "weight bytes / host copy rate"),
     **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
     "accumulate": "gradient bytes / host copy rate; twice that where it adds",
-    **dict.fromkeys(("adam", "adam_of_sum"), "parameters / rate of the update with this state"),
+    **dict.fromkeys(("adam", "adam_of_sum", "adam_from_disk"), "parameters / rate of the update with this state"),
     **{f"adam_{part}": f"the same over the rate of its {part} alone" for part in ("weights", "moments")},
     "adam_visiting": "(weight + gradient + state bytes) / h2d rate + (weight + state bytes) / d2h rate; products of matrices "
                      "over the GEMM rate",
+    "read_state": "bytes of the moments / rate of the disk's reads",
+    "write_state": "bytes of the moments / rate of the disk's writes",
     "add_to_sum": "(gradient + FP32 sum bytes; the sum's twice where it adds) / (2 x host copy rate)",
     "norms_of_sum": "FP32 sum bytes / (2 x host copy rate)",
     "adam_resident": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth; products of matrices over the GEMM rate",
@@ -185,8 +187,12 @@ class Durations:
                 return (tile.gradient_bytes + passes * self.layouts[tile.name].sum_bytes) / (2 * hardware.host_copy)
             case "norms_of_sum":
                 return self.layouts[tile.name].sum_bytes / (2 * hardware.host_copy)
-            case "adam" | "adam_of_sum":
+            case "adam" | "adam_of_sum" | "adam_from_disk":
                 return self.update_s(self.layouts[tile.name])
+            case "read_state":
+                return tile.disk_bytes / hardware.disk["read"]
+            case "write_state":
+                return tile.disk_bytes / hardware.disk["write"]
             case "adam_weights":
                 return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["weights"]
             case "adam_moments":

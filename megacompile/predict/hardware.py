@@ -32,11 +32,15 @@ PROFILES = Path(__file__).parents[1] / "profiles"
 ADAM_BYTES = 26
 #: Bytes/s between hosts that each device is taken to have where a profile does not say: a link of 100 Gbit/s. It is nominal.
 NETWORK_BANDWIDTH = 12.5e9
+#: Bytes/s of the drives that a machine is taken to have where its profile does not say: four NVMe drives of PCIe 4, from data
+#: sheets.
+DISK: Mapping[str, float] = {"read": 27e9, "write": 11e9}
 #: The lanes whose bytes cross the host's memory.
 _CROSSING = frozenset({Lane.CPU, Lane.PACK, Lane.H2D, Lane.D2H})
 
 _rate = schema.finite(least=0)
 _size = schema.whole(0, 2**63 - 1)
+_disk = schema.record(dict.fromkeys(("read", "write"), _rate))
 _both_ways = schema.record(dict.fromkeys(("forward", "backward"), _rate))
 _lanes = schema.text(rf"({'|'.join(Lane)})( ({'|'.join(Lane)}))*", "lanes")
 #: The contents of a file of rates; `Hardware` itself checks that rates are positive.
@@ -48,7 +52,7 @@ _PROFILE = schema.record({
 }, optional={
     "beside": schema.table(_lanes, schema.table(schema.one_of(tuple(Lane)), _rate)), "grouped_efficiency": _rate,
     "fused_attention": schema.one_of(("flash", "cudnn")), "flash_efficiency": schema.table(schema.text(), _rate),
-    "attention_overhead": _both_ways, "peer_bandwidth": _rate, "network_bandwidth": _rate,
+    "attention_overhead": _both_ways, "peer_bandwidth": _rate, "network_bandwidth": _rate, "disk": _disk,
     "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
     "adam_formats": schema.record(dict.fromkeys(("bfloat16", "8bit"), _rate)),
 })
@@ -88,6 +92,8 @@ class Hardware:
             have no link of their own, and what they exchange crosses the host's memory twice.
         network_bandwidth: bytes/s that each device sends to other hosts, and receives from them, while all devices of the host
             do; None: unknown, and `NETWORK_BANDWIDTH` is used. Calibration does not measure it, so every value is nominal.
+        disk: bytes/s of "read" and "write" of a file on the drives for optimizer state, around the page cache. `beside` says
+            what remains while they do both ("disk_read disk_write").
         device_memory: bytes of the device.
         host_memory: bytes of the host.
         fused_attention: the attention kernel of templates on this machine, "flash" or "cudnn".
@@ -115,11 +121,13 @@ class Hardware:
     adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.03})
     peer_bandwidth: float | None = None
     network_bandwidth: float | None = None
+    disk: Mapping[str, float] = field(default_factory=lambda: dict(DISK))
 
     def __post_init__(self) -> None:
         rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
                  *self.flash_efficiency.values(), *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
                  *self.adam_formats.values(),
+                 *self.disk.values(),
                  *(left for lanes in self.beside.values() for left in lanes.values()),
                  *(rate for rate in (self.peer_bandwidth, self.network_bandwidth) if rate is not None)]
         if not all(rate > 0 for rate in rates):
@@ -182,6 +190,7 @@ class Hardware:
         rows += [("device memory", f"{self.memory_bandwidth / 1e9:.3g} GB/s"), ("launch", f"{self.launch_s * 1e6:.2g} us")]
         rows += [(f"{way} copy", f"{rate / 1e9:.3g} GB/s") for way, rate in self.link.items()]
         rows += [("host copy", f"{self.host_copy / 1e9:.3g} GB/s"), ("AdamW", f"{self.adam / 1e9:.3g} G parameters/s")]
+        rows += [(f"disk {way}", f"{rate / 1e9:.3g} GB/s") for way, rate in self.disk.items()]
         rows += [(f"{part} alone", f"{faster:.0%} of AdamW") for part, faster in self.adam_parts.items()]
         rows += [(f"{together.replace(' ', ' beside ')}", ", ".join(f"{lane} {left:.0%}" for lane, left in lanes.items()))
                  for together, lanes in self.beside.items()]

@@ -294,6 +294,7 @@ class Handle:
             capture_s                  seconds to capture the model and build templates
             plan_searches              plans of training steps found by a search; plans_from_cache: those that an earlier
                                        process found
+            disk_bytes                 the file for moments on disk; disk_bytes_read, disk_bytes_written: by updates so far
             micro_batch_shapes         sizes of micro-batches, [rows, length], that have kernels; any number counts once
             compiled_variants          variants of templates; variants_of_any_size: those that serve any rows, or any length
             useful_tokens              tokens of all training steps that no mask hides; computed_tokens: padding included

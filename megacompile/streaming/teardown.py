@@ -23,6 +23,8 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
         store.drop_sums()
         for part in (*store.streamed_memory(), *(state for tile in store.tiles.values() for state in tile.state())):
             backend.unlock(part)
+        for file in store.files:
+            file.close()
         if ranks is not None:
             ranks.close()
 

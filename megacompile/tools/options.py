@@ -121,6 +121,18 @@ class Knobs:
         rich_help_panel=_PLAN_PANEL,
         help="Update the weights of all tiles first, and their moments during the next forward.",
         show_default=_PLANNER)] = None
+    disk: Annotated[str | None, typer.Option(
+        rich_help_panel=_PLAN_PANEL,
+        help="A folder on a local drive for optimizer state that host memory does not hold.",
+        show_default="all state is in host memory")] = None
+    disk_state: Annotated[list[str] | None, typer.Option(
+        rich_help_panel=_PLAN_PANEL,
+        help="Name of a tile whose moments are on that drive, or all, or none. Repeat for more.",
+        show_default="the fewest that let training fit host memory")] = None
+    state_slabs: Annotated[int | None, typer.Option(
+        min=1, rich_help_panel=_PLAN_PANEL,
+        help="Number of buffers in host memory through which moments pass from and to the drive.",
+        show_default=_PLANNER)] = None
     dynamic: Annotated[bool | None, typer.Option(
         rich_help_panel=_PLAN_PANEL,
         help="Compile kernels of packed rows once for rows of any number and length, instead of once for each of a few sizes.",

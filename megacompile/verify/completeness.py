@@ -260,7 +260,7 @@ def _from_slabs(graph: fx.Graph) -> Iterator[Fault]:
 
 def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> Iterator[Fault]:
     added = [user for user in offload.users if op_of(user).name == "accumulate"]
-    updated = [user for user in offload.users if op_of(user).name == "adam"]
+    updated = [user for user in offload.users if op_of(user).name in ("adam", "adam_from_disk")]
     used = len(added) + len(updated)
     slab = bool(used) if not reached(program, "place") else argument(offload, "into") is not None
     if used != slab:

@@ -10,7 +10,7 @@ from megacompile.ir.program import Program, argument, find, nodes, op_of, operan
 from megacompile.verify.fault import Fault
 
 #: Ops that update a tile.
-UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting")
+UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting", "adam_from_disk")
 
 
 def summed_tiles(program: Program, section: str) -> frozenset[str]:

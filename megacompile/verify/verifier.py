@@ -12,6 +12,7 @@ on the earlier ones. The first fault is raised, with an excerpt of the program. 
     sent_home       each trainable tile's gradients are reduced and offloaded once, after the last contribution
     summed          each wave is added once to a tile's sum on the host, before the update that reads the sum
     updated         each trainable tile is updated once, after the clip; resident copies are refreshed
+    on_disk         moments on disk are read into a slab before their update, and written from it afterwards
     one_version     nothing runs on weights that the same section has updated
     together        several ranks exchange shards, gradients, norms and losses once, and before they are read
     placed          slots fit their values, no live value is overwritten, every value is released or leased
@@ -45,6 +46,7 @@ from megacompile.ir.program import (
     reached,
 )
 from megacompile.verify.completeness import sent_home, supplied, trained
+from megacompile.verify.disk import on_disk
 from megacompile.verify.fault import Fault
 from megacompile.verify.lifetimes import kept_slots, placed
 from megacompile.verify.ordering import Clocks, Hazard
@@ -202,6 +204,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (sent_home, "offload"),
     (summed, "offload"),
     (updated, "optimizer"),
+    (on_disk, "optimizer"),
     (one_version, "optimizer"),
     (together, "shard"),
     (placed, "place"),

@@ -17,14 +17,14 @@ _TAKES = {
     "accumulators": {"accumulators"},
     "saved": {"activation"}, "reduced": {"reduced", "gradients"}, "resident": {"weights"},
     "state": {"state"}, "slab": {"slab"}, "stashed": {"stashed"}, "staging": {"staging", "packed_shard"}, "shard": {"shard"},
-    "clip": {"clip"},
+    "clip": {"clip"}, "moments": {"moments"},
     "event": {"event"}, "values": {"activation", "gradient"}}
 _SEVERAL = (tuple, list)
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str, "number": int, "flag": bool, "value": fx.Node, "value or values": (fx.Node, *_SEVERAL),
     "values": _SEVERAL, "texts": _SEVERAL}
 #: A value that is passed as one of these, and the node that takes it, are of one tile.
-_OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "shard", "resident", "state"})
+_OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "shard", "resident", "state", "moments"})
 
 
 def well_formed(program: Program) -> Iterator[Fault]:

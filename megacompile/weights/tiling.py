@@ -60,7 +60,7 @@ class Tiling:
 
     `tiles_of`: the tiles of each call, its own first. `position`: each parameter's place in host memory. `places`: where it is
     streamed, several places for experts in pieces. `read_at`: where a call finds a value, by the call's name for it. `hosts`:
-    how many hosts have a copy of these tiles."""
+    how many hosts have a copy of these tiles. `on_disk`: the tiles whose moments are on disk; they are streamed whole."""
 
     layouts: Mapping[str, TileLayout]
     host: Mapping[str, TileLayout]
@@ -69,6 +69,7 @@ class Tiling:
     places: Mapping[str, tuple[Place, ...]]
     read_at: Mapping[str, Place]
     hosts: int = 1
+    on_disk: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None,
@@ -181,6 +182,7 @@ class Tiling:
         parts: Counter[str] = Counter()
         for layout in self.host.values():
             parts.update(layout.host_parts(gradients))
+        parts["moments"] -= sum(self.host[tile].host_parts()["moments"] for tile in self.on_disk)
         return dict(parts)
 
     def host_bytes(self, gradients: bool = True) -> int:
@@ -194,7 +196,7 @@ class Tiling:
     def tiles(self) -> dict[str, Tile]:
         """The tiles as schedules see them."""
         return {name: Tile(name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, layout.trainable,
-                           layout.state_bytes, layout.visit_bytes)
+                           layout.state_bytes, layout.visit_bytes, layout.disk_bytes if name in self.on_disk else 0)
                 for name, layout in self.layouts.items()}
 
     def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int) -> tuple[CallSpec, ...]:

@@ -24,6 +24,12 @@ backward brings gradients:
     adam_moments("layers.0", c)
     adam_moments("prologue", c)
 
+The moments of a tile on disk are read before its update and written back after it. Reads run ahead as far as slabs last:
+
+    m5 = read_state("layers.5", into="M0")
+    adam_from_disk("layers.5", c, moments=m5)
+    write_state("layers.5", m5)
+
 If the plan updates on arrival, the update follows each tile's `offload` (or `reduce`) in the backward instead, and nothing is
 clipped. It reads the gradients in their slab, which is not free before:
 
@@ -49,7 +55,7 @@ from .prefetch import layer_ranks
 name, requires, provides = "optimizer", "offload", "optimizer"
 #: The op that updates a tile.
 _OPS = {Updated.ON_HOST: "adam", Updated.ON_DEVICE: "adam_resident", Updated.VISITING: "adam_visiting",
-        Updated.FROM_HOST_SUMS: "adam_of_sum"}
+        Updated.FROM_HOST_SUMS: "adam_of_sum", Updated.FROM_DISK: "adam_from_disk"}
 
 
 def run(program: Program, plan: Plan) -> Program:
@@ -88,7 +94,12 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
             gradients = build.add("resident_gradients", f"g{program.number(tile)}", tile=tile)
             _update_there(build, program, tile, gradients, clip)
             continue
-        build.add(op, f"v{program.number(tile)}" if OPS[op].result else None, tile=tile, clip=clip)
+        if op == "adam_from_disk":
+            moments = build.add("read_state", f"m{program.number(tile)}", tile=tile)
+            build.add(op, tile=tile, clip=clip, moments=moments)
+            build.add("write_state", tile=tile, moments=moments)
+        else:
+            build.add(op, f"v{program.number(tile)}" if OPS[op].result else None, tile=tile, clip=clip)
         if plan.placement(tile).resident:
             _arrive(build, program, plan, tile)
     for node in reversed([*find(graph, "adam_weights")]):
@@ -132,8 +143,12 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     last = dict(homes)  # the last node that was put after each tile's arrival
     for tile, arrival in _turns(program, plan, sorted(homes, key=lambda tile: position[homes[tile]])):
         op = _op(plan, tile)
-        slab = {"slab": homes[tile]} if op == "adam" else {}
-        last[arrival] = build.after(last[arrival], op, None, tile=tile, **slab)
+        reads = {"slab": homes[tile]} if op in ("adam", "adam_from_disk") else {}
+        if op == "adam_from_disk":
+            reads["moments"] = last[arrival] = build.after(last[arrival], "read_state", f"m{program.number(tile)}", tile=tile)
+        last[arrival] = build.after(last[arrival], op, None, tile=tile, **reads)
+        if op == "adam_from_disk":
+            last[arrival] = build.after(last[arrival], "write_state", tile=tile, moments=reads["moments"])
         if plan.placement(tile).resident:
             staging = None
             if not plan.pinned:

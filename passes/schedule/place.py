@@ -85,7 +85,8 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
 #: Kinds of values that take turns in slots -> the family of their slots.
 _FAMILIES = {"weights": Family.WEIGHTS, "reduced": Family.GRADIENTS, "staging": Family.WEIGHT_SLABS,
              "packed_shard": Family.WEIGHT_SLABS, "shard": Family.WEIGHT_SHARDS, "slab": Family.GRADIENT_SLABS,
-             "stashed": Family.HOST_CHECKPOINTS, "checkpoint": Family.FETCHED_CHECKPOINTS}
+             "stashed": Family.HOST_CHECKPOINTS, "checkpoint": Family.FETCHED_CHECKPOINTS,
+             "moments": Family.STATE_SLABS}
 #: Kinds of values of tiles that are updated on the device -> the family of their slots.
 _UPDATED_THERE = {"weights": Family.UPDATED_WEIGHTS, "state": Family.UPDATED_STATE, "gradients": Family.UPDATED_GRADIENTS,
                   "reduced": Family.UPDATED_GRADIENTS}
@@ -106,7 +107,7 @@ class _Places:
         self.counts = {
             Family.WEIGHTS: plan.weight_slots, Family.GRADIENTS: plan.gradient_slots, Family.WEIGHT_SLABS: plan.staging_slabs,
             Family.GRADIENT_SLABS: plan.gradient_slabs, Family.WEIGHT_SHARDS: 2,
-            Family.FETCHED_CHECKPOINTS: plan.checkpoint_slots,
+            Family.FETCHED_CHECKPOINTS: plan.checkpoint_slots, Family.STATE_SLABS: plan.state_slabs,
             Family.HOST_CHECKPOINTS: len(plan.from_host(differentiated(program))) * len(plan.wave(0))}
         only_weights = [tile for tile in plan.resident if plan.placement(tile).updated is not Updated.ON_DEVICE]
         self.numbers = {tile: number for tiles in (plan.resident_state, only_weights) for number, tile in enumerate(tiles)}

@@ -50,7 +50,7 @@ from megacompile.ir.program import Builder, Program, argument, find, nodes, op_o
 name, requires, provides = "shard", "optimizer", "shard"
 
 #: Ops that update a tile.
-UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting")
+UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting", "adam_from_disk")
 _BACKWARDS = ("backward", "recompute_backward")
 #: Sections that all ranks run together.
 TOGETHER = ("forward", "backward", "backward_accumulate", "train_step", "update")

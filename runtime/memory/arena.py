@@ -84,7 +84,8 @@ class Arena:
                     at(slot.name)
                     self.slots[slot.name] = host_memory(slot.bytes)
                     self.slots[slot.name].zero_()  # touched pages are pinned six times faster
-                    self.backend.lock(self.slots[slot.name])
+                    if SLOT_KINDS[slot_family(slot.name)][0] != "moments":  # only the disk and the host touch these
+                        self.backend.lock(self.slots[slot.name])
                 else:
                     self.slots[slot.name] = self.backend.memory(slot.bytes)
 
@@ -106,7 +107,7 @@ class Arena:
 
     @staticmethod
     def is_slab(slot: str) -> bool:
-        return SLOT_KINDS[slot_family(slot)][0] in ("staging", "slab")
+        return SLOT_KINDS[slot_family(slot)][0] in ("staging", "slab", "moments")
 
     def weights(self, slot: str, layout: TileLayout) -> Weights:
         key = slot, layout.name

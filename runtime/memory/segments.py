@@ -13,17 +13,17 @@ from megacompile.runtime.optimizer.rule import Segment
 Pair = tuple[Segment, Moments]
 
 
-def at_home(segments: Sequence[Segment], tile: Share, run: slice) -> list[Pair]:
+def at_home(segments: Sequence[Segment], tile: Share, run: slice, moments: Sequence[Tensor] | None = None) -> list[Pair]:
     """The parts of segments of a host tile in a run of its elements, with their moments in host memory. They count elements
-    from the run's first one."""
+    from the run's first one. `moments`: the tile's, in a slab; None: where the tile has them."""
     found = (part for s in segments if (part := s.within(run.start, run.stop, 0)))
-    return [(s, moments_at_home(s, tile)) for s in sorted(found, key=lambda s: s.start)]
+    return [(s, moments_at_home(s, tile, moments)) for s in sorted(found, key=lambda s: s.start)]
 
 
-def moments_at_home(segment: Segment, tile: Share) -> Moments:
+def moments_at_home(segment: Segment, tile: Share, moments: Sequence[Tensor] | None = None) -> Moments:
     home, name = tile.home, tile.layout.slices[segment.position].name
-    count = segment.stop - segment.start
-    return home.layout.state_layout.at(home.moments, home.layout.position_of[name], segment.first, segment.first + count)
+    stop = segment.first + segment.stop - segment.start
+    return home.layout.state_layout.at(moments or home.moments, home.layout.position_of[name], segment.first, stop)
 
 
 def in_slot(segments: Sequence[Segment], tile: Share, moments: Sequence[Tensor]) -> list[Pair]:

@@ -38,8 +38,12 @@ class ElementState:
 
     def bytes(self, dtype: torch.dtype) -> float:
         """Bytes of an element of this dtype, about."""
-        scales = 4 / BLOCK if self.format.scaled else 0.0
-        return len(self.moments) * (self.format.value_bytes + scales) + (2 if self.exact and dtype == torch.bfloat16 else 0)
+        return self.moment_bytes + (2 if self.exact and dtype == torch.bfloat16 else 0)
+
+    @property
+    def moment_bytes(self) -> float:
+        """Those of its moments alone."""
+        return len(self.moments) * (self.format.value_bytes + (4 / BLOCK if self.format.scaled else 0.0))
 
 
 #: What AdamW keeps if nothing else is asked for.

@@ -11,6 +11,7 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.runtime.memory.first_touch import FirstTouch
 from megacompile.runtime.memory.shards import Share, TileShard
 from megacompile.runtime.memory.snapshot import Snapshot
+from megacompile.runtime.memory.state_file import StateFile
 from megacompile.runtime.memory.tile_part import TilePart
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.sizes import format_bytes
@@ -22,7 +23,8 @@ class Store:
     """All tiles of a streamed model, in the order of the model's calls, `parts` of tiles that are streamed separately, and with
     several ranks on a host this rank's `shards` of both. `shared`: whether other ranks train the same tiles, or copies of them
     on other hosts. Call `preserve` before changing state that a checkpoint holds: a `snapshot` may
-    not be fully written yet. `_own`: while all ranks load the same values, the tiles that this process writes."""
+    not be fully written yet. `files`: those that moments are or were in. `_own`: while all ranks load the same values, the
+    tiles that this process writes."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
     parts: dict[str, TilePart] = field(default_factory=dict)
@@ -30,6 +32,7 @@ class Store:
     shards: dict[str, TileShard] = field(default_factory=dict)
     first_touch: FirstTouch = field(default_factory=FirstTouch)
     shared: bool = False
+    files: list[StateFile] = field(default_factory=list)
     _own: frozenset[str] | None = None
 
     def __getitem__(self, name: str) -> Share:
@@ -47,10 +50,20 @@ class Store:
         if ranks > 1:
             self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
 
-    def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout]) -> list[Tensor]:
+    def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout], on_disk: Collection[str] = (),
+             file: StateFile | None = None) -> list[Tensor]:
         """From now on tiles and what is streamed of them have these layouts, which differ from those of before in the
-        optimizer's state alone. State that is kept in another way restarts. Returns memory that can be freed now."""
-        unused = [part for name, layout in host.items() for part in self.tiles[name].keep(layout)]
+        optimizer's state alone. `on_disk`: the tiles whose moments are on disk: in `file` those that it was made for, others
+        where they are. State that is kept in another way, or elsewhere, restarts. Returns memory that can be freed now."""
+        if file is not None:
+            self.files.append(file)
+        unused = []
+        for name, layout in host.items():
+            there = None if name not in on_disk else file if file is not None and name in file else self.tiles[name].file
+            unused += self.tiles[name].keep(layout, there)
+        for old in self.files:
+            if not any(tile.file is old for tile in self.tiles.values()):
+                old.close()
         for name, part in self.parts.items():
             part.layout = streamed[name]
         for name, shard in self.shards.items():
@@ -132,7 +145,8 @@ class Store:
     def room(self, budget: int | None = None) -> int:
         """Bytes of host memory for training: available bytes plus those that tiles take already; at most `budget`."""
         parts = self.bytes()
-        kept = sum(part.nbytes for tile in self.tiles.values() if tile.moments_written for part in tile.state())
+        kept = sum(part.nbytes for tile in self.tiles.values() if tile.moments_written
+                   for part in (tile.state() if tile.file is None else tile.memories(["remainder"])))
         there = available_host_bytes() + parts.get("weights", 0) + parts.get("gradients", 0) + kept
         return min(there, budget or there)
 

@@ -15,7 +15,8 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from itertools import accumulate
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from megacompile.runtime.memory.state_layout import (
     aligned_bytes,
 )
 from megacompile.runtime.optimizer.rule import scratch_bytes
+from megacompile.system.direct_file import in_blocks
 from megacompile.system.host_memory import host_memory
 from megacompile.system.shared_memory import SharedMemory
 
@@ -223,13 +225,20 @@ class TileLayout:
                  "sums": self.sum_bytes, **moments}
         return {f"{self.name} {part}": size for part, size in sizes.items() if size}
 
+    def moments(self, memory: Tensor) -> list[Tensor]:
+        """The moments' buffers (uint8) at the beginning of a slot's or slab's memory, or of the tile's part of a file."""
+        ends = list(accumulate(self.moment_bytes))
+        return [memory[end - size:end] for size, end in zip(self.moment_bytes, ends, strict=True)]
+
     def state(self, memory: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """The moments' buffers (uint8), and the remainder (int16; None where there is none), in a slot's memory."""
-        buffers, at = [], 0
-        for size in self.moment_bytes:
-            buffers.append(memory[at:at + size])
-            at += size
-        return buffers, memory[at:at + self.remainder_bytes].view(torch.int16) if self.has_remainder else None
+        at = sum(self.moment_bytes)
+        return self.moments(memory), memory[at:at + self.remainder_bytes].view(torch.int16) if self.has_remainder else None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of a file that the moments take."""
+        return in_blocks(sum(self.moment_bytes)) if self.trainable else 0
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter of a flat tensor of at least `elements` elements."""
@@ -250,9 +259,17 @@ def aligned(count: int, ranks: int = 1) -> int:
     return -(-count // each) * each
 
 
+class MomentFile(Protocol):
+    """A file that has moments of tiles (`state_file.py`)."""
+
+    def moments(self, tile: str) -> list[Tensor]: ...
+    def read(self, tile: str, slab: Tensor) -> None: ...
+    def write(self, tile: str, slab: Tensor) -> None: ...
+
+
 @dataclass
 class HostTile:
-    """One tile's host memory."""
+    """One tile's host memory. `file`: where its moments are, if they are on disk; `moments` are then a mapping of the file."""
 
     layout: TileLayout
     weights: Tensor  # uint8 [weight_bytes]
@@ -263,6 +280,7 @@ class HostTile:
     moments_written: bool = False  # by an update or a loaded optimizer; until then they are untouched zeros
     moments_lent: bool = False  # to the user, whose writes may go unnoticed
     shared: SharedMemory | None = None  # with several ranks: where all parts are
+    file: MomentFile | None = None
     _prepared: list[Tensor] | None = None  # memory for moments
 
     @classmethod
@@ -282,7 +300,9 @@ class HostTile:
             self.gradients.zero_()  # touched pages are pinned faster
 
     def prepare_moments(self) -> list[Tensor]:
-        """Memory that `allocate_moments` will use, and that no page was taken of yet."""
+        """Memory that `allocate_moments` will use, and that no page was taken of yet. None of moments on disk."""
+        if self.file is not None:
+            return []
         if not self.moments and self._prepared is None and self.layout.trainable:
             self._prepared = [self._memory(f"moment {k}", size) for k, size in enumerate(self.layout.moment_bytes)]
         return self._prepared or []
@@ -290,19 +310,21 @@ class HostTile:
     def allocate_moments(self) -> None:
         """Allocates the optimizer's moments, zeros."""
         if not self.moments and self.layout.trainable:
-            self.moments, self._prepared = self.prepare_moments(), None
+            moments = self.prepare_moments() if self.file is None else self.file.moments(self.layout.name)
+            self.moments, self._prepared = moments, None
 
     @property
     def moments_are_zero(self) -> bool:
         """Whether nothing has written the moments. The system may not have made their pages yet."""
         return not (self.moments_written or self.moments_lent or any(moment._version for moment in self.moments))
 
-    def keep(self, layout: TileLayout) -> list[Tensor]:
-        """From now on the optimizer's state is laid out so. Moments restart if they were kept in another way, and a master
-        whose remainder is not kept is rounded to its weight. Returns memory that can be freed now."""
-        before, self.layout = self.layout, layout
-        held = self.state()
-        if layout.state_layout != before.state_layout:
+    def keep(self, layout: TileLayout, file: MomentFile | None = None) -> list[Tensor]:
+        """From now on the optimizer's state is laid out so, with moments in this file, or in memory. Moments restart if they
+        were kept in another way, and a master whose remainder is not kept is rounded to its weight. Returns memory that can be
+        freed now."""
+        held, before, elsewhere = self.state(), self.layout, file is not self.file
+        self.layout, self.file = layout, file
+        if layout.state_layout != before.state_layout or elsewhere:
             # Pages of this process start as zeros again, those of shared memory do not.
             self.moments_written = self.shared is not None and not self.moments_are_zero
             self.moments, self._prepared, self.moments_lent = [], None, False
@@ -366,7 +388,8 @@ class HostTile:
             yield from self.moments if part == "moments" else [each for each in [getattr(self, part)] if each is not None]
 
     def parts(self) -> dict[str, int]:
-        """Bytes of each part."""
+        """Bytes of each part, without moments on disk."""
         named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, sums=self.sums)
         sizes = {name: t.nbytes for name, t in named.items() if t is not None}
-        return sizes | ({"moments": sum(moment.nbytes for moment in self.moments)} if self.moments else {})
+        in_memory = self.moments if self.file is None else []
+        return sizes | ({"moments": sum(moment.nbytes for moment in in_memory)} if in_memory else {})

@@ -125,8 +125,12 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         case "clip":
             stored = {place: look(place) for place in at["gradients/"]}
             return {result: mix("clip", *sorted((p, g[1] if isinstance(g, tuple) else g) for p, g in stored.items()))}
-        case "adam" | "adam_weights" | "adam_moments" | "adam_of_sum" | "adam_resident" | "adam_visiting":
-            state = at["state" if op == "adam_resident" else "state/"][0]
+        case "read_state":
+            return {result: one("moments/")}
+        case "write_state":
+            return {at["moments/"][0]: one("moments")}
+        case "adam" | "adam_weights" | "adam_moments" | "adam_of_sum" | "adam_resident" | "adam_visiting" | "adam_from_disk":
+            state = at[{"adam_resident": "state", "adam_from_disk": "moments"}.get(op, "state/")][0]
             stored = "slab" if "slab" in at else "gradients/"
             gradients = one({"adam_of_sum": "sums/", "adam_resident": "reduced"}.get(op, stored))
             moments = mix("moments", look(state), gradients, *([one("clip")] if "clip" in at else []))

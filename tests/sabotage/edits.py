@@ -14,8 +14,9 @@ from megacompile.ir.program import Builder, Program, Slot, argument, copy_sectio
 SYNCHRONIZING = ("wait", "record", "enter", "leave")
 DROPPED = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_visiting", "offload_weights", "offload_norms",
            "stash", "fetch", "offload", "accumulate", "clip", "add_to_sum", "norms_of_sum", "adam_of_sum",
-           "fetch_gradients", "fetch_state", "store_state", "scale")
-UPDATES = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_of_sum", "adam_visiting", "offload_weights")
+           "fetch_gradients", "fetch_state", "store_state", "scale", "read_state", "adam_from_disk", "write_state")
+UPDATES = ("read_state", "adam_from_disk", "write_state", "adam", "adam_weights", "adam_moments", "adam_resident",
+           "adam_of_sum", "adam_visiting", "offload_weights")
 #: What several ranks do together, or tell each other.
 EXCHANGES = ("gather", "reduce_scatter", "all_reduce", "share_norms", "share_host_norms", "gather_resident", "share_loss",
              "announce")

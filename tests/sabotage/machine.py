@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-LANES = ("compute", "h2d", "d2h", "cpu", "pack", "collective")
+LANES = ("compute", "h2d", "d2h", "cpu", "pack", "collective", "disk_read", "disk_write")
 READ, WRITE = "read", "write"
 _OF_KERNELS = ("weights", "inputs", "saved", "gradient", "accumulators")
 KERNELS = ("forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward")
@@ -36,6 +36,9 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "adam_of_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
     "adam_resident": ("compute", ("reduced", "clip"), ("resident", "state")),
     "adam_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
+    "read_state": ("disk_read", ("moments/",), ("result",)),
+    "adam_from_disk": ("cpu", ("slab", "gradients/", "clip", "moments"), ("weights/", "moments")),
+    "write_state": ("disk_write", ("moments",), ("moments/",)),
     "fetch_state": ("cpu", ("state/", "weights/"), ("result",)),
     "store_state": ("cpu", ("state", "weights/"), ("state/",)),
     "fetch_gradients": ("cpu", ("gradients/",), ("result",)),
@@ -74,10 +77,12 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "H": {"d2h": (WRITE,), "h2d": (READ,)},
         "C": {"h2d": (WRITE,), "compute": (READ,)},
         "V": {"h2d": (WRITE,)},
+        "M": {"disk_read": (WRITE,), "cpu": (READ, WRITE), "disk_write": (READ,)},
         "R": {"h2d": (WRITE,), "compute": (READ,)},
         "RW": {"h2d": (WRITE,), "compute": (READ, WRITE), "cpu": (READ,)},
         "RS": {"cpu": (READ, WRITE), "compute": (READ, WRITE)},
         "RG": {"compute": (READ, WRITE), "cpu": (WRITE,), "d2h": (READ,)},
+        "moments": {"disk_read": (READ,), "disk_write": (WRITE,)},
         "weights": {"cpu": (READ, WRITE), "h2d": (READ, WRITE), "pack": (READ,)},
         "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE), "h2d": (READ,)},
         "sums": {"cpu": (READ, WRITE)}}.items()}
@@ -87,6 +92,7 @@ MAY_TOUCH_OF_SEVERAL = {kind: accesses | {("collective", access) for access in _
                         for kind, accesses in MAY_TOUCH.items()}
 #: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them;
 #: but moments alone, which only another update follows in another lane, of gradients that come behind those read for them.
+#: `moments` are those on disk.
 
 
 @dataclass(frozen=True)
@@ -253,11 +259,11 @@ class Machine:
         at = {parameter: tuple(where[name] for name in names) for parameter, names in each.takes.items()}
         at["result"] = (where[each.name],)
         tiles = each.says.get("tiles") or ((each.says["tile"],) if "tile" in each.says else ())
-        for part in ("weights", "gradients", "sums", "state", "announced"):
+        for part in ("weights", "gradients", "sums", "state", "moments", "announced"):
             at[f"{part}/"] = tuple(f"{part}/{tile}" for tile in tiles)
         if "staging" in at:
             at["weights/"] = ()
-        if each.op in ("add_to_sum", "adam") and "slab" in at:
+        if each.op in ("add_to_sum", "adam", "adam_from_disk") and "slab" in at:
             at["gradients/"] = ()
         reads, writes = (tuple(place for name in names for place in at.get(name, ())) for names in touched)
         return Step(each.name, each.op, lane, reads, writes, at, each.says, shared=self.job.ranks > 1)

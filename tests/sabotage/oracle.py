@@ -46,7 +46,7 @@ Section = list[Instruction]
 #: (section, the forward that it opens or goes back): one line of a loop.
 Loop = tuple[tuple[str, int | None], ...]
 _RELEASED = object()
-_INITIAL = ("weights", "state", "announced")
+_INITIAL = ("weights", "state", "moments", "announced")
 
 
 def loops(sections: Mapping[str, Section]) -> list[Loop]:
@@ -107,7 +107,7 @@ class Memory(dict[str, Content]):
 
     def look(self, place: str) -> Content:
         if place not in self and kind_of(place) in _INITIAL:
-            self[place] = hash(place.replace("announced", "weights"))
+            self[place] = hash(place.replace("announced", "weights").replace("moments/", "state/"))
         if place not in self or self[place] is _RELEASED:
             raise HarmError(f"{place} is read {'after its release' if place in self else 'and nobody has written it'}")
         return self[place]
@@ -134,7 +134,7 @@ def meaning(steps: Sequence[Step]) -> Meaning:
         if step.op == "result":
             found.results.append((step.says["key"], *read))
         found.announced += step.op == "announce"
-    found.host = {place: content for place, content in memory.items() if "/" in place}
+    found.host = {place.replace("moments/", "state/"): content for place, content in memory.items() if "/" in place}
     found.taken = sum(place.startswith("%") and content is not _RELEASED for place, content in memory.items())
     return found
 
@@ -200,7 +200,8 @@ def beside_any_section(section: Section, several: bool = False) -> str | None:
 #: Of which bytes of a tile an op's result is.
 _BYTES = {"pack": "weight_bytes", "prefetch": "weight_bytes", "resident": "weight_bytes", "reduce": "gradient_bytes",
           "offload": "gradient_bytes", "resident_gradients": "gradient_bytes", "fetch_gradients": "gradient_bytes",
-          "resident_state": "state_bytes", "fetch_state": "state_bytes", "gather": "weight_bytes"}
+          "resident_state": "state_bytes", "fetch_state": "state_bytes", "gather": "weight_bytes",
+          "read_state": "disk_bytes"}
 _CHUNK = 1 << 25  # bytes of a tile that visit the device at once, at most
 
 
@@ -214,7 +215,7 @@ def result_bytes(program: Program, each: Instruction) -> int:
             return int(tile.weight_bytes // ranks)
         size, norms = getattr(tile, _BYTES[each.op]), tile.gradient_bytes - tile.weight_bytes
         match _BYTES[each.op]:
-            case "weight_bytes":
+            case "weight_bytes" | "disk_bytes":
                 return int(size)
             case "state_bytes":
                 return int(size // ranks)

@@ -15,6 +15,10 @@ NAMED: dict[str, dict[str, Any]] = {
     "updated on the device": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
     "visiting the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue",),
                             "visiting_state": ("layers.0", "layers.1", "epilogue")},
+    "moments on disk": {"disk_state": ("prologue", "layers.0", "layers.2", "layers.3"), "resident": ("layers.2",),
+                        "state_slabs": 1},
+    "moments on disk, updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "state_slabs": 2, "gradient_slabs": 2,
+                                            "disk_state": ("layers.0", "layers.1", "layers.2", "layers.3", "epilogue")},
     "moments behind all weights, two micro-batches": {
         "deferred_moments": True, "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
         "resident_state": ("prologue",), "visiting_state": ("layers.1",)},
@@ -87,7 +91,10 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, se
     summed = tuple(tile for tile in tiles if waves > 1 and tile not in stateful and draw(st.booleans()))
     visiting = tuple(tile for tile in tiles if update == "step" and tile not in (*frozen, *stateful, *summed)
                      and draw(st.integers(0, 3)) == 0)
+    on_disk = tuple(tile for tile in tiles if not several and tile not in (*frozen, *stateful, *summed, *visiting)
+                    and draw(st.integers(0, 3)) == 0)
     return {
+        "disk_state": on_disk, "state_slabs": draw(st.integers(1, 3)),
         "layers": layers, "micro_batches": micro_batches, "frozen": frozen, "tied": tied, "whole_step": whole_step,
         "runs": runs, "shared": shared,
         "outputs": not whole_step and draw(st.booleans()),

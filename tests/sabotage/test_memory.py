@@ -28,7 +28,7 @@ from megacompile.predict import cost
 from megacompile.scheduling import Schedule
 
 #: Kinds of slots in host memory.
-_HOST = ("S", "D", "H")
+_HOST = ("S", "D", "H", "M")
 _BETWEEN_SECTIONS = ("release", "record", "wait", "leave")
 LENGTH = 8
 

@@ -45,12 +45,14 @@ def killed_at(number: int, save: Callable[[], Any], interrupt: type[BaseExceptio
     return status == 9
 
 
-def kill_at_random_moments(directory: Path, moments: int) -> None:
-    """Raises AssertionError if a kill has lost a complete checkpoint, or left something that the next save does not remove."""
+def kill_at_random_moments(directory: Path, moments: int, disk: Path | None = None) -> None:
+    """`disk`: a folder for moments. Raises AssertionError if a kill has lost a complete checkpoint, or left something
+    that the next save, or nobody, removes."""
     del mmap.MADV_DONTFORK  # a forked process has the model's tiles too
-    model, complete, left = Streamed().fresh(), 0, 0
+    model, complete, left = Streamed(**({} if disk is None else {"disk": disk, "disk_state": "all"})).fresh(), 0, 0
     Run(model).steps(1)  # programs are compiled
     model.megacompile.synchronize()
+    assert disk is None or model.megacompile.stats["disk_bytes_written"] > 0
     for seed in range(moments):
         reader, progress = os.pipe()
         child = os.fork()
@@ -76,6 +78,7 @@ def kill_at_random_moments(directory: Path, moments: int) -> None:
         run = Run(model)
         steps = load(directory, run)
         assert latest.name == f"{latest.name[:6]}-step-{steps}" and run.scheduler.last_epoch == steps
+    assert disk is None or list(disk.iterdir()) == [], "a killed process has left its file"
     assert moments < 50 or left > 0, "no kill came while a checkpoint was written"
     save_checkpoint(directory, model, run.optimizer, keep=1)
     assert len(list(directory.iterdir())) == 1, "dead writers have left something"

@@ -43,13 +43,14 @@ def _only_own_threads() -> None:
 
 
 @pytest.fixture(scope="module")
-def slabs() -> Iterator[tiny_models.Shared]:
+def slabs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny_models.Shared]:
     """A model that uses every op: slabs for weights and gradients, a tile resident, a tile updated on the device, one that goes
-    there for its update, blocks, checkpoints on the host."""
+    there for its update, one whose moments are on disk, blocks, checkpoints on the host."""
     shared = tiny_models.Shared(bf16=True, checkpoint_interval=2, micro_batch_size=2, pinned_memory="32KiB",
                                 resident=("model.layers.1",), resident_state=("model.layers.0",),
-                                visiting_state=("model.layers.2",),
-                                host_checkpoints=True)
+                                visiting_state=("model.layers.2",), disk=tmp_path_factory.mktemp("disk"),
+                                disk_state=("prologue",), host_checkpoints=True)
+    megacompile.AdamW(shared.model.parameters())  # from the first optimizer on moments are there
     yield shared
     shared.close()
 
@@ -313,7 +314,7 @@ def undisturbed(slab_model: Any, slabs: tiny_models.Shared) -> dict[str, torch.T
 @pytest.mark.parametrize("forgotten", [True, False], ids=["zero_grad", "gradients kept"])
 def test_an_update_that_stopped_half_way_is_completed_by_the_next_step(
         slab_model: Any, undisturbed: Any, number: int, forgotten: bool) -> None:
-    victims = [n for n in executed(slab_model, "update") if op_of(n).name in ("adam", "adam_visiting")]
+    victims = [n for n in executed(slab_model, "update") if op_of(n).name in ("adam", "adam_visiting", "adam_from_disk")]
     optimizer, after = two_steps(slab_model, lambda: throw_at(slab_model, victims[number]), forgotten)
     assert same_bits(after, undisturbed)
     assert all(state["step"] == 2 for state in optimizer.state.values())
@@ -322,7 +323,7 @@ def test_an_update_that_stopped_half_way_is_completed_by_the_next_step(
 def tear(model: Any, optimizer: Any, number: int = 2) -> None:
     """Leaves the model with `number` tiles of a step and the others of the step before."""
     model(**batch(0, **SHAPE)).loss.backward()
-    throw_at(model, [n for n in executed(model, "update") if op_of(n).name == "adam"][number])
+    throw_at(model, [n for n in executed(model, "update") if op_of(n).name in ("adam", "adam_from_disk")][number])
     optimizer.step()
     with pytest.raises(LaneError):
         model.megacompile.synchronize()
@@ -546,7 +547,7 @@ def test_a_model_can_be_closed_after_a_failed_update() -> None:
     cls = type(model).__bases__[-1]
     optimizer = megacompile.AdamW(model.parameters())
     model(**batch(0, **SHAPE)).loss.backward()
-    throw_at(model, [n for n in executed(model, "update") if op_of(n).name == "adam"][1])
+    throw_at(model, [n for n in executed(model, "update") if op_of(n).name in ("adam", "adam_from_disk")][1])
     optimizer.step()
     with pytest.raises(LaneError):
         model.megacompile.close()

@@ -44,6 +44,11 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "resident_state": ("prologue",), "visiting_state": ("layers.2",)},
     "whole_step_updates_on_arrival": {
         "whole_step": True, "update": "arrival", "resident": ("layers.0", "layers.1"), "resident_state": ("layers.0",)},
+    "whole_step_moments_on_disk": {
+        "whole_step": True, "disk_state": ("prologue", "layers.0", "layers.2", "layers.3"), "state_slabs": 2,
+        "resident": ("layers.2",)},
+    "updates_on_arrival_moments_on_disk": {
+        "micro_batches": (1, 1), "update": "arrival", "disk_state": ("layers.0", "layers.1", "layers.3"), "state_slabs": 1},
     "checkpoints_on_the_host_k1_two_micro_batches": {"micro_batches": (2, 1), "host_checkpoints": 2},
     "whole_step_checkpoints_on_the_host_two_waves": {
         "checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (1, 1, 1), "waves": 2, "whole_step": True,

@@ -67,7 +67,8 @@ def test_exactly_the_given_tiles_are_placed(placed: dict[str, Placement], update
 def test_order_is_kept_since_it_numbers_slots() -> None:
     first, second = (Placements.named(tiles) for tiles in (("a", "b"), ("b", "a")))
     assert first != second and first.lists["resident"] == ("a", "b") and second.lists["resident"] == ("b", "a")
-    mixed = dict(resident=("c", "e"), resident_state=("c",), visiting_state=("a", "d", "e", "f"), host_sums=("z", "b"))
+    mixed = dict(resident=("c", "e"), resident_state=("c",), visiting_state=("a", "d", "e", "f"), host_sums=("z", "b"),
+                 disk_state=("y",))
     assert Placements.named(**mixed).lists == mixed
     contradicting = Placements.named(("c", "e"), host_sums=("e", "d", "c"))
     assert contradicting.lists["resident"] == ("c", "e"), "where lists contradict each other, that of resident tiles decides"
@@ -89,12 +90,12 @@ def test_lists_that_place_a_tile_twice_are_refused(lists: dict[str, tuple[str, .
 
 
 @pytest.mark.parametrize(("first", "second"), [("resident_state", "visiting_state"), ("resident_state", "host_sums"),
-                                               ("visiting_state", "host_sums")])
+                                               ("visiting_state", "host_sums"), ("host_sums", "disk_state")])
 def test_options_that_place_a_tile_twice_are_refused(first: str, second: str) -> None:
     with pytest.raises(MegacompileError, match=f"{first} and {second} both name a, and .* in one place: name it in only"):
-        StreamConfig.of(**{first: ("b", "a"), second: "a"})
+        StreamConfig.of(**{first: ("b", "a"), second: "a"}, disk="state")
     for others in ("all", None, (), ("c",)):
-        StreamConfig.of(**{first: ("b", "a"), second: others, "resident": ("a", "c")})
+        StreamConfig.of(**{first: ("b", "a"), second: others, "resident": ("a", "c")}, disk="state")
 
 
 @pytest.mark.parametrize(("options", "named"), [

@@ -76,6 +76,9 @@ def forward(p):
     p.adam_moments("layers.0", clip=c)                                                 # cpu
     p.adam_of_sum("layers.0", clip=c)                                                  # cpu
     v_3 = p.adam_visiting("layers.0", clip=c, into="V0")                               # h2d
+    m = p.read_state("layers.0", into="M0")                                            # disk_read
+    p.adam_from_disk("layers.0", clip=c, moments=m)                                    # cpu
+    p.write_state("layers.0", moments=m)                                               # disk_write
     p.announce(tiles=("layers.0",))                                                    # cpu
     z = p.total_loss(values=(l,))                                                      # compute
     p.share_loss(z)                                                                    # collective
@@ -108,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two ranks, updated on the device": {"resident": ("layers.0", "layers.1"), "resident_state": ("layers.1",), "ranks": 2},
     "two ranks on each of three hosts": {"micro_batches": (2, 1), "ranks": 2, "hosts": 3},
     "one rank on each of two hosts": {"micro_batches": (1, 1), "hosts": 2},
+    "moments on disk": {"disk_state": ("prologue", "layers.1", "layers.2"), "state_slabs": 1},
     "visiting the device": {"resident": ("layers.1",), "visiting_state": ("prologue", "layers.1"), "deferred_moments": True},
 }
 

@@ -17,6 +17,7 @@ from megacompile.verify.verifier import RULES, verify
 STREAMED: dict[str, Any] = {"layers": 2, "micro_batches": (1, 1)}
 SLABS: dict[str, Any] = {**STREAMED, "pinned": False}
 RESIDENT: dict[str, Any] = {**STREAMED, "resident": ("layers.0", "layers.1")}
+DISK: dict[str, Any] = {**STREAMED, "disk_state": ("layers.0", "layers.1"), "state_slabs": 1}
 ARRIVAL: dict[str, Any] = {**STREAMED, "whole_step": True, "update": "arrival"}
 SUMS: dict[str, Any] = {**STREAMED, "whole_step": True, "waves": 2, "host_sums": ("layers.1", "epilogue")}
 RANKS: dict[str, Any] = {**STREAMED, "ranks": 2}
@@ -108,6 +109,51 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "forward layers.0 mb 0 has weights of ['layers.1'], but reads ['layers.0']"),
     ("supplied", "no weights"): (
         STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0), weights=\(w1,\)", r"\1", "has weights of nothing"),
+    ("on_disk", "moments that are never read"): (
+        DISK, "optimizer", "update", r"    m1 = .*\n(.*)adam_from_disk\(\"layers.0\", clip=c, moments=m1\)(.*\n)    .*\n",
+        r'\1adam("layers.0", clip=c)\2', "adam layers.0 would be wrong: the moments of layers.0 are on disk"),
+    ("on_disk", "moments of a tile that has them in memory"): (
+        DISK, "optimizer", "update", r"p.adam\(\"epilogue\", clip=c\)",
+        'm3 = p.read_state("epilogue")\n    p.adam_from_disk("epilogue", clip=c, moments=m3)',
+        "read_state epilogue would be wrong: the moments of epilogue are in memory"),
+    ("on_disk", "moments that are read twice"): (
+        DISK, "optimizer", "update", r"(    m1 = .*\n)(.*\n)", r"\1    again = p.read_state('layers.0')\n\2".replace("'", '"'),
+        "reads moments that m1 has read"),
+    ("on_disk", "moments that were read too early"): (
+        DISK, "optimizer", "update", r"(    m1 = .*\n)(.*\n)", r"\1\2    m1b = p.read_state('layers.0')\n".replace("'", '"'),
+        "reads moments that m1 has read"),
+    ("on_disk", "moments that are never written"): (
+        DISK, "optimizer", "update", r"    p.write_state\(\"layers.0\".*\n", "",
+        "reads moments that update never writes back: their update would be lost"),
+    ("on_disk", "moments that are written before their update"): (
+        DISK, "optimizer", "update", r"(    p.adam_from_disk\(\"layers.0\".*\n)(    p.write_state.*\n)", r"\2\1",
+        "writes moments that are not updated"),
+    ("on_disk", "moments that are written twice"): (
+        DISK, "optimizer", "update", r"(    p.write_state\(\"layers.0\".*\n)", r"\1\1",
+        "writes moments that were written before"),
+    ("well_formed", "moments of another tile"): (
+        DISK, "optimizer", "update", r'(adam_from_disk\("layers.1", clip=c, moments=)m2', r"\1m1",
+        "takes m1, which is of tile layers.0"),
+    ("placed", "slab of moments that are not written yet"): (
+        DISK, "place", "update", r"(    p.write_state\(\"layers.0\".*\n    p.release\(m1\)\n)(    m2 = .*\n)", r"\2\1",
+        "slot M0 is overwritten by read_state layers.1 while m1"),
+    ("ordered", "an update that does not wait for the disk"): (
+        DISK, "synchronize", "update", r'    p.wait\("cpu", e_16\).*\n', "",
+        "slot M0 is overwritten by adam_from_disk layers.0 while read_state layers.0 may still write it"),
+    ("ordered", "moments that are written while they are updated"): (
+        DISK, "synchronize", "update", r'    p.wait\("disk_write", e_17\).*\n', "",
+        "slot M0 is read by write_state layers.0 while adam_from_disk layers.0 may still write it"),
+    ("ordered", "a slab that is read into while it is written from"): (
+        DISK, "synchronize", "update", r'    p.wait\("disk_read", e_18\).*\n',
+        '    e_99 = p.enter("moments/layers.1", "write", "disk_write")\n    p.wait("disk_read", e_99)\n'
+        '    p.wait("disk_read", e_17)\n',
+        "slot M0 is overwritten by read_state layers.1 while write_state layers.0 may still read it"),
+    ("ordered", "moments that are read while an earlier step writes them"): (
+        DISK, "synchronize", "update", r'    p.wait\("disk_read", e_6\).*\n', "",
+        "tile part moments/layers.0 is read by read_state layers.0 while disk_write may still write it from an earlier"),
+    ("handed_on", "moments whose write is not handed on"): (
+        DISK, "synchronize", "update", r'    p.leave\("moments/layers.1", "write".*\n', "",
+        "moments/layers.1 is accessed by write_state layers.1, but no leave hands on an event of disk_write"),
     ("sent_home", "gradient that is never offloaded"): (
         STREAMED, "offload", "backward", r"    o2 = .*\n", "", "tile layers.1 trains, but has no offload in backward"),
     ("sent_home", "gradient that is offloaded twice"): (

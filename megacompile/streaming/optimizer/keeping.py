@@ -3,13 +3,16 @@ steps."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from megacompile.errors import MegacompileError
+from megacompile.planning.disk_tiles import with_disk
 from megacompile.planning.host_needs import check_state
+from megacompile.runtime.memory.state_file import StateFile
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.optimizer import native
 from megacompile.runtime.optimizer.host_update import definitions
@@ -80,17 +83,28 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
     """From now on the model keeps these states of the named parameters; moments that were kept in another way restart.
     `on_arrival`: no gradients wait in host memory.
 
-    Raises `InsufficientMemoryError`, with what would fit, if the host cannot hold them, and `MegacompileError` between a
-    forward and the end of its step. Then nothing has changed."""
+    Raises `InsufficientMemoryError`, with what would fit, if the host cannot hold them, `DiskError` if the disk cannot, and
+    `MegacompileError` between a forward and the end of its step. Then nothing has changed."""
     check_masters(states, streamed.tiling)
-    tiling = streamed.tiling.with_states(states)
-    changed = tiling.host != streamed.tiling.host
-    if changed or not streamed.store.has_moments:
-        check_state(tiling, streamed.store.room(parse_bytes(streamed.config.host_memory)), on_arrival)
-    if not changed:
+    before, store = streamed.tiling, streamed.store
+    tiling = before.with_states(states)
+    if tiling.host != before.host or not store.has_moments:
+        room = store.room(parse_bytes(streamed.config.host_memory))
+        stays = [tile for tile, layout in tiling.host.items() if layout == before.host[tile] and store.tiles[tile].moments]
+        tiling = with_disk(tiling, streamed.config, room, on_arrival, there=set(stays) & set(before.on_disk),
+                           in_memory=set(stays) - set(before.on_disk))
+        check_state(tiling, room, on_arrival)
+    if tiling == before:
         return
-    discard_plans(streamed, "a new optimizer that keeps other state")
-    for unused in streamed.store.keep(tiling.host, tiling.layouts):
+    new = [tile for tile in tiling.on_disk if store.tiles[tile].file is None or tiling.host[tile] != before.host[tile]]
+    file = StateFile(Path(streamed.config.disk or ""), (tiling.host[tile] for tile in new)) if new else None
+    try:
+        discard_plans(streamed, "a new optimizer that keeps other state")
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
+    for unused in store.keep(tiling.host, tiling.layouts, tiling.on_disk, file):
         streamed.backend.unlock(unused)  # the system does not take pinned pages back
     streamed.captures.keep(tiling)
     streamed.writes.remainders.clear()

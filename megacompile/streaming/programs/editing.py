@@ -91,6 +91,10 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
     if unknown := sorted(set(plan.host_sums).difference(tiles)):
         raise ProgramError(f"the plan adds up gradients of {listed(unknown)} on the host, which are not tiles of this model: "
                            f"it has {listed(tiles)}")
+    if sorted(plan.disk_state) != sorted(shapes.tiling.on_disk):
+        raise ProgramError(f"the plan has the optimizer state of {listed(plan.disk_state) or 'no tile'} on disk, and this "
+                           f"model that of {listed(sorted(shapes.tiling.on_disk)) or 'no tile'}: print the program again with "
+                           "model.megacompile.text(batch)")
     if plan.saved_layers > layers:
         raise ProgramError(f"the plan keeps residuals of {plan.saved_layers} layers, and the model has {layers}: print the "
                            "program again with model.megacompile.text(batch)")

@@ -1,0 +1,266 @@
+"""A disk with optimizer state that fails or is too small, and processes that are killed: nothing is lost unnoticed."""
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from disk_models import SOME, adamw, step, streamed, trained
+from killed import kill_at_random_moments
+from resumable import Run, Streamed, load
+from tiny_models import assert_torn, cut_power, same_bits, state_of
+
+from megacompile import latest_checkpoint, save_checkpoint
+from megacompile.errors import DiskError, LaneError, TornError
+from megacompile.system import direct_file
+from megacompile.system.direct_file import BLOCK, DirectFile
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moments of a tile are read and written by several calls at a time."""
+    monkeypatch.setattr(direct_file, "CHUNK", BLOCK)
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def shared(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
+    made = tiny_models.Shared(bf16=request.param == "bf16", micro_batch_size=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nvme") / "state"
+
+
+@pytest.fixture(scope="module")
+def all_on_disk(shared: tiny_models.Shared, folder: Path) -> Iterator[tiny_models.Shared]:
+    made = streamed(shared.plain.dtype == torch.bfloat16, folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def some_on_disk(shared: tiny_models.Shared, folder: Path) -> Iterator[tiny_models.Shared]:
+    made = streamed(shared.plain.dtype == torch.bfloat16, folder, disk_state=SOME, state_slabs=1, resident=("model.layers.2",))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def in_memory() -> Streamed:
+    return Streamed()
+
+
+@pytest.fixture(scope="module")
+def on_disk(folder: Path) -> Streamed:
+    return Streamed(disk=folder, disk_state=("layers.0", "layers.2", "epilogue"))
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> list[int]:
+    """From now on the `number`-th of these calls to the system fails. The other calls of the same tile succeed, so that a write
+    leaves a part of its moments on the disk."""
+    made: list[int] = []
+    real = getattr(os, call)
+
+    def called(file: int, views: list[memoryview], offset: int) -> int:
+        made.append(offset)
+        if len(made) == number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return int(real(file, views, offset))
+
+    monkeypatch.setattr(os, call, called)
+    return made
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
+@pytest.mark.parametrize(("call", "doing"), [("preadv", "reading"), ("pwritev", "writing")])
+@pytest.mark.parametrize("number", [1, 2, 4, 7, 9])
+def test_an_error_of_the_disk_in_the_middle_of_a_step_loses_nothing(
+        call: str, doing: str, number: int, whole: bool, shared: tiny_models.Shared, all_on_disk: tiny_models.Shared,
+        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 errors in each precision: the step is completed, bit for bit, and the model says so if it must be."""
+    expected = trained(shared, whole, steps=4)
+    model = all_on_disk.fresh()
+    optimizer = adamw(model)
+    for seed in range(2):
+        step(model, optimizer, seed, whole)
+    model.megacompile.synchronize()
+    with monkeypatch.context() as patched:
+        made = failing(patched, call, number)
+        step(model, optimizer, 2, whole)
+        with pytest.raises(DiskError, match=rf"{doing} the optimizer state of \S+ (from|to) {folder} failed \(Input/output "
+                                            r"error\): see to the drive and call optimizer.step\(\) again, which completes"):
+            model.megacompile.synchronize()
+        assert len(made) >= number
+    torn = model.megacompile.streamed.step.torn
+    assert torn or call == "preadv", "weights are updated before their moments are written"
+    if torn:
+        with pytest.raises(TornError, match="an update stopped half-way"):
+            model.state_dict()
+        with pytest.raises(TornError, match=r"call optimizer.step\(\) again"):
+            optimizer.state_dict()
+    optimizer.step()
+    step(model, optimizer, 3, whole)
+    assert same_bits(state_of(model, optimizer), expected)
+
+
+def test_a_disk_that_goes_on_failing_leaves_the_model_torn_until_a_checkpoint_is_loaded(
+        on_disk: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    run = Run(on_disk.fresh())
+    run.steps(2)
+    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    expected = run.steps(1), run.masters(), run.moments()
+    load(path, run)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+        run.steps(1)
+        for _ in range(2):
+            with pytest.raises(DiskError, match="writing the optimizer state of"):
+                run.model.megacompile.synchronize()
+            with pytest.raises(TornError):
+                save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+            run.optimizer.step()
+        with pytest.raises(DiskError):
+            run.model.megacompile.synchronize()
+    assert latest_checkpoint(tmp_path) == path, "it is whole, and no other was written"
+    load(path, run)
+    assert run.steps(1) == expected[0]
+    assert same_bits(run.masters(), expected[1]) and same_bits(run.moments(), expected[2])
+
+
+def test_an_error_of_the_disk_with_updates_on_arrival_is_repaired_by_a_checkpoint(
+        on_disk: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    run = Run(on_disk.fresh(), "backward")
+    run.steps(2)
+    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    expected = run.steps(1), run.masters(), run.moments()
+    load(path, run)
+    with monkeypatch.context() as patched:
+        failing(patched, "pwritev", 1)
+        with pytest.raises(DiskError, match="or load a checkpoint"):
+            settled(run)
+    with pytest.raises(TornError, match="load a checkpoint"):
+        run.model.state_dict()
+    load(path, run)
+    assert run.steps(1) == expected[0]
+    assert same_bits(run.masters(), expected[1]) and same_bits(run.moments(), expected[2])
+
+
+def settled(run: Run) -> None:
+    """A step, and the end of its update."""
+    run.steps(1)
+    run.model.megacompile.synchronize()
+
+
+@pytest.mark.parametrize("op", ["read_state", "adam_from_disk", "write_state"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_update_that_stops_at_an_op_of_the_disk_is_completed(
+        op: str, number: int, shared: tiny_models.Shared, some_on_disk: tiny_models.Shared) -> None:
+    expected = trained(shared, True, steps=3)
+    model = some_on_disk.fresh()
+    optimizer = adamw(model)
+    step(model, optimizer, 0, whole=True)
+    model.megacompile.synchronize()
+    cut_power(model, op, number)
+    step(model, optimizer, 1, whole=True)
+    if op == "read_state":  # it may run before the first update
+        with pytest.raises(LaneError, match="power cut"):
+            model.megacompile.synchronize()
+    else:
+        assert_torn(model)
+    optimizer.step()
+    step(model, optimizer, 2, whole=True)
+    assert same_bits(state_of(model, optimizer), expected)
+
+
+def test_too_little_space_is_refused_before_anything_changes(
+        shared: tiny_models.Shared, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = streamed(shared.plain.dtype == torch.bfloat16, folder)
+    expected = trained(shared, True, steps=3)
+    model = ours.fresh()
+    optimizer = adamw(model)
+    step(model, optimizer, 0, whole=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectFile, "_allocate", lambda self: (_ for _ in ()).throw(DiskError("no space")))
+        with pytest.raises(DiskError, match="no space"):
+            adamw(model, state_dtype="8bit")
+    for seed in (1, 2):
+        step(model, optimizer, seed, whole=True)
+    assert same_bits(state_of(model, optimizer), expected)
+    ours.close()
+
+
+def test_no_complete_checkpoint_is_lost_when_training_with_a_disk_is_killed(
+        tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """In a process that has run nothing else, since it forks. With --kill-moments 40 it is killed so often."""
+    (tmp_path / "disk").mkdir()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        fresh.submit(kill_at_random_moments, tmp_path / "checkpoints", int(pytestconfig.getoption("--kill-moments")),
+                     tmp_path / "disk").result()
+
+
+def test_a_resume_after_a_kill_has_the_bits_of_a_run_that_was_never_killed(tmp_path: Path) -> None:
+    """Another process trains with a disk, saves each step and is killed; this one goes on from its last checkpoint."""
+    ours = Streamed(disk=tmp_path / "disk", disk_state="all")
+    model = ours.fresh()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(7)
+    whole = Run(model)
+    masters = []
+    for _ in range(12):
+        whole.steps(1)
+        masters.append((whole.masters(), whole.moments()))
+    with subprocess.Popen([sys.executable, "-c", VICTIM, str(Path(__file__).parent), str(tmp_path)], stdout=subprocess.PIPE,
+                          text=True) as victim:
+        assert victim.stdout is not None
+        for line in victim.stdout:
+            if int(line) == 3:
+                break
+        time.sleep(0.05)
+        victim.kill()
+    assert list((tmp_path / "disk").iterdir()) == [], "its file went with it"
+    run = Run(ours.fresh())
+    done = load(tmp_path / "checkpoints", run)
+    assert 3 <= done < 12
+    run.steps(12 - done)
+    assert same_bits(run.masters(), masters[-1][0]) and same_bits(run.moments(), masters[-1][1])
+
+
+VICTIM = """
+import random
+import sys
+from pathlib import Path
+tests, folder = map(Path, sys.argv[1:])
+sys.path[:0] = [str(tests), str(tests.parent)]
+import numpy as np
+import torch
+from megacompile import CheckpointWriter
+from resumable import Run, Streamed
+model = Streamed(disk=folder / "disk", disk_state="all").fresh()
+for seed in (torch.manual_seed, random.seed, np.random.seed):
+    seed(7)
+run = Run(model)
+with CheckpointWriter(folder / "checkpoints", model, run.optimizer, scheduler=run.scheduler, keep=2) as writer:
+    for step in range(1, 12):
+        run.steps(1)
+        writer.save(extra=step)
+        writer.wait()
+        print(step, flush=True)
+    import time
+    time.sleep(60)
+"""

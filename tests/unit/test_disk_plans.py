@@ -1,0 +1,193 @@
+"""Which tiles have their moments on disk, what plans say about it, and what is refused."""
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from disk_models import ROWS, SOME, TILES, adamw, streamed, trained, update_of
+from tiny_models import batch, same_bits
+
+import megacompile
+from megacompile.errors import DiskError, InsufficientMemoryError, MegacompileError, ProgramError, UnsupportedError
+from megacompile.ir.plan import STATE_SLABS
+from megacompile.ir.program import Lane
+from megacompile.planning import disk_tiles
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.disk_tiles import with_disk
+from megacompile.predict.hardware import DISK, Hardware
+from megacompile.tools.calibrate_disk import with_disk_rates
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def shared(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
+    made = tiny_models.Shared(bf16=request.param == "bf16", micro_batch_size=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nvme") / "state"
+
+
+# ---- which tiles -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"disk": 3}, "disk must be the path of a folder on a local drive, not 3"),
+    ({"disk": ""}, "disk must be the path of a folder on a local drive, not ''"),
+    ({"disk_state": "all"}, r"disk_state names tiles whose moments are on disk, and there is none: give a folder \(disk\)"),
+    ({"disk": "state", "disk_state": ("a",), "visiting_state": ("a",)}, "visiting_state and disk_state both name a"),
+    ({"disk": "state", "state_slabs": 0}, "state_slabs")])
+def test_options_that_say_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MegacompileError, match=message):
+        StreamConfig.of(**options)
+
+
+def test_tiles_that_cannot_be_on_disk_are_refused_with_the_reason(folder: Path) -> None:
+    with pytest.raises(MegacompileError, match=r"disk_state names model.layers.9, which are not tiles of"):
+        streamed(False, folder, disk_state=("model.layers.9",))
+    frozen = tiny_models.build()
+    frozen.model.layers[1].requires_grad_(False)
+    with pytest.raises(MegacompileError, match=r"disk_state names model.layers.1, whose moments cannot be on disk \(it is "
+                                               r"frozen\): leave it out; prologue, model.layers.0"):
+        megacompile.stream(frozen, device="cpu", disk=folder, disk_state=("model.layers.1",))
+    ours = streamed(True, folder, disk_state=("model.layers.1",))
+    with pytest.raises(MegacompileError, match=r"cannot be on disk \(whole matrices are updated on the device\)"):
+        megacompile.Muon(ours.fresh().parameters())
+    ours.close()
+
+
+def test_several_processes_are_refused(folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match="disk holds the optimizer state of one process, and 2 train this model"):
+        megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu", gpus=2, disk=folder)
+
+
+def tiling_of(**options: Any) -> Any:
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+    return megacompile.schedule(tiny_models.build(bf16=True, **sizes), batch=2, length=8, device="cpu", **options).tiling
+
+
+def test_the_fewest_tiles_are_on_disk_that_let_training_fit_spread_over_the_layers(folder: Path) -> None:
+    tiling = tiling_of()
+    config = StreamConfig.of(disk=folder)
+    needed = disk_tiles.host_bytes(tiling, on_arrival=False)
+    assert with_disk(tiling, config, needed, on_arrival=False).on_disk == ()
+    before = 0
+    for room in range(needed - 1, needed - sum(layout.disk_bytes for layout in tiling.layouts.values()), -20_000):
+        found = with_disk(tiling, config, room, on_arrival=False)
+        count = len(found.on_disk)
+        if disk_tiles.host_bytes(found, on_arrival=False) > room:
+            assert count == len(tiling.layouts), "all that can be"
+            break
+        if disk_tiles.host_bytes(found, False, STATE_SLABS) > room:
+            continue  # with one slab, fewer tiles may do
+        layers = [int(tile.rpartition(".")[2]) for tile in found.on_disk if "layers" in tile]
+        gaps = [after - first for first, after in pairwise(layers)]
+        assert max(gaps, default=1) <= min(gaps, default=1) + 1, f"evenly spread: {layers}"
+        assert count >= before and (len(layers) == 8 or count == len(layers)), "boundary tiles last"
+        before = count
+    assert before > 2
+
+
+def test_tiles_whose_moments_are_somewhere_stay_there(folder: Path) -> None:
+    tiling, config = tiling_of(), StreamConfig.of(disk=folder)
+    room = disk_tiles.host_bytes(tiling, on_arrival=False) - 100_000
+    there, in_memory = {"model.layers.5"}, {"model.layers.0", "model.layers.3"}
+    found = with_disk(tiling, config, room, False, there=there, in_memory=in_memory)
+    assert there < set(found.on_disk) and not in_memory & set(found.on_disk)
+    assert disk_tiles.host_bytes(found, on_arrival=False) <= room
+
+
+def test_training_that_does_not_fit_host_memory_fits_with_a_disk(folder: Path, shared: tiny_models.Shared) -> None:
+    bf16 = shared.plain.dtype == torch.bfloat16
+    tiling = shared.model.megacompile.streamed.tiling
+    there = disk_tiles.host_bytes(tiling, on_arrival=False) - 20_000
+    ours = tiny_models.Shared(bf16=bf16, micro_batch_size=2, host_memory=there)
+    with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes"):
+        adamw(ours.model)
+    ours.close()
+    expected = trained(shared, True, steps=3)
+    ours = tiny_models.Shared(bf16=bf16, micro_batch_size=2, host_memory=there, disk=folder)
+    assert same_bits(trained(ours, True, steps=3), expected)
+    on_disk = ours.model.megacompile.plan.disk_state
+    assert 0 < len(on_disk) < len(TILES) and update_of(ours.model)["write_state"] == {*on_disk}
+    ours.close()
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+def planned(read: float, write: float, **options: Any) -> Any:
+    """For an H200 with such a disk, and a model whose update takes long beside its forward."""
+    hardware = dataclasses.replace(Hardware.find("h200"), disk={"read": read, "write": write})
+    model = tiny_models.build(bf16=True, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+    return megacompile.schedule(model, batch=2, length=64, whole_step=True, hardware=hardware, disk="/nvme/state",
+                                **{"disk_state": "all", **options})
+
+
+def test_a_step_takes_as_long_as_the_disk_needs() -> None:
+    """Reading and writing beside each other: the slower of both binds, and the lanes of a simulated step say so."""
+    for read, write, binds in ((1e6, 1e9, Lane.DISK_READ), (1e9, 1e6, Lane.DISK_WRITE)):
+        found = planned(read, write)
+        moved = sum(layout.disk_bytes for layout in found.tiling.layouts.values())
+        step = found.simulate()
+        assert step.binds == binds
+        assert step.busy_s[Lane.DISK_READ] == pytest.approx(moved / read)
+        assert step.busy_s[Lane.DISK_WRITE] == pytest.approx(moved / write)
+        assert step.step_s == pytest.approx(moved / min(read, write), rel=0.2)
+
+
+def test_as_few_slabs_are_chosen_as_leave_a_step_as_fast() -> None:
+    found = planned(3e7, 2e7)
+    simulator = found.planner.simulator
+    seconds = {count: simulator.cautious_s(dataclasses.replace(found.plan, state_slabs=count), True) for count in range(1, 9)}
+    assert 1 < found.plan.state_slabs < 8
+    assert seconds[found.plan.state_slabs] <= 1.003 * min(seconds.values()) < seconds[found.plan.state_slabs - 1]
+    assert planned(3e7, 2e7, state_slabs=5).plan.state_slabs == 5
+    slabs = {slot for slot in found.program().slots if slot[0] == "M"}
+    assert slabs == {"MB0", *(f"M{number}" for number in range(found.plan.state_slabs))}
+
+
+def test_a_plan_says_what_a_step_writes_and_how_long_a_drive_lasts() -> None:
+    found = planned(**DISK, optim="adamw_8bit")
+    written = sum(layout.disk_bytes for layout in found.tiling.layouts.values())
+    text = found.outlook().text(disk_rating=10**12)
+    assert f"disk: the moments of 10 of 10 tiles, {written / 2**10:.2f} KiB, are read and written in each step" in text
+    assert f"drives rated for 0.001 PB last {10**12 // written:,} steps" in text
+    assert "drives rated" not in found.explain()
+    assert "disk:" not in planned(**DISK, disk_state=()).explain()
+
+
+def test_the_drives_are_measured_as_training_uses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    found = with_disk_rates(Hardware.find("h200"), tmp_path, 1e-3, said.append)
+    assert list(tmp_path.iterdir()) == [] and len(said) == 4
+    assert found.disk.keys() == {"read", "write"} and all(rate > 1e5 for rate in found.disk.values())
+    assert found.beside["disk_read disk_write"].keys() == {"disk_read", "disk_write"}
+    assert all(0 < left <= 1 for left in found.beside["disk_read disk_write"].values())
+    path = tmp_path / "rates.json"
+    found.save(path)
+    assert Hardware.load(path) == found and "disk write" in found.table()
+    monkeypatch.setattr(os, "preadv", lambda *given: 0)
+    with pytest.raises(DiskError, match=r"the drive of \S+ failed while it was measured \(the file ended\): see to the drive"):
+        with_disk_rates(found, tmp_path, 1e-3)
+
+
+def test_a_program_with_moments_on_disk_is_loaded_from_its_text(folder: Path) -> None:
+    ours = streamed(True, folder, disk_state=SOME, state_slabs=2)
+    model = ours.fresh()
+    adamw(model)
+    text = model.megacompile.text(batch(0, rows=ROWS))
+    assert 'disk_state=("model.layers.0", "model.layers.2")' in text and "state_slabs=2" in text
+    model.megacompile.load_program(text)
+    assert model.megacompile.text(batch(0, rows=ROWS)) == text
+    other = text.replace('disk_state=("model.layers.0", "model.layers.2")', 'disk_state=("model.layers.0",)')
+    with pytest.raises(ProgramError, match=r"the plan has the optimizer state of model\.layers\.0 on disk, and this"):
+        model.megacompile.load_program(other)
+    ours.close()
