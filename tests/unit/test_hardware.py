@@ -427,7 +427,8 @@ def test_a_streamed_model_explains_the_plan_that_it_trains_by() -> None:
         assert "device: fits" in text and "host: fits" in text
         with torch.no_grad():
             model(**tiny_models.batch(0, rows=6))
+        assert model.megacompile.explain(hardware="h200").startswith("rows: 6 x 9"), "an evaluation has no plan to compare"
         with pytest.raises(MegacompileError, match="pass a batch with labels"):
-            model.megacompile.explain(hardware="h200")
+            model.megacompile.simulate(hardware="h200")
     finally:
         model.megacompile.close()
