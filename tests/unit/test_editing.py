@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
     "other residents": ("", (("resident=()", 'resident=("epilogue",)'),), "the program has sections"),
     "residents that are no tiles": ("", (("resident=()", 'resident=("elsewhere",)'),), "are not tiles of this model"),
     "an order of some updates": ("", (("update_order=()", 'update_order=("epilogue",)'),), "update_order names some tiles"),
-    "another update": ("", (('lean=False, update="step"', 'lean=False, update="arrival"'),), 'the plan says update="step"'),
+    "another update": ("", (('lean=False, update="step"', 'lean=False, update="arrival"'),), 'the plan has update="step"'),
     "more images than the model takes": ("", (("images=1", "images=3"),), "this model takes none: leave images=1"),
     "further arguments that the model does not take": ("", (("further=()", 'further=("masked",)'),), "name each once, from "),
     "a tile named twice": ("", (("resident=()", 'resident=("epilogue", "epilogue")'),), "resident names a tile twice"),
