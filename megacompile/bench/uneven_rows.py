@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megacompile.finetuning.packing import best_fit
 from megacompile.losses import IGNORED
 
 
@@ -67,19 +68,19 @@ def collate(found: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return batch
 
 
+#: Rows that are packed together. Few, so that packed rows come in about the order of the rows in them.
+_WINDOW = 512
+
+
 class PackedRows(Dataset[dict[str, Any]]):
-    """Rows of one length. Each holds several rows of `source`, in order, with position IDs that restart at 0."""
+    """Rows of one length. Each holds several rows of `source`, packed by best fit, with position IDs that restart at 0."""
 
     def __init__(self, source: RandomRows, length: int) -> None:
         self.source, self.length = source, length
-        self.groups: list[list[int]] = [[]]
-        room = length
-        for index, tokens in enumerate(source.lengths):
-            if tokens > room:
-                self.groups.append([])
-                room = length
-            self.groups[-1].append(index)
-            room -= tokens
+        self.groups: list[list[int]] = []
+        for begin in range(0, len(source.lengths), _WINDOW):
+            found = best_fit(source.lengths[begin:begin + _WINDOW], length)
+            self.groups += sorted(sorted(begin + index for index in group) for group in found)
 
     def __len__(self) -> int:
         return len(self.groups)

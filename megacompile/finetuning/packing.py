@@ -37,7 +37,7 @@ def join(documents: Iterable[list[int]], end: int) -> Tensor:
 def pack_conversations(rows: Rows, length: int) -> Rows:
     """Packs conversations of at most `length` tokens into sequences of at most `length` by best fit, longest first."""
     lengths = rows.lengths.tolist()
-    members = _fitted(lengths, length)
+    members = best_fit(lengths, length)
     order = torch.tensor([row for each in members for row in each], dtype=torch.int64)
     sizes = rows.lengths[order]
     starts = sizes.cumsum(0) - sizes
@@ -51,8 +51,8 @@ def pack_conversations(rows: Rows, length: int) -> Rows:
     return Rows(rows.tokens[where], torch.stack([ends - filled, ends], dim=1), learned & ~begins, begins)
 
 
-def _fitted(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Groups of indices whose sizes fit together into `room`."""
+def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Groups of indices whose sizes fit together into `room`, by best fit, longest first."""
     members: list[list[int]] = []
     with_space: defaultdict[int, list[int]] = defaultdict(list)
     spaces: list[int] = []  # the keys of `with_space` with a non-empty list, sorted

@@ -19,6 +19,7 @@ from megacompile.inputs.packed_layout import lengths_of, power_of_two
 from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.ir.program import Program, Slot, places, slot_family
+from megacompile.ir.slots import Family
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.planning.memory import Estimate
 from megacompile.planning.packed_plans import PackedPlans
@@ -82,7 +83,7 @@ class CompiledShape:
     @functools.cached_property
     def host_slots(self) -> dict[str, Slot]:
         """The buffers of checkpoints in host memory, which each open forward has of its own."""
-        return {name: slot for name, slot in self.program.slots.items() if slot_family(name) == "H"}
+        return {name: slot for name, slot in self.program.slots.items() if slot_family(name) == Family.HOST_CHECKPOINTS}
 
 
 class Shapes:
