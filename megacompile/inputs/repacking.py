@@ -119,7 +119,7 @@ class Repacking:
         share = 1 - float(present.mean())
         if self.enabled and reason not in self._told and share >= _MUCH_PADDING:
             self._told.add(reason)
-            remedy = _REMEDIES.get(reason, "stream(model, repack=False) turns this warning off")
+            remedy = _REMEDIES.get(reason, "group rows of similar length to compute less of it")
             warnings.warn(f"a training batch is computed with its padding, {share:.0%} of it, because {reason}: {remedy}",
                           PaddingWarning, stacklevel=2)
 
