@@ -116,7 +116,7 @@ class Step:
     """The results of one step. `loss`: nats per token. `lr`: learning rate of the step. `rate`: tokens per second without
     padding. `padding`: fraction of computed tokens that are padding. `tflops`: 6 x parameters x `rate`, without recomputation
     and padding. `seconds`: duration. `norm` returns the norm of all gradients before clipping, without waiting: None until the
-    update has begun, or if it is never known."""
+    update has begun, or if it is never known. `disk_bytes_written`: by updates of optimizer state on disk so far."""
 
     number: int
     loss: float
@@ -128,6 +128,7 @@ class Step:
     host_bytes: int
     seconds: float
     norm: Callable[[], float | None] = _unknown
+    disk_bytes_written: int = 0
 
 
 def _write_at_once(text: str) -> None:
@@ -206,7 +207,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
             norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
             rate = useful / taken
             on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes,
-                         taken, norm))
+                         taken, norm, _written(model)))
     return losses
 
 
@@ -261,3 +262,9 @@ def memory(model: Any) -> tuple[int, int]:
     held = sum(p.nbytes for p in model.parameters())
     on_device = sum(p.nbytes for p in model.parameters() if p.device.type != "cpu")
     return on_device, held - on_device
+
+
+def _written(model: Any) -> int:
+    """Bytes of optimizer state that a streamed model's updates have written to disk."""
+    handle = getattr(model, "megacompile", None)
+    return 0 if handle is None else int(handle.stats["disk_bytes_written"])

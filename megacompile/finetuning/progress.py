@@ -32,10 +32,11 @@ class Entry:
     def line(self, steps: int) -> str:
         step = self.step
         norm = "" if self.grad_norm is None else f"  norm {self.grad_norm:.3g}"
+        disk = f"  written {format_bytes(step.disk_bytes_written)}" if step.disk_bytes_written else ""
         left = "" if self.seconds_left is None else f"  {format_seconds(self.seconds_left)} left"
         return (f"step {step.number:>{len(str(steps))}}/{steps}  epoch {self.epoch:.2f}  loss {step.loss:.4f}  mean "
                 f"{self.mean_loss:.4f}{norm}  lr {step.lr:.2e}  {_rate(step)}  {step.tflops:.3g} TFLOPS  device "
-                f"{format_bytes(step.device_bytes)}  host {format_bytes(step.host_bytes)}{left}")
+                f"{format_bytes(step.device_bytes)}  host {format_bytes(step.host_bytes)}{disk}{left}")
 
 
 def _rate(step: Step) -> str:

@@ -37,7 +37,8 @@ class Reports:
 
     def step(self, entry: Entry) -> None:
         step = entry.step
-        known = {"grad_norm": entry.grad_norm, "seconds_left": entry.seconds_left}
+        known = {"grad_norm": entry.grad_norm, "seconds_left": entry.seconds_left,
+                 "disk_bytes_written": step.disk_bytes_written or None}
         self._write(step.number, epoch=entry.epoch, loss=step.loss, mean_loss=entry.mean_loss,
                     **{name: value for name, value in known.items() if value is not None}, lr=step.lr,
                     tokens_per_second=step.rate, padding_share=step.padding, tflops=step.tflops,
