@@ -79,7 +79,7 @@ def test_one_plan_is_searched_for_packed_rows_of_one_length_and_their_kernels_ha
     after = model.megacompile.stats
     assert answered(after) - answered(before) <= 1
     assert after["micro_batch_shapes"] - before["micro_batch_shapes"] <= 2
-    model.megacompile.train_step(padded(17), optimizer)  # nothing to pack
+    model.megacompile.train_step(padded(17, 17), optimizer)  # nothing to pack
     assert answered(model.megacompile.stats) == answered(after) + 1
     assert model.megacompile.stats["micro_batch_shapes"] == after["micro_batch_shapes"] + 1
 
