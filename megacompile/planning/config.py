@@ -163,7 +163,8 @@ class StreamConfig:
         if self.disk is not None and (not isinstance(self.disk, str | os.PathLike) or not os.fspath(self.disk)):
             raise MegacompileError(f"disk must be the path of a folder on a local drive, not {shortened(repr(self.disk))}")
         if self.disk is None and self.disk_state:
-            raise MegacompileError("disk_state names tiles whose moments are on disk, and there is none: give a folder (disk)")
+            raise MegacompileError("disk_state names tiles whose moments are on disk, but no disk is given: add disk, a folder "
+                                   "on a local drive")
         if not isinstance(self.repack, bool):
             check_whole("repack", self.repack)
         timeout = self.stall_timeout

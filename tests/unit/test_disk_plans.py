@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("options", "message"), [
     ({"disk": 3}, "disk must be the path of a folder on a local drive, not 3"),
     ({"disk": ""}, "disk must be the path of a folder on a local drive, not ''"),
-    ({"disk_state": "all"}, r"disk_state names tiles whose moments are on disk, and there is none: give a folder \(disk\)"),
+    ({"disk_state": "all"}, "disk_state names tiles whose moments are on disk, but no disk is given: add disk"),
     ({"disk": "state", "disk_state": ("a",), "visiting_state": ("a",)}, "visiting_state and disk_state both name a"),
     ({"disk": "state", "state_slabs": 0}, "state_slabs")])
 def test_options_that_say_nothing_are_refused(options: dict[str, Any], message: str) -> None:
