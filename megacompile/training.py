@@ -267,4 +267,4 @@ def memory(model: Any) -> tuple[int, int]:
 def _written(model: Any) -> int:
     """Bytes of optimizer state that a streamed model's updates have written to disk."""
     handle = getattr(model, "megacompile", None)
-    return 0 if handle is None else int(handle.stats["disk_bytes_written"])
+    return 0 if handle is None else int(handle.streamed.store.disk_bytes_written)

@@ -24,12 +24,13 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch import BatchArguments, RepackedCaptures
 from megacompile.inputs.captures import Captures
 from megacompile.inputs.packed_layout import Layout, Span
+from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, padded
 from megacompile.ir.plan import CaptureKey
 from megacompile.losses import IGNORED
 from megacompile.runtime.ranks import Ranks
 
 #: Arguments that only some ranks may pass, and what stands for them on the others.
-_IMPLIED = ("attention_mask", "position_ids")
+_IMPLIED = (MASK, POSITIONS)
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,11 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
     inputs = _with_implied(given, captures, key)
     own = given.rows, given.length
     inputs = {name: _padded(name, tensor, own, (rows, length), captured) for name, tensor in inputs.items()}
-    padded = _with_all_targets(replace(given, inputs=inputs, rows=rows, length=length, key=key), all_ranks)
+    alike = _with_all_targets(replace(given, inputs=inputs, rows=rows, length=length, key=key), all_ranks)
     read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
     parts = ranks.agree(doing, {name: inputs[name].cpu() for name in read}) if captured.totals else []
     whole = {name: torch.cat([part[name] for part in parts]) for name in read}
-    return padded, AllRows(ranks.rank * rows, ranks.size * rows, whole)
+    return alike, AllRows(ranks.rank * rows, ranks.size * rows, whole)
 
 
 def _with_all_targets(given: BatchArguments, all_ranks: list[_Summary]) -> BatchArguments:
@@ -112,13 +113,9 @@ def _shared_out(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
         begin += each[next(iter(given.inputs))].shape[0]
     layout = captures.repacking.lay_out_for(ranks.size, together, (begin, longest)).part(ranks.rank, ranks.size)
     labels, inputs = captures.first.captured.labels, {}
-    for name, own in given.inputs.items():
-        if name == "position_ids":
-            inputs[name] = layout.positions
-            continue
-        rows = [torch.nn.functional.pad(each[name], (0, 0) * (own.dim() - 2) + (0, longest - each[name].shape[1]))
-                for each in found]
-        inputs[name] = layout.pack(torch.cat(rows), IGNORED if name in labels else 0)
+    for name in given.inputs:
+        rows = torch.cat([RightPadding(tuple(each[name].shape[:2]), longest).pack(each[name]) for each in found])
+        inputs[name] = layout.positions if name == POSITIONS else layout.pack(rows, IGNORED if name in labels else 0)
     count, length = layout.source.shape
     return replace(given, inputs=inputs, rows=count, length=length, layout=None)
 
@@ -154,7 +151,7 @@ def _check(captured: CapturedModel, all_ranks: list[_Summary], key: CaptureKey) 
         raise UnsupportedError(f"the model's loss is an average over rows, and the ranks have batches of {sizes}: give every "
                                "rank the same number of rows")
     longer = len({each.length for each in all_ranks}) > 1
-    if longer and (captured.counts_places or not (captured.causal or "attention_mask" in key.further)):
+    if longer and (captured.counts_places or not (captured.causal or MASK in key.further)):
         raise UnsupportedError(f"the ranks have batches of {sizes}, and the model would see padding: pad all of them to one "
                                "length")
 
@@ -164,7 +161,7 @@ def _with_implied(given: BatchArguments, captures: Captures, key: CaptureKey) ->
     served, inputs = captures.serve(key), dict(given.inputs)
     for name in set(key.further) - inputs.keys():
         dtype = served.types[name].dtype
-        values = torch.arange(given.length) if name == "position_ids" else torch.ones(given.length)
+        values = torch.arange(given.length) if name == POSITIONS else torch.ones(given.length)
         inputs[name] = values.to(dtype).expand(given.rows, -1).contiguous()
     return {name: inputs[name] for name in (*(n for n in served.captured.batch_inputs if n in inputs),
                                             *(n for n in inputs if n not in served.captured.batch_inputs))}
@@ -178,11 +175,7 @@ def _padded(name: str, tensor: Tensor, size: tuple[int, int], wanted: tuple[int,
         raise UnsupportedError(f"the ranks have batches of different shapes, and {name}, {list(tensor.shape)}, cannot be "
                                "padded: give every rank the same number of rows of one length")
     if size[1] < wanted[1]:
-        if name in captured.labels:
-            filling = tensor.new_full((), IGNORED)
-        else:  # a token that is there already; position 0 begins a sequence of its own
-            filling = tensor.new_zeros(()) if name in _IMPLIED else tensor[:, -1:]
-        tensor = torch.cat([tensor, filling.expand(size[0], wanted[1] - size[1], *tensor.shape[2:])], dim=1)
+        tensor = padded(name, tensor, RightPadding(size, wanted[1]), captured.labels)
     if size[0] < wanted[0]:
         first = tensor.new_full((), IGNORED) if name in captured.labels else tensor[:1]
         tensor = torch.cat([tensor, first.expand(wanted[0] - size[0], *tensor.shape[1:])])

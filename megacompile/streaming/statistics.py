@@ -28,7 +28,7 @@ def stats_of(streamed: Streamed) -> dict[str, Any]:
         host_parts=streamed.store.bytes(), checkpoint_bytes=streamed.checkpoints.bytes(),
         disk_bytes=sum(file.bytes for file in streamed.store.files),
         disk_bytes_read=sum(file.file.bytes_read for file in streamed.store.files),
-        disk_bytes_written=sum(file.file.bytes_written for file in streamed.store.files),
+        disk_bytes_written=streamed.store.disk_bytes_written,
         slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
         peak_device_bytes=streamed.backend.peak_bytes(),
         predicted_device_bytes=streamed.shapes.largest,

@@ -50,6 +50,11 @@ class Store:
         if ranks > 1:
             self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
 
+    @property
+    def disk_bytes_written(self) -> int:
+        """Bytes of moments that updates have written to files so far."""
+        return sum(file.file.bytes_written for file in self.files)
+
     def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout], on_disk: Collection[str] = (),
              file: StateFile | None = None) -> list[Tensor]:
         """From now on tiles and what is streamed of them have these layouts, which differ from those of before in the

@@ -9,14 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]  # tests are no package; the parity models serve too
 
-import tiny_models  # noqa: E402  (after the path is complete)
+import disk_models  # noqa: E402  (after the path is complete)
+import tiny_models  # noqa: E402
 from resumable import Run, Streamed  # noqa: E402
 
 from megacompile.finetuning import progress  # noqa: E402
+from megacompile.system import direct_file  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -76,3 +79,36 @@ def ctrl_c_after_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(progress.ProgressDisplay, "__call__", show_then_interrupt)
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moments of a tile are read and written by several calls at a time."""
+    monkeypatch.setattr(direct_file, "CHUNK", direct_file.BLOCK)
+
+
+@pytest.fixture(scope="module")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder for moments on disk."""
+    return tmp_path_factory.mktemp("nvme") / "state"
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def without_disk(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
+    made = tiny_models.Shared(bf16=request.param == "bf16", micro_batch_size=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def all_on_disk(without_disk: tiny_models.Shared, drive: pathlib.Path) -> Iterator[tiny_models.Shared]:
+    made = disk_models.streamed(without_disk.plain.dtype == torch.bfloat16, drive)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def some_on_disk(without_disk: tiny_models.Shared, drive: pathlib.Path) -> Iterator[tiny_models.Shared]:
+    made = disk_models.streamed(without_disk.plain.dtype == torch.bfloat16, drive, disk_state=disk_models.SOME, state_slabs=1,
+                                resident=("model.layers.2",))
+    yield made
+    made.close()

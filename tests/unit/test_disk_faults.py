@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -16,47 +15,16 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from disk_models import SOME, adamw, step, streamed, trained
+from disk_models import adamw, step, streamed, trained
 from killed import kill_at_random_moments
 from resumable import Run, Streamed, load
 from tiny_models import assert_torn, cut_power, same_bits, state_of
 
 from megacompile import latest_checkpoint, save_checkpoint
 from megacompile.errors import DiskError, LaneError, TornError
-from megacompile.system import direct_file
-from megacompile.system.direct_file import BLOCK, DirectFile
+from megacompile.system.direct_file import DirectFile
 
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moments of a tile are read and written by several calls at a time."""
-    monkeypatch.setattr(direct_file, "CHUNK", BLOCK)
-
-
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
-def shared(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
-    made = tiny_models.Shared(bf16=request.param == "bf16", micro_batch_size=2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("nvme") / "state"
-
-
-@pytest.fixture(scope="module")
-def all_on_disk(shared: tiny_models.Shared, folder: Path) -> Iterator[tiny_models.Shared]:
-    made = streamed(shared.plain.dtype == torch.bfloat16, folder)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def some_on_disk(shared: tiny_models.Shared, folder: Path) -> Iterator[tiny_models.Shared]:
-    made = streamed(shared.plain.dtype == torch.bfloat16, folder, disk_state=SOME, state_slabs=1, resident=("model.layers.2",))
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +33,8 @@ def in_memory() -> Streamed:
 
 
 @pytest.fixture(scope="module")
-def on_disk(folder: Path) -> Streamed:
-    return Streamed(disk=folder, disk_state=("layers.0", "layers.2", "epilogue"))
+def on_disk(drive: Path) -> Streamed:
+    return Streamed(disk=drive, disk_state=("layers.0", "layers.2", "epilogue"))
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> list[int]:
@@ -89,10 +57,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> list[int
 @pytest.mark.parametrize(("call", "doing"), [("preadv", "reading"), ("pwritev", "writing")])
 @pytest.mark.parametrize("number", [1, 2, 4, 7, 9])
 def test_an_error_of_the_disk_in_the_middle_of_a_step_loses_nothing(
-        call: str, doing: str, number: int, whole: bool, shared: tiny_models.Shared, all_on_disk: tiny_models.Shared,
-        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        call: str, doing: str, number: int, whole: bool, without_disk: tiny_models.Shared, all_on_disk: tiny_models.Shared,
+        drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 errors in each precision: the step is completed, bit for bit, and the model says so if it must be."""
-    expected = trained(shared, whole, steps=4)
+    expected = trained(without_disk, whole, steps=4)
     model = all_on_disk.fresh()
     optimizer = adamw(model)
     for seed in range(2):
@@ -101,7 +69,7 @@ def test_an_error_of_the_disk_in_the_middle_of_a_step_loses_nothing(
     with monkeypatch.context() as patched:
         made = failing(patched, call, number)
         step(model, optimizer, 2, whole)
-        with pytest.raises(DiskError, match=rf"{doing} the optimizer state of \S+ (from|to) {folder} failed \(Input/output "
+        with pytest.raises(DiskError, match=rf"{doing} the optimizer state of \S+ (from|to) {drive} failed \(Input/output "
                                             r"error\): see to the drive and call optimizer.step\(\) again, which completes"):
             model.megacompile.synchronize()
         assert len(made) >= number
@@ -170,8 +138,8 @@ def settled(run: Run) -> None:
 @pytest.mark.parametrize("op", ["read_state", "adam_from_disk", "write_state"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_update_that_stops_at_an_op_of_the_disk_is_completed(
-        op: str, number: int, shared: tiny_models.Shared, some_on_disk: tiny_models.Shared) -> None:
-    expected = trained(shared, True, steps=3)
+        op: str, number: int, without_disk: tiny_models.Shared, some_on_disk: tiny_models.Shared) -> None:
+    expected = trained(without_disk, True, steps=3)
     model = some_on_disk.fresh()
     optimizer = adamw(model)
     step(model, optimizer, 0, whole=True)
@@ -189,9 +157,9 @@ def test_an_update_that_stops_at_an_op_of_the_disk_is_completed(
 
 
 def test_too_little_space_is_refused_before_anything_changes(
-        shared: tiny_models.Shared, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = streamed(shared.plain.dtype == torch.bfloat16, folder)
-    expected = trained(shared, True, steps=3)
+        without_disk: tiny_models.Shared, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = streamed(without_disk.plain.dtype == torch.bfloat16, drive)
+    expected = trained(without_disk, True, steps=3)
     model = ours.fresh()
     optimizer = adamw(model)
     step(model, optimizer, 0, whole=True)

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,6 @@ from megacompile.planning.disk_tiles import with_disk
 from megacompile.predict.hardware import DISK, Hardware
 from megacompile.tools.calibrate_disk import with_disk_rates
 
-
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
-def shared(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
-    made = tiny_models.Shared(bf16=request.param == "bf16", micro_batch_size=2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("nvme") / "state"
-
-
 # ---- which tiles -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -50,23 +36,23 @@ def test_options_that_say_nothing_are_refused(options: dict[str, Any], message: 
         StreamConfig.of(**options)
 
 
-def test_tiles_that_cannot_be_on_disk_are_refused_with_the_reason(folder: Path) -> None:
+def test_tiles_that_cannot_be_on_disk_are_refused_with_the_reason(drive: Path) -> None:
     with pytest.raises(MegacompileError, match=r"disk_state names model.layers.9, which are not tiles of"):
-        streamed(False, folder, disk_state=("model.layers.9",))
+        streamed(False, drive, disk_state=("model.layers.9",))
     frozen = tiny_models.build()
     frozen.model.layers[1].requires_grad_(False)
     with pytest.raises(MegacompileError, match=r"disk_state names model.layers.1, whose moments cannot be on disk \(it is "
                                                r"frozen\): leave it out; prologue, model.layers.0"):
-        megacompile.stream(frozen, device="cpu", disk=folder, disk_state=("model.layers.1",))
-    ours = streamed(True, folder, disk_state=("model.layers.1",))
+        megacompile.stream(frozen, device="cpu", disk=drive, disk_state=("model.layers.1",))
+    ours = streamed(True, drive, disk_state=("model.layers.1",))
     with pytest.raises(MegacompileError, match=r"cannot be on disk \(whole matrices are updated on the device\)"):
         megacompile.Muon(ours.fresh().parameters())
     ours.close()
 
 
-def test_several_processes_are_refused(folder: Path) -> None:
+def test_several_processes_are_refused(drive: Path) -> None:
     with pytest.raises(UnsupportedError, match="disk holds the optimizer state of one process, and 2 train this model"):
-        megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu", gpus=2, disk=folder)
+        megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu", gpus=2, disk=drive)
 
 
 def tiling_of(**options: Any) -> Any:
@@ -74,9 +60,9 @@ def tiling_of(**options: Any) -> Any:
     return megacompile.schedule(tiny_models.build(bf16=True, **sizes), batch=2, length=8, device="cpu", **options).tiling
 
 
-def test_the_fewest_tiles_are_on_disk_that_let_training_fit_spread_over_the_layers(folder: Path) -> None:
+def test_the_fewest_tiles_are_on_disk_that_let_training_fit_spread_over_the_layers(drive: Path) -> None:
     tiling = tiling_of()
-    config = StreamConfig.of(disk=folder)
+    config = StreamConfig.of(disk=drive)
     needed = disk_tiles.host_bytes(tiling, on_arrival=False)
     assert with_disk(tiling, config, needed, on_arrival=False).on_disk == ()
     before = 0
@@ -96,8 +82,8 @@ def test_the_fewest_tiles_are_on_disk_that_let_training_fit_spread_over_the_laye
     assert before > 2
 
 
-def test_tiles_whose_moments_are_somewhere_stay_there(folder: Path) -> None:
-    tiling, config = tiling_of(), StreamConfig.of(disk=folder)
+def test_tiles_whose_moments_are_somewhere_stay_there(drive: Path) -> None:
+    tiling, config = tiling_of(), StreamConfig.of(disk=drive)
     room = disk_tiles.host_bytes(tiling, on_arrival=False) - 100_000
     there, in_memory = {"model.layers.5"}, {"model.layers.0", "model.layers.3"}
     found = with_disk(tiling, config, room, False, there=there, in_memory=in_memory)
@@ -105,16 +91,16 @@ def test_tiles_whose_moments_are_somewhere_stay_there(folder: Path) -> None:
     assert disk_tiles.host_bytes(found, on_arrival=False) <= room
 
 
-def test_training_that_does_not_fit_host_memory_fits_with_a_disk(folder: Path, shared: tiny_models.Shared) -> None:
-    bf16 = shared.plain.dtype == torch.bfloat16
-    tiling = shared.model.megacompile.streamed.tiling
+def test_training_that_does_not_fit_host_memory_fits_with_a_disk(drive: Path, without_disk: tiny_models.Shared) -> None:
+    bf16 = without_disk.plain.dtype == torch.bfloat16
+    tiling = without_disk.model.megacompile.streamed.tiling
     there = disk_tiles.host_bytes(tiling, on_arrival=False) - 20_000
     ours = tiny_models.Shared(bf16=bf16, micro_batch_size=2, host_memory=there)
     with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes"):
         adamw(ours.model)
     ours.close()
-    expected = trained(shared, True, steps=3)
-    ours = tiny_models.Shared(bf16=bf16, micro_batch_size=2, host_memory=there, disk=folder)
+    expected = trained(without_disk, True, steps=3)
+    ours = tiny_models.Shared(bf16=bf16, micro_batch_size=2, host_memory=there, disk=drive)
     assert same_bits(trained(ours, True, steps=3), expected)
     on_disk = ours.model.megacompile.plan.disk_state
     assert 0 < len(on_disk) < len(TILES) and update_of(ours.model)["write_state"] == {*on_disk}
@@ -179,8 +165,8 @@ def test_the_drives_are_measured_as_training_uses_them(tmp_path: Path, monkeypat
         with_disk_rates(found, tmp_path, 1e-3)
 
 
-def test_a_program_with_moments_on_disk_is_loaded_from_its_text(folder: Path) -> None:
-    ours = streamed(True, folder, disk_state=SOME, state_slabs=2)
+def test_a_program_with_moments_on_disk_is_loaded_from_its_text(drive: Path) -> None:
+    ours = streamed(True, drive, disk_state=SOME, state_slabs=2)
     model = ours.fresh()
     adamw(model)
     text = model.megacompile.text(batch(0, rows=ROWS))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +18,8 @@ from torch import Tensor
 import megacompile
 from megacompile import CheckpointWriter
 from megacompile.ir.program import Lane
-from megacompile.system import direct_file
-from megacompile.system.direct_file import BLOCK
 
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moments of a tile are read and written by several calls at a time."""
-    monkeypatch.setattr(direct_file, "CHUNK", BLOCK)
-
-
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
-def shared(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
-    made = tiny_models.Shared(bf16=request.param == "bf16", micro_batch_size=2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("nvme") / "state"
-
-
-@pytest.fixture(scope="module")
-def all_on_disk(shared: tiny_models.Shared, folder: Path) -> Iterator[tiny_models.Shared]:
-    made = streamed(shared.plain.dtype == torch.bfloat16, folder)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def some_on_disk(shared: tiny_models.Shared, folder: Path) -> Iterator[tiny_models.Shared]:
-    made = streamed(shared.plain.dtype == torch.bfloat16, folder, disk_state=SOME, state_slabs=1, resident=("model.layers.2",))
-    yield made
-    made.close()
-
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
@@ -61,9 +28,9 @@ def some_on_disk(shared: tiny_models.Shared, folder: Path) -> Iterator[tiny_mode
     {}, {"state_dtype": "bfloat16"}, {"state_dtype": "8bit"}, {"state_dtype": "8bit", "max_grad_norm": None},
     {"overlap": "backward", "max_grad_norm": None}], ids=str)
 def test_ten_steps_have_the_bits_of_ten_steps_in_memory(
-        options: dict[str, Any], whole: bool, shared: tiny_models.Shared, all_on_disk: tiny_models.Shared,
+        options: dict[str, Any], whole: bool, without_disk: tiny_models.Shared, all_on_disk: tiny_models.Shared,
         some_on_disk: tiny_models.Shared) -> None:
-    expected = trained(shared, whole, **options)
+    expected = trained(without_disk, whole, **options)
     assert same_bits(trained(all_on_disk, whole, **options), expected)
     assert same_bits(trained(some_on_disk, whole, **options), expected)
     if "overlap" not in options:
@@ -77,8 +44,8 @@ def test_ten_steps_have_the_bits_of_ten_steps_in_memory(
     lambda model: megacompile.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1),
     lambda model: megacompile.AdamW(model.parameters(), lr=1e-2, master="bfloat16", state_dtype="bfloat16")],
     ids=["lion", "sgd", "bf16 masters"])
-def test_other_rules_and_masters_have_the_bits_of_memory_too(make: Callable[..., Any], folder: Path) -> None:
-    ours, theirs = streamed(True, folder), tiny_models.Shared(bf16=True, micro_batch_size=2)
+def test_other_rules_and_masters_have_the_bits_of_memory_too(make: Callable[..., Any], drive: Path) -> None:
+    ours, theirs = streamed(True, drive), tiny_models.Shared(bf16=True, micro_batch_size=2)
     assert same_bits(trained(ours, True, make, steps=4), trained(theirs, True, make, steps=4))
     assert update_of(ours.model)["write_state"] == {*TILES}
     ours.close()
@@ -87,14 +54,14 @@ def test_other_rules_and_masters_have_the_bits_of_memory_too(make: Callable[...,
 
 @pytest.mark.parametrize("straggler", [Lane.DISK_READ, Lane.DISK_WRITE, Lane.CPU, Lane.D2H])
 def test_late_lanes_change_no_bit(
-        straggler: Lane, shared: tiny_models.Shared, some_on_disk: tiny_models.Shared) -> None:
+        straggler: Lane, without_disk: tiny_models.Shared, some_on_disk: tiny_models.Shared) -> None:
     draw = random.Random(str(straggler))
 
     def delay(lane: Lane) -> None:
         if draw.random() < (0.3 if lane == straggler else 0.02):
             time.sleep(draw.random() * 2e-3)
 
-    expected = trained(shared, False, steps=4)
+    expected = trained(without_disk, False, steps=4)
     model = some_on_disk.fresh()
     optimizer = adamw(model)
     model.megacompile.streamed.executor.delay = delay
@@ -130,22 +97,22 @@ def test_gradients_that_are_not_finite_write_nothing(some_on_disk: tiny_models.S
 # ---- what users see --------------------------------------------------------------------------------------------------
 
 def test_stats_count_what_is_written_and_memory_without_what_is_on_disk(
-        shared: tiny_models.Shared, all_on_disk: tiny_models.Shared, folder: Path) -> None:
-    trained(shared, True, steps=3)
+        without_disk: tiny_models.Shared, all_on_disk: tiny_models.Shared, drive: Path) -> None:
+    trained(without_disk, True, steps=3)
     before = all_on_disk.model.megacompile.stats
     trained(all_on_disk, True, steps=3)
-    ours, theirs = all_on_disk.model.megacompile.stats, shared.model.megacompile.stats
+    ours, theirs = all_on_disk.model.megacompile.stats, without_disk.model.megacompile.stats
     layouts = all_on_disk.model.megacompile.streamed.tiling.layouts.values()
     once = sum(layout.disk_bytes for layout in layouts)
     assert ours["disk_bytes"] >= once > 0 and "moments" not in ours["host_parts"]
     for name in ("disk_bytes_read", "disk_bytes_written"):
         assert ours[name] - before[name] == 3 * once and theirs[name] == 0
     assert theirs["host_parts"]["moments"] == sum(sum(layout.moment_bytes) for layout in layouts)
-    assert list(folder.iterdir()) == [], "the file has no name"
+    assert list(drive.iterdir()) == [], "the file has no name"
 
 
 def test_states_are_read_written_and_restarted_as_in_memory(
-        shared: tiny_models.Shared, some_on_disk: tiny_models.Shared) -> None:
+        without_disk: tiny_models.Shared, some_on_disk: tiny_models.Shared) -> None:
     def run(shared: tiny_models.Shared) -> dict[str, Tensor]:
         model = shared.fresh()
         optimizer = adamw(model)
@@ -166,12 +133,12 @@ def test_states_are_read_written_and_restarted_as_in_memory(
         step(model, again, 4, whole=True)
         return state_of(model, again)
 
-    assert same_bits(run(some_on_disk), run(shared))
+    assert same_bits(run(some_on_disk), run(without_disk))
 
 
-def test_another_format_gets_another_file_and_the_first_is_gone(shared: tiny_models.Shared, folder: Path) -> None:
-    ours = streamed(shared.plain.dtype == torch.bfloat16, folder)
-    expected = trained(shared, True, steps=3, state_dtype="8bit")
+def test_another_format_gets_another_file_and_the_first_is_gone(without_disk: tiny_models.Shared, drive: Path) -> None:
+    ours = streamed(without_disk.plain.dtype == torch.bfloat16, drive)
+    expected = trained(without_disk, True, steps=3, state_dtype="8bit")
     trained(ours, True, steps=2)
     files = ours.model.megacompile.streamed.store.files
     wide = ours.model.megacompile.stats["disk_bytes"]
@@ -183,9 +150,9 @@ def test_another_format_gets_another_file_and_the_first_is_gone(shared: tiny_mod
     ours.close()
 
 
-def test_a_closed_model_leaves_its_state_readable_and_no_open_file(shared: tiny_models.Shared, folder: Path) -> None:
-    ours = streamed(shared.plain.dtype == torch.bfloat16, folder)
-    expected = trained(shared, True, steps=2)
+def test_a_closed_model_leaves_its_state_readable_and_no_open_file(without_disk: tiny_models.Shared, drive: Path) -> None:
+    ours = streamed(without_disk.plain.dtype == torch.bfloat16, drive)
+    expected = trained(without_disk, True, steps=2)
     model = ours.fresh()
     optimizer = adamw(model)
     for seed in range(2):
@@ -204,8 +171,8 @@ def in_memory() -> Streamed:
 
 
 @pytest.fixture(scope="module")
-def on_disk(folder: Path) -> Streamed:
-    return Streamed(disk=folder, disk_state=("layers.0", "layers.2", "epilogue"))
+def on_disk(drive: Path) -> Streamed:
+    return Streamed(disk=drive, disk_state=("layers.0", "layers.2", "epilogue"))
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("on_disk", "on_disk"), ("on_disk", "in_memory"), ("in_memory", "on_disk")])
