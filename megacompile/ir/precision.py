@@ -8,7 +8,7 @@ Formats: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433)
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class Float8:
             or "all".
         keep: products that stay in the layers' dtype: names, or consecutive parts of names, of modules ("down_proj",
             "model.layers.0", "layers.31.mlp"). By default those that route tokens to experts.
-        min_features: products of a weight with fewer inputs or outputs than this stay in the layers' dtype. They take less time than
-            their casts, as adapters do.
+        min_features: products of a weight with fewer inputs or outputs than this stay in the layers' dtype. They take less time
+            than their casts, as adapters do.
         emulated: multiply the same rounded values in FP32, on any device. For tests: it is slower than no float8.
     """
 
@@ -83,10 +83,23 @@ PRECISIONS: dict[str, Float8] = {"float8": Float8(), "float8-emulated": Float8(e
 
 
 def precision_of(given: Any) -> Float8 | None:
-    """The recipe of this name, or a recipe as it is; None for None. Raises `MegacompileError` for anything else."""
+    """The recipe of this name, or a recipe as it is; None for None. Fields may follow the name: "float8:scaling=row,
+    keep=down_proj+layers.0". Raises `MegacompileError` for anything else."""
     if given is None or isinstance(given, Float8):
         return given
-    if isinstance(given, str) and given in PRECISIONS:
-        return PRECISIONS[given]
-    raise MegacompileError(f"precision must be {' or '.join(map(repr, PRECISIONS))}, a megacompile.Float8 or None, not "
-                           f"{shortened(repr(given))}")
+    name, _, changes = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if name not in PRECISIONS:
+        raise MegacompileError(f"precision must be {' or '.join(map(repr, PRECISIONS))}, a megacompile.Float8 or None, not "
+                               f"{shortened(repr(given))}")
+    return replace(PRECISIONS[name], **dict(map(_field, filter(None, changes.split(",")))))
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """A field of a recipe and its value, from "name=value"."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    known = [field.name for field in fields(Float8) if field.name != "emulated"]
+    if name not in known:
+        raise MegacompileError(f"precision has no field {shortened(repr(name))}: it has {', '.join(known)}")
+    if name == "keep":
+        return name, tuple(filter(None, value.split("+")))
+    return name, int(value) if name == "min_features" and value.isascii() and value.isdecimal() else value

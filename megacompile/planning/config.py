@@ -46,7 +46,7 @@ class StreamConfig:
         dtype: compute dtype; None: that of the model's parameters.
         precision: "float8": products of layers with their weights are computed in float8 (`megacompile.Float8`), on GPUs of
             compute capability 8.9 or later; "float8-emulated": with the same rounding, but multiplied in FP32, on any device; a
-            `Float8`: with this recipe; None: in `dtype`.
+            `Float8`, or text such as "float8:weight_gradients=bfloat16": with this recipe; None: in `dtype`.
         compile: compile templates with inductor; None: on cuda.
         dynamic: compile kernels of packed rows once for any number and length of rows, and split a step's rows into
             micro-batches that differ by at most one row. False: compile kernels for each of a few sizes, powers of two. None:

@@ -25,8 +25,8 @@ from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
 from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.torch_compat.symbols import size_functions
 
-#: At one batch and length: (FLOPs of GEMMs, of products in float8, of grouped GEMMs, bytes of GEMMs, other bytes, kernels), and for each attention
-#: kernel its FLOPs and those of one additional key.
+#: At one batch and length: (FLOPs of GEMMs, of products in float8, of grouped GEMMs, bytes of GEMMs, other bytes, kernels), and
+#: for each attention kernel its FLOPs and those of one additional key.
 _Numbers = tuple[tuple[float, float, float, float, float, int], tuple[tuple[float, float], ...]]
 #: Functions in sizes other than sums and products, such as `-(-T // 8)` in a layer that pads to a multiple of 8.
 _SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_functions.__all__}
@@ -36,9 +36,9 @@ _SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_function
 MATRIX_STEPS = 5
 #: The duration of each op in words; `Durations._node` computes it. All other ops take no time.
 COSTS: dict[str, str] = {
-    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones over theirs), or their "
-                    "bytes over memory bandwidth where that is longer; attention over its rate; other bytes over memory "
-                    "bandwidth; at least its launches"),
+    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones and those in float8 over "
+                    "theirs), or their bytes over memory bandwidth where that is longer; attention over its rate; other bytes "
+                    "over memory bandwidth; at least its launches"),
     "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
     **dict.fromkeys(("gather", "gather_resident"), "weight bytes of the other ranks' shards / peer bandwidth"),
     "reduce_scatter": "accumulators (FP32) of the other ranks' shards / peer bandwidth",

@@ -36,8 +36,8 @@ class Attention(NamedTuple):
 @dataclass(frozen=True)
 class Work:
     """FLOPs and bytes in B and T. `gemm_bytes` are those of the operands and results of GEMMs, grouped ones and those in
-    float8 included; a large GEMM hides them. `bytes` are all others. `kernels`: how many are launched. `attention`: by kernel and direction, such as
-    ("cudnn", "backward")."""
+    float8 included; a large GEMM hides them. `bytes` are all others. `kernels`: how many are launched. `attention`: by kernel
+    and direction, such as ("cudnn", "backward")."""
 
     gemm_flops: sympy.Expr = _ZERO
     float8_flops: sympy.Expr = _ZERO

@@ -40,7 +40,8 @@ def quantized(x: Tensor, form: str, scaling: str) -> tuple[Tensor, Tensor]:
     return (x.float() * (largest / maximum)).clamp(-largest, largest).to(dtype), maximum / largest
 
 
-def _product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype, kernel: str) -> Tensor:
+def _product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype,
+             kernel: str) -> Tensor:
     """a @ b.T, each given as values [rows, K] and their scales."""
     result: Tensor = torch.ops.megacompile.scaled_mm(
         a[0], b[0].t(), a[1], b[1].t() if b[1].dim() else b[1], bias, dtype, kernel)

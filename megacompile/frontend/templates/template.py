@@ -174,7 +174,8 @@ class Template:
     Attributes: `name`; `inputs`; `outputs`, how many; `carried_outputs` and `has_gradient`, a bool for each output; `symbols`,
     (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name; `tokens_at_once`, the most tokens
     whose values may exist at a time, overriding the plan (0: as the plan says); `share`, the part of a layer's experts that it
-    runs, as a fraction of what they compute; `products`, what the pass `float8` says of each `linear`. Thread-compatible: cut variants before sharing a template between threads.
+    runs, as a fraction of what they compute; `products`, what the pass `float8` says of
+    each `linear`. Thread-compatible: cut variants before sharing a template between threads.
     """
 
     def __init__(
