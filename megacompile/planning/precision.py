@@ -13,6 +13,8 @@ from megacompile.predict.hardware import Hardware
 
 #: The first compute capability with products in float8: Ada's. Hopper has 9.0.
 FIRST_CAPABILITY = (8, 9)
+#: How many products that stay as they are, for the same reason, are listed by name.
+_LISTED = 6
 _REMEDY = "leave precision out, or use precision='float8-emulated', which rounds alike but is slower"
 
 
@@ -62,8 +64,9 @@ def described_products(captured: CapturedModel) -> Iterator[str]:
         yield f"  {len(calls)} calls of {name}: {', '.join(rounded) or 'no product'}"
         reasons = dict.fromkeys(reason for _, reason in template.products if reason)
         for reason in reasons:
-            stay = dict.fromkeys(_names(names, calls[0]) for names, why in template.products if why == reason)
-            yield f"    {', '.join(stay)}: stays, since it {reason}"
+            stay = [*dict.fromkeys(_names(names, calls[0]) for names, why in template.products if why == reason)]
+            more = f" and {len(stay) - _LISTED} more" if len(stay) > _LISTED else ""
+            yield f"    stays, since it {reason}: {', '.join(stay[:_LISTED])}{more}"
         if template.forward_graph().find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
             yield "    grouped products of experts stay"
     yield "  embedding and head stay"
