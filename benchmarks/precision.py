@@ -125,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
         relative = statistics.mean(apart) / statistics.mean(finals) if apart else 0.0
         lines.append((name, f"{statistics.mean(finals):.4f}", f"{statistics.stdev(finals) if len(finals) > 1 else 0:.4f}",
                       f"{statistics.mean(apart):+.4f}" if apart else "", f"{relative:+.2%}",
-                      *(f"{min(min(row[when]) for row in seeds.values()):.4f}" for when in ("cosines_before", "cosines_after"))))
+    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="begin no run after this")
     headers = ["", "held-out loss", "deviation over seeds", "difference", "relative", "least cosine, start", "end"]
     return str(tabulate(lines, headers, tablefmt="github", disable_numparse=True))
 
