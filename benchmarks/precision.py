@@ -113,6 +113,9 @@ def run(recipe: Float8 | None, size: str, seed: int, steps: int, device: str, le
             "cosines_after": after, "seconds": round(time.perf_counter() - began, 1)}
 
 
+_COSINES = ("cosines_before", "cosines_after")
+
+
 def table(rows: Sequence[Row]) -> str:
     by_run: dict[str, dict[int, Row]] = {}
     for row in rows:
@@ -125,7 +128,7 @@ def table(rows: Sequence[Row]) -> str:
         relative = statistics.mean(apart) / statistics.mean(finals) if apart else 0.0
         lines.append((name, f"{statistics.mean(finals):.4f}", f"{statistics.stdev(finals) if len(finals) > 1 else 0:.4f}",
                       f"{statistics.mean(apart):+.4f}" if apart else "", f"{relative:+.2%}",
-    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="begin no run after this")
+                      *(f"{min(min(row[when]) for row in seeds.values()):.4f}" for when in _COSINES)))
     headers = ["", "held-out loss", "deviation over seeds", "difference", "relative", "least cosine, start", "end"]
     return str(tabulate(lines, headers, tablefmt="github", disable_numparse=True))
 
