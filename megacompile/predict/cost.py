@@ -109,7 +109,8 @@ def _scaled_workspace(node: fx.Node, size: Callable[[Any], int], device_type: st
 
 
 def _emulated_bytes(rows: int, summed: int, columns: int) -> int:
-    return 4 * (rows * summed + summed * columns + 2 * rows * columns)
+    """Both operands and the product, or the product before and after it is scaled."""
+    return 4 * (rows * columns + max(rows * summed + summed * columns, rows * columns))
 
 
 #: What our own ops hold in addition to their results: (node, size, device type) -> bytes.
