@@ -9,18 +9,24 @@ import peft
 import pytest
 import tiny_models
 import torch
+from test_fused_memory import allocated
 from tiny_models import batch
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import megacompile
 from megacompile import Float8
+from megacompile.api import analyse
+from megacompile.codegen.scaled_products import scaled_product
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.ops import scaled_linear
+from megacompile.frontend.templates.template import BATCH, LENGTH
 from megacompile.ir.precision import PRECISIONS, precision_of
 from megacompile.ir.tokenwise import is_scaled
+from megacompile.planning.config import StreamConfig
 from megacompile.predict import cost
 from megacompile.predict.hardware import Hardware
+from megacompile.streaming.programs.binding import example_inputs
 
 TINY = Float8(min_features=16, emulated=True)
 RECIPES = [TINY, dataclasses.replace(TINY, gradients="e4m3"), dataclasses.replace(TINY, scaling="row", gradients="e4m3"),
@@ -97,6 +103,20 @@ def test_an_emulated_product_is_the_same_rounding_in_plain_pytorch(recipe: Float
     torch.testing.assert_close(ours.reshape(-1, 32), plain, rtol=close, atol=close)
     for a, b in zip(found, expected, strict=True):
         assert (a - b.reshape(a.shape)).norm() <= close * b.norm()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("summed", [64, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_of_pytorch_compute_what_the_emulation_does(scaling: str, summed: int, dtype: torch.dtype) -> None:
+    """Those of the CPU here, which take the same arguments; for any number of tokens, which a weight gradient sums over."""
+    torch.manual_seed(0)
+    (a, scale_a), (b, scale_b) = (
+        scaled_linear.quantized(torch.randn(rows, summed).bfloat16(), "e4m3", scaling) for rows in (48, 32))
+    scale_b = scale_b.t() if scale_b.dim() else scale_b
+    found, expected = (scaled_product(a, b.t(), scale_a, scale_b, None, dtype, kernel) for kernel in ("float8", "emulated"))
+    assert found.dtype == expected.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
@@ -295,6 +315,20 @@ def test_profiles_have_a_rate_for_float8_where_the_device_has_such_products() ->
         assert 1.9 * rates["bfloat16"] <= rates["float8"] <= 2.1 * rates["bfloat16"]
     for name in ("a100", "rtx3090"):
         assert "float8" not in Hardware.find(name).gemm_flops
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[2], RECIPES[3]], ids=str)
+def test_a_layer_takes_no_more_memory_than_predicted(recipe: Float8) -> None:
+    with torch.device("meta"):
+        model = tiny_models.build(True, hidden_size=512, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=4)
+    captured, _ = analyse(model, StreamConfig.of(device="cpu", precision=recipe), "cpu", None, None)
+    decoder, numbers = captured.templates["decoder"], {BATCH: 2, LENGTH: 128}
+    for name in ("forward", "recompute_backward"):
+        variant = decoder.variant(name)
+        fakes = example_inputs(decoder, variant, lambda size: int(size.xreplace(numbers)), torch.device("cpu"))
+        given = [torch.randn_like(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in fakes]
+        found = allocated(lambda run=variant.graph, given=given: run(*given))  # type: ignore[misc]
+        assert found <= cost.peak_bytes(decoder, variant, 2, 128) <= 1.6 * found, name
 
 
 # ---------------------------------------------------------------- what is refused
