@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from megacompile.ir.program import argument
 from megacompile.runtime.frame import Frame, gradients_of, norms_of, own_bytes, sums_of
 from megacompile.runtime.memory.arena import Gradients, State
+from megacompile.runtime.memory.moment_file import MomentFile
 from megacompile.runtime.memory.segments import at_home, in_slot
 from megacompile.runtime.memory.shards import Share
-from megacompile.runtime.memory.tiles import MomentFile
 from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.runtime.optimizer import host_update
 from megacompile.runtime.optimizer.matrix_update import update_there
@@ -91,7 +91,7 @@ def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
 def _read_state(frame: Frame, node: fx.Node) -> Tensor:
     """Reads nothing where a failed step is being completed, and the slab has the moments that it could not write."""
     tile = frame.store[argument(node, "tile")]
-    slab = frame.memory(argument(node, "into"))[:tile.layout.disk_bytes]
+    slab = frame.memory(argument(node, "into"))[:tile.home.layout.disk_bytes]
     if _updating(frame).pending(tile.layout.name):
         _file_of(tile).read(tile.layout.name, slab)
     return slab
@@ -118,13 +118,13 @@ def _file_of(tile: Share) -> MomentFile:
 def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Tensor | None = None,
             part: Part = Part.WHOLE, moments: Sequence[Tensor] | None = None) -> None:
     """Updates a tile on the host. `gradients`: a slab; or [elements] of the host tile, such as its sums; None: the host tile's
-    gradients. `moments`: in a slab, from which they are still to be written; None: the host tile's."""
+    gradients. `moments`: this share's, in a slab, from which they are still to be written; None: the host tile's."""
     update, home, name = _updating(frame), tile.home, tile.layout.name
     slab = gradients if isinstance(gradients, Gradients) else None
     if update.on_arrival and gradients is not home.sums and name in update.segments:
         update.judge_tile(name, _norms(frame, update, name, None if slab is None else slab.memory))
     if segments := update.pending(name):
-        assert home.moments, "the optimizer made no state"
+        assert home.has_moments, "the optimizer made no state"
         assert not update.matrices.get(name), "whole matrices are updated on the device"
         frame.store.preserve(name)
         source = gradients_of(tile) if gradients is None else gradients

@@ -204,7 +204,8 @@ def _load(tensors: Mapping[str, Tensor], subject: Subject, optimizer_state: dict
     streamed.adopt_writes()
     streamed.step.weights_replaced()
     subject.optimizer.zero_grad()
-    subject.optimizer.put_state(*check_saved(subject.optimizer, optimizer_state))
+    with streamed.step.loading_moments():
+        subject.optimizer.put_state(*check_saved(subject.optimizer, optimizer_state))
     for name in filter(own.__contains__, subject.remainders()):  # includes parameters that the optimizer does not have
         tile_name, position = place[name]
         tile = store.tiles[tile_name]

@@ -21,6 +21,7 @@ from megacompile.planning import disk_tiles
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.disk_tiles import with_disk
 from megacompile.predict.hardware import DISK, Hardware
+from megacompile.sizes import format_bytes
 from megacompile.tools.calibrate_disk import with_disk_rates
 
 # ---- which tiles -----------------------------------------------------------------------------------------------------
@@ -50,9 +51,28 @@ def test_tiles_that_cannot_be_on_disk_are_refused_with_the_reason(drive: Path) -
     ours.close()
 
 
-def test_several_processes_are_refused(drive: Path) -> None:
-    with pytest.raises(UnsupportedError, match="disk holds the optimizer state of one process, and 2 train this model"):
-        megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu", gpus=2, disk=drive)
+def test_several_hosts_are_refused(drive: Path) -> None:
+    with pytest.raises(UnsupportedError, match="disk holds the optimizer state of one host, and 2 train this model"):
+        megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu", hosts=2, disk=drive)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("update", ["step", "arrival"])
+def test_several_ranks_read_and_write_their_shares(drive: Path, optim: str, update: str) -> None:
+    """All ranks share the drives, so a step moves the bytes of one rank's plan, but for padding."""
+    model = tiny_models.build(bf16=True, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+    hardware = dataclasses.replace(Hardware.find("8xh200"), disk={"read": 1e7, "write": 1e7})
+    one, four = (megacompile.schedule(model, batch=2, length=64, whole_step=True, hardware=hardware, disk=drive, optim=optim,
+                                      update=update, disk_state="all", gpus=gpus) for gpus in (1, 4))
+    sizes = [{tile.name: tile.disk_bytes for tile in found.program().tiles.values()} for found in (one, four)]
+    for tile, size in sizes[0].items():
+        assert size <= 4 * sizes[1][tile] <= size + 4 * (4096 + 6 * 256 * len(one.tiling.layouts[tile].slices))
+    for found, each, ranks in ((one, sizes[0], 1), (four, sizes[1], 4)):
+        assert found.simulate().busy_s[Lane.DISK_WRITE] == pytest.approx(ranks * sum(each.values()) / 1e7)
+        text = found.explain()
+        assert f"the moments of 10 of 10 tiles, {format_bytes(ranks * sum(each.values()))}, are read and written" in text
+    slabs = [found.planner.host_parts(dataclasses.replace(found.plan, state_slabs=2))["state slabs"] for found in (one, four)]
+    assert slabs[0] <= slabs[1] <= slabs[0] + 3 * 4 * 2 * 4096 + 10**5
 
 
 def tiling_of(**options: Any) -> Any:
