@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from megacompile.errors import DiskError, MegacompileError, TornError
+from megacompile.errors import CheckpointError, DiskError, MegacompileError, TornError
 from megacompile.inputs.token_counts import TokenCounts
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.update import Update
@@ -139,7 +139,7 @@ class StepState:
     def check_whole(self) -> None:
         """Raises `TornError` if an update, or a load, stopped between its first and its last tile."""
         if self._half_loaded:
-            raise TornError("loading optimizer state on disk stopped half-way: see to the drive, and load a checkpoint "
+            raise TornError("a load stopped half-way: see to the drive, and load a checkpoint "
                             "(megacompile.load_checkpoint, or load_state_dict of the model, then of the optimizer)")
         if self.torn:
             complete = "call optimizer.step() again to complete it, or " if self.stored else ""
@@ -197,11 +197,11 @@ class StepState:
         self.ended()
 
     @contextlib.contextmanager
-    def loading_moments(self) -> Iterator[None]:
-        """Around a load of all moments. If a drive fails, the model is torn until such a load succeeds."""
+    def loading_state(self) -> Iterator[None]:
+        """Around a load of all optimizer state. If a drive fails, the model is torn until such a load succeeds."""
         try:
             yield
-        except DiskError:
+        except (CheckpointError, DiskError):
             self._half_loaded = True
             raise
         self._half_loaded = False

@@ -196,8 +196,28 @@ def test_an_error_of_the_disk_in_the_middle_of_a_load_leaves_the_model_torn_unti
         with pytest.raises(DiskError, match="writing the optimizer state of"):
             load(path, run)
     for use in (run.optimizer.state_dict, lambda: run.steps(1), run.model.state_dict):
-        with pytest.raises(TornError, match="loading optimizer state on disk stopped half-way: see to the drive, and load"):
+        with pytest.raises(TornError, match="a load stopped half-way: see to the drive, and load a checkpoint"):
             use()
+    load(path, run)
+    assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
+
+
+def test_an_error_of_the_drive_with_checkpoints_in_the_middle_of_a_load_leaves_the_model_torn_until_a_load_succeeds(
+        in_memory: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are not mapped either. They are read once for their checksums, and then again."""
+    torch.manual_seed(8)
+    run = Run(in_memory.fresh())
+    run.steps(2)
+    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    expected = run.masters(), run.moments()
+    run.steps(1)
+    run.model.megacompile.synchronize()
+    with monkeypatch.context() as patched:
+        failing(patched, "preadv", 5)
+        with pytest.raises(CheckpointError, match=r"tensors-\d+.safetensors cannot be read \(Input/output error\)"):
+            load(path, run)
+    with pytest.raises(TornError, match="a load stopped half-way"):
+        run.steps(1)
     load(path, run)
     assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
 

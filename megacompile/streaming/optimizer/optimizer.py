@@ -367,7 +367,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed = self.streamed
         with streamed.together.all_or_none("the optimizer's load_state_dict"):
             groups, states = check_saved(self, state_dict)
-        with loading(streamed, "the optimizer's load_state_dict", parts=STATE), streamed.step.loading_moments():
+        with loading(streamed, "the optimizer's load_state_dict", parts=STATE), streamed.step.loading_state():
             streamed.adopt_writes()  # clears remainders before the saved ones are loaded
             self.put_state(groups, states)
 
