@@ -8,8 +8,10 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from killed import kill_at_random_moments
 from resumable import Run, Streamed, load
 from tiny_models import assert_torn, cut_power, same_bits, state_of
 
+import megacompile
 from megacompile import CheckpointWriter, latest_checkpoint, save_checkpoint
 from megacompile.errors import CheckpointError, DiskError, LaneError, TornError
 from megacompile.system.direct_file import DirectFile
@@ -35,6 +38,10 @@ def in_memory() -> Streamed:
 @pytest.fixture(scope="module")
 def on_disk(drive: Path) -> Streamed:
     return Streamed(disk=drive, disk_state=("layers.0", "layers.2", "epilogue"))
+
+
+def lion(model: Any) -> Any:
+    return megacompile.Lion(model.parameters(), lr=1e-3)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> list[int]:
@@ -83,6 +90,50 @@ def test_an_error_of_the_disk_in_the_middle_of_a_step_loses_nothing(
     optimizer.step()
     step(model, optimizer, 3, whole)
     assert same_bits(state_of(model, optimizer), expected)
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def deferring(without_disk: tiny_models.Shared, drive: Path, request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
+    """Moments of all tiles are on disk, and updated after all weights."""
+    made = streamed(without_disk.plain.dtype == torch.bfloat16, drive, deferred_moments=True, state_slabs=request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("make", [adamw, lion], ids=["adamw", "lion"])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
+        call: str, make: Callable[..., Any], without_disk: tiny_models.Shared, deferring: tiny_models.Shared,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """At calls all over the update: in the first reads, the second ones, and the writes. Lion's moments are not updated after
+    its weights, so they are written with them."""
+    expected = trained(without_disk, True, make, steps=3)
+    model = deferring.fresh()
+    optimizer = make(model)
+    step(model, optimizer, 0, whole=True)
+    model.megacompile.synchronize()
+    with monkeypatch.context() as patched:
+        made = failing(patched, call, -1)
+        step(model, optimizer, 1, whole=True)
+        model.megacompile.synchronize()
+    calls = len(made)
+    assert calls > 10
+    for number in range(1, calls + 1, max(1, calls // 9)):
+        model = deferring.fresh()
+        optimizer = make(model)
+        step(model, optimizer, 0, whole=True)
+        model.megacompile.synchronize()
+        with monkeypatch.context() as patched:
+            failing(patched, call, number)
+            step(model, optimizer, 1, whole=True)
+            with pytest.raises(DiskError, match="completes the step"):
+                model.megacompile.synchronize()
+        if model.megacompile.streamed.step.torn:
+            with pytest.raises(TornError, match="an update stopped half-way"):
+                model.state_dict()
+        optimizer.step()
+        step(model, optimizer, 2, whole=True)
+        assert same_bits(state_of(model, optimizer), expected), number
 
 
 def test_a_disk_that_goes_on_failing_leaves_the_model_torn_until_a_checkpoint_is_loaded(

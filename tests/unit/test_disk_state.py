@@ -43,6 +43,21 @@ def test_ten_steps_have_the_bits_of_ten_steps_in_memory(
         assert ops["adam"] == {*TILES} - {*SOME}
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}], ids=str)
+@pytest.mark.parametrize("tiles", ["all", SOME], ids=str)
+def test_moments_that_are_updated_after_all_weights_have_the_bits_of_memory_too(
+        options: dict[str, Any], whole: bool, tiles: Any, without_disk: tiny_models.Shared, drive: Path) -> None:
+    ours = streamed(without_disk.plain.dtype == torch.bfloat16, drive, disk_state=tiles, deferred_moments=True)
+    before = ours.model.megacompile.stats
+    assert same_bits(trained(ours, whole, steps=5, **options), trained(without_disk, whole, steps=5, **options))
+    ops, after = update_of(ours.model), ours.model.megacompile.stats
+    assert ops["adam_weights"] == ops["adam_moments"] == {*TILES} and not ops["adam_from_disk"] | ops["adam"]
+    assert after["disk_bytes_read"] - before["disk_bytes_read"] == 2 * (
+        after["disk_bytes_written"] - before["disk_bytes_written"]) > 0, "read for weights, and for moments"
+    ours.close()
+
+
 @pytest.mark.parametrize("make", [
     lambda model: megacompile.Lion(model.parameters(), lr=1e-3),
     lambda model: megacompile.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1),
