@@ -30,8 +30,8 @@ The moments of a tile on disk are read before its update and written back after 
     adam_from_disk("layers.5", c, moments=m5)
     write_state("layers.5", m5)
 
-If the plan defers moments, those on disk are read for the weights, and once more for themselves. So the next forward waits for no
-write:
+If the plan defers moments, those on disk are read for the weights, and once more for themselves. So the next forward waits for
+no write:
 
     m5 = read_state("layers.5", into="M0")
     adam_weights("layers.5", c, moments=m5)                # all tiles, then all moments in the opposite order

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -116,13 +117,18 @@ def test_training_that_does_not_fit_host_memory_fits_with_a_disk(drive: Path, wi
     tiling = without_disk.model.megacompile.streamed.tiling
     there = disk_tiles.host_bytes(tiling, on_arrival=False) - 20_000
     ours = tiny_models.Shared(bf16=bf16, micro_batch_size=2, host_memory=there)
-    with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes"):
+    with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes") as caught:
         adamw(ours.model)
     ours.close()
+    proposed = re.search(r"\nor keep moments on a local drive \(disk='/nvme/state'\): then it takes (\S+ GiB) of host memory "
+                         r"and (\S+ KiB) of the drive, and each step writes (\S+ KiB)$", str(caught.value))
+    assert proposed is not None, caught.value
     expected = trained(without_disk, True, steps=3)
     ours = tiny_models.Shared(bf16=bf16, micro_batch_size=2, host_memory=there, disk=drive)
     assert same_bits(trained(ours, True, steps=3), expected)
     on_disk = ours.model.megacompile.plan.disk_state
+    written = sum(tiling.layouts[tile].disk_bytes for tile in on_disk)
+    assert proposed[2] == proposed[3] == format_bytes(written)
     assert 0 < len(on_disk) < len(TILES) and update_of(ours.model)["write_state"] == {*on_disk}
     ours.close()
 

@@ -97,7 +97,7 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
         stays = [tile for tile, layout in tiling.host.items() if layout == before.host[tile] and store.tiles[tile].has_moments]
         tiling = with_disk(tiling, streamed.config, room, on_arrival, there=set(stays) & set(before.on_disk),
                            in_memory=set(stays) - set(before.on_disk))
-        check_state(tiling, room, on_arrival)
+        check_state(tiling, room, on_arrival, config=streamed.config)
     if tiling == before:
         return
     new = [tile for tile in tiling.on_disk if store.tiles[tile].file is None or tiling.host[tile] != before.host[tile]]
