@@ -151,6 +151,8 @@ class StateMemory:
         self._rest()
         tile = self._tile
         tile.allocate_moments()
+        for part in self._lent.keys() - set(self.parts):  # of a former optimizer's state: its memory would stay
+            self._lent.pop(part).move()
         are_zero = tile.moments_are_zero
         moments = {key: self._lend(key) for key in self.parts}
         for moment in moments.values() if not are_zero and self.writable else ():
