@@ -184,5 +184,5 @@ def test_layers_that_a_refusal_lets_train_fit(large: Any) -> None:
 
 
 def test_float32_is_told_that_bfloat16_would_fit(large: Any) -> None:
-    with pytest.raises(InsufficientMemoryError, match=r"16 bytes each.*\nor train in bfloat16: then it takes 920.92 GiB\n"):
+    with pytest.raises(InsufficientMemoryError, match=r"(?s)16 bytes each.*\nor train in bfloat16: then it takes 920.92 GiB\n"):
         megacompile.schedule(large, batch=4, length=2048, hardware="rtx4090", host_memory="1000GiB", dtype=torch.float32)
