@@ -184,14 +184,15 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
     """
     handle = getattr(model, "megacompile", None)
     parameters, losses = parameter_count(model), []
+    batch = next(batches) if done < steps else {}
     with LongLived(lambda: None if handle is None else compiled_variants(handle.streamed),
                    lambda: None if handle is None else len(handle.streamed.shapes)) as long_lived:
         for number in range(done + 1, steps + 1):
             if stop():
                 break
             begin, lr = time.perf_counter(), float(optimizer.param_groups[0]["lr"])
-            batch = next(batches)
             found = _step(model, optimizer, batch)
+            following = next(batches) if number < steps else {}  # now, while the device computes
             if schedule is not None:
                 schedule.step()
             if handle is not None:
@@ -203,6 +204,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
             long_lived.after_step()
             taken = time.perf_counter() - begin
             useful, computed = _tokens(model, batch)
+            batch = following
             device_bytes, host_bytes = memory(model)
             norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
             rate = useful / taken

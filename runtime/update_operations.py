@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from megacompile.ir.program import argument
+from megacompile.ir.program import argument, op_of
 from megacompile.runtime.frame import Frame, gradients_of, norms_of, own_bytes, sums_of
 from megacompile.runtime.memory.arena import Gradients, State
+from megacompile.runtime.memory.moment_file import MomentFile
 from megacompile.runtime.memory.segments import at_home, in_slot
 from megacompile.runtime.memory.shards import Share
-from megacompile.runtime.memory.tiles import MomentFile
 from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.runtime.optimizer import host_update
 from megacompile.runtime.optimizer.matrix_update import update_there
@@ -73,14 +73,18 @@ def _adam(frame: Frame, node: fx.Node) -> None:
 
 
 def _adam_weights(frame: Frame, node: fx.Node) -> None:
-    """With a rule whose moments cannot be updated later, this is the whole update, and nothing is left for `adam_moments`."""
+    """With a rule whose moments cannot be updated later, this is the whole update, and nothing is left for `adam_moments`: not
+    even to write moments, whose slab is needed for others."""
     tile, update = frame.store[argument(node, "tile")], _updating(frame)
     if argument(node, "tile") not in update.halfway:
-        _update(frame, node, tile, part=Part.WEIGHTS if update.rule.separable else Part.WHOLE)
+        _update(frame, node, tile, moments=_in_slab(frame, node, tile),
+                part=Part.WEIGHTS if update.rule.separable else Part.WHOLE)
+        _write(frame, node, tile)
 
 
 def _adam_moments(frame: Frame, node: fx.Node) -> None:
-    _update(frame, node, frame.store[argument(node, "tile")], part=Part.MOMENTS)
+    tile = frame.store[argument(node, "tile")]
+    _update(frame, node, tile, moments=_in_slab(frame, node, tile), part=Part.MOMENTS)
 
 
 def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
@@ -89,21 +93,33 @@ def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
 
 
 def _read_state(frame: Frame, node: fx.Node) -> Tensor:
-    """Reads nothing where a failed step is being completed, and the slab has the moments that it could not write."""
-    tile = frame.store[argument(node, "tile")]
-    slab = frame.memory(argument(node, "into"))[:tile.layout.disk_bytes]
-    if _updating(frame).pending(tile.layout.name):
+    """Reads nothing where a failed step is being completed, and the slab has the moments that it could not write: those of this
+    tile, or if its weights are updated already, maybe of another."""
+    tile, update = frame.store[argument(node, "tile")], _updating(frame)
+    slab = frame.memory(argument(node, "into"))[:tile.home.layout.disk_bytes]
+    done = tile.layout.name in update.halfway and any(op_of(user).name == "adam_weights" for user in node.users)
+    if update.pending(tile.layout.name) and not done:
         _file_of(tile).read(tile.layout.name, slab)
     return slab
 
 
 def _adam_from_disk(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
-    _update(frame, node, tile, frame.read(node, "slab"), moments=tile.layout.moments(frame.read(node, "moments")))
+    _update(frame, node, tile, frame.read(node, "slab"), moments=_in_slab(frame, node, tile))
+
+
+def _in_slab(frame: Frame, node: fx.Node, tile: Share) -> list[Tensor] | None:
+    """The moments of a tile that were read from the disk; None if they are in memory."""
+    slab = frame.read(node, "moments")
+    return None if slab is None else tile.layout.moments(slab)
 
 
 def _write_state(frame: Frame, node: fx.Node) -> None:
-    tile, update = frame.store[argument(node, "tile")], _updating(frame)
+    _write(frame, node, frame.store[argument(node, "tile")])
+
+
+def _write(frame: Frame, node: fx.Node, tile: Share) -> None:
+    update = _updating(frame)
     if tile.layout.name in update.unwritten:
         tile.home.moments_written = True  # in part, if it fails
         _file_of(tile).write(tile.layout.name, frame.read(node, "moments"))
@@ -118,13 +134,13 @@ def _file_of(tile: Share) -> MomentFile:
 def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Tensor | None = None,
             part: Part = Part.WHOLE, moments: Sequence[Tensor] | None = None) -> None:
     """Updates a tile on the host. `gradients`: a slab; or [elements] of the host tile, such as its sums; None: the host tile's
-    gradients. `moments`: in a slab, from which they are still to be written; None: the host tile's."""
+    gradients. `moments`: this share's, in a slab, from which they are still to be written; None: the host tile's."""
     update, home, name = _updating(frame), tile.home, tile.layout.name
     slab = gradients if isinstance(gradients, Gradients) else None
     if update.on_arrival and gradients is not home.sums and name in update.segments:
         update.judge_tile(name, _norms(frame, update, name, None if slab is None else slab.memory))
     if segments := update.pending(name):
-        assert home.moments, "the optimizer made no state"
+        assert home.has_moments, "the optimizer made no state"
         assert not update.matrices.get(name), "whole matrices are updated on the device"
         frame.store.preserve(name)
         source = gradients_of(tile) if gradients is None else gradients

@@ -11,6 +11,11 @@ LoRA over frozen weights, in bfloat16 or in codes:
 
     python benchmarks/step.py --shape llama-70b --lora 16 --quantize nf4 --batch 16 --device-memory 24GiB
 
+Moments that host memory does not hold on a drive, with what a step reads and writes there:
+
+    megacompile calibrate --disk /nvme/state
+    python benchmarks/step.py --shape qwen2-14b --layers 36 --disk /nvme/state --host-memory 115GiB --train-step
+
 Several GPUs train one copy of the model, each on `--batch` sequences of its own:
 
     torchrun --standalone --nproc-per-node 2 benchmarks/step.py --batch 64 --train-step
@@ -36,6 +41,7 @@ from torch import Tensor
 import megacompile
 from megacompile import picture
 from megacompile.bench import rows
+from megacompile.bench.disk_rows import of_the_disk
 from megacompile.bench.shapes import random_model
 from megacompile.errors import MegacompileError
 from megacompile.ir.plan import RESIDUALS
@@ -79,6 +85,11 @@ def options() -> argparse.ArgumentParser:
                         help="budget for pinned memory; if it does not hold all tiles, copies use pinned buffers "
                              "(default: no limit)")
     parser.add_argument("--host-memory", help='host memory budget, such as "48GiB" (default: the available memory)')
+    parser.add_argument("--disk", help="folder on a local drive for moments that host memory does not hold (default: none)")
+    parser.add_argument("--disk-state", nargs="*",
+                        help="tiles whose moments are there, or all (default: the fewest that let training fit host memory)")
+    parser.add_argument("--state-slabs", type=int,
+                        help="number of buffers for moments of layers on their way (default: chosen by the planner)")
     parser.add_argument("--uncompiled", action="store_true", help="run templates op by op instead of compiling them")
     parser.add_argument("--train-step", action="store_true", help="run each step as one program")
     parser.add_argument("--waves", type=int, help="number of waves in a step (default: chosen by the planner)")
@@ -106,8 +117,8 @@ def options() -> argparse.ArgumentParser:
 
 
 #: Rows that have these options in common are measured on one model.
-MODEL = ("shape", "layers", "device", "pinned_memory", "host_memory", "uncompiled", "nccl", "lora", "quantize",
-         "precision", "overlap")  # clipping leaves gradients in tiles
+MODEL = ("shape", "layers", "device", "pinned_memory", "host_memory", "disk", "disk_state", "state_slabs", "uncompiled", "nccl",
+         "lora", "quantize", "precision", "overlap")  # clipping leaves gradients in tiles
 #: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
             "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
@@ -132,7 +143,7 @@ class Models:
         for name in ("resident_state", "visiting_state"):
             planned[name] = "all" if planned[name] == ["all"] else planned[name]
         planned["deferred_moments"] = _YES.get(given.deferred_moments)
-        made = tuple(getattr(given, name) for name in MODEL)
+        made = tuple(tuple(value) if isinstance(value := getattr(given, name), list) else value for name in MODEL)
         if self.model is not None and made == self.made:
             self.used += 1
             self.model.megacompile.replan(**planned)
@@ -144,7 +155,9 @@ class Models:
             torch.cuda.empty_cache()
         self.before = resident_bytes()
         self.model = megacompile.stream(model, device=given.device, pinned_memory=given.pinned_memory,
-                                        host_memory=given.host_memory, compile=False if given.uncompiled else None,
+                                        host_memory=given.host_memory, disk=given.disk, state_slabs=given.state_slabs,
+                                        disk_state="all" if given.disk_state == ["all"] else given.disk_state,
+                                        compile=False if given.uncompiled else None,
                                         peer_copies=False if given.nccl else None, precision=given.precision, **planned)
         return self.model
 
@@ -224,7 +237,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]), host_gib=gib(stats["host_bytes"]),
         host_bytes_per_parameter=round(stats["host_bytes"] / stats["parameters"], 3), resident_set_gib=gib(resident_bytes()),
         resident_set_before_gib=gib(models.before), checkpoint_gib=gib(checkpoint_bytes(model, plan)),
-        setup_s=round(setup_s, 1))
+        setup_s=round(setup_s, 1), **of_the_disk(model, simulated))
 
 
 class Step:

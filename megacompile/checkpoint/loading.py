@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacompile import schema
 from megacompile.checkpoint import manifest, random_state, schedulers
-from megacompile.checkpoint.files import check_file, read_tensors
+from megacompile.checkpoint.files import check_file, stored_entries
 from megacompile.checkpoint.folders import latest_checkpoint
 from megacompile.checkpoint.manifest import Manifest, Saved
 from megacompile.checkpoint.shares import share
@@ -24,6 +24,7 @@ from megacompile.runtime.memory.snapshot import state_bytes
 from megacompile.streaming.optimizer.hyper_parameters import FLAG, Check, is_number
 from megacompile.streaming.optimizer.saved import check_saved
 from megacompile.streaming.shared_writes import loading
+from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 
 _THREADS = 4
 
@@ -38,14 +39,20 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     parameters in each group. With several hosts, each reads the files, which must be there under the same path.
 
     Raises `CheckpointError`, with the file and the reason, before anything has changed: for a damaged or truncated file, a
-    folder without a checkpoint, and a checkpoint of another model, optimizer or scheduler."""
-    subject = Subject(model, optimizer, scheduler)
+    folder without a checkpoint, and a checkpoint of another model, optimizer or scheduler. If a drive fails while values are
+    copied, it raises `CheckpointError` or `DiskError`, and the model is torn until a load succeeds."""
+    with WeightReader() as reader:
+        return _load_checkpoint(Path(directory), Subject(model, optimizer, scheduler), reader)
+
+
+def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) -> Any:
+    optimizer, scheduler = subject.optimizer, subject.scheduler
     streamed = subject.streamed
     job = streamed.together.ranks
     rank = 0 if job is None else job.rank
     share_of = (0, 1) if job is None else (job.hosts.local, job.hosts.ranks)  # each host reads the files
     with streamed.together.all_or_none("load_checkpoint", CheckpointError):
-        folder = _find(Path(directory))
+        folder = _find(directory)
         saved = Manifest.read(folder)
         path = folder / manifest.NAME
         _check_subject(saved, subject, path)
@@ -54,7 +61,7 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(lambda name: check_file(folder / name, saved.files[name]), files):
                 pass
-        tensors = dict(_tensors(saved, folder))
+        tensors = StoredTensors(saved, folder, reader)
         state = _optimizer_state(saved, tensors, subject, decoded.options)
         try:
             check_saved(optimizer, state)
@@ -66,7 +73,7 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
         with streamed.together.all_or_none("load_checkpoint", CheckpointError):
             schedulers.load(decoded.scheduler, scheduler)  # may fail; nothing below does
     tiles = share({name: state_bytes(tile) for name, tile in streamed.store.tiles.items()}, *share_of)
-    with streamed.turn, loading(streamed, "load_checkpoint", tiles, parts=()):
+    with streamed.turn, loading(streamed, "load_checkpoint", tiles, parts=()), streamed.step.loading_state():
         _load(tensors, subject, state)
     random_state.restore(random_state.of_rank(decoded.random, rank), streamed.backend.device)
     return decoded.extra
@@ -168,25 +175,63 @@ def _option(check: Check) -> schema.Rule:
 _SCHEDULED = schema.record({"initial_lr": _number}, others=schema.anything)
 
 
-def _tensors(saved: Manifest, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors by key, memory-mapped. Pages are read when they are copied, and the system may drop them at any time."""
-    inside: dict[str, list[Any]] = {name: [] for name in saved.files}
-    for name, each in saved.tensors.items():
-        inside[each.file] += each.entries(name)
-    for file, entries in inside.items():
-        yield from read_tensors(folder / file, entries).items()
+class StoredTensors:
+    """All tensors of a checkpoint by key. Each is read when it is asked for. Raises `CheckpointError` if a file has other
+    tensors than its manifest says, or cannot be opened."""
+
+    def __init__(self, saved: Manifest, folder: Path, reader: WeightReader) -> None:
+        inside: dict[str, list[Any]] = {name: [] for name in saved.files}
+        for name, each in saved.tensors.items():
+            inside[each.file] += each.entries(name)
+        self._stored: dict[str, StoredTensor] = {}
+        self._reader = reader
+        for name, entries in inside.items():
+            self._stored.update(stored_entries(folder / name, entries))
+        try:
+            reader.open([folder / name for name in inside])
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be read ({error.strerror}): use another checkpoint") from error
+
+    def empty(self, key: str) -> Tensor:
+        """A tensor of the same dtype and shape, without values."""
+        stored = self._stored[key]
+        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
+
+    def read(self, key: str) -> Tensor:
+        """Raises `CheckpointError` if the drive fails, or if the file was changed since it was checked."""
+        stored = self._stored[key]
+        values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        self._reader.read(stored, 0, values.flatten())
+        return values
 
 
-def _optimizer_state(saved: Manifest, tensors: Mapping[str, Tensor], subject: Subject,
+class _State(Mapping[str, Any]):
+    """A parameter's state, as `check_saved` takes it, whose tensors have values once they are asked for."""
+
+    def __init__(self, name: str, state: Mapping[str, Any], tensors: StoredTensors) -> None:
+        self._name, self._state, self._tensors = name, state, tensors
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._state[key]
+        return self._tensors.read(f"{key}:{self._name}") if isinstance(value, Tensor) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def _optimizer_state(saved: Manifest, tensors: StoredTensors, subject: Subject,
                      options: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state in the format of an optimizer's `state_dict`."""
+    """The state in the format of an optimizer's `state_dict`, without values."""
     numbers = {name: i for i, name in enumerate(n for _, names in subject.groups() for n in names)}
 
     def state(name: str) -> dict[str, Any]:
         each = saved.tensors[name]
         if each.step is None:
             return {}
-        return {"step": each.step, **{part: tensors[f"{part}:{name}"] for part in each.parts if part != "weight"}}
+        return {"step": each.step, **{part: tensors.empty(f"{part}:{name}") for part in each.parts if part != "weight"}}
 
     return dict(param_groups=[{**each, "params": [numbers[n] for n in names]}
                               for each, (_, names) in zip(options, subject.groups(), strict=True)],
@@ -194,20 +239,23 @@ def _optimizer_state(saved: Manifest, tensors: Mapping[str, Tensor], subject: Su
 
 
 @torch.no_grad()
-def _load(tensors: Mapping[str, Tensor], subject: Subject, optimizer_state: dict[str, Any]) -> None:
+def _load(tensors: StoredTensors, subject: Subject, optimizer_state: dict[str, Any]) -> None:
     """Copies checked weights and optimizer state into the model and the optimizer: into the tiles that this rank writes."""
     streamed = subject.streamed
     place, store = streamed.tiling.position, streamed.store
     own = {name: parameter for name, parameter in streamed.parameters.items() if store.writes(place[name][0])}
     for name, tensor in [*own.items(), *subject.rest().items()]:
-        tensor.copy_(tensors[f"weight:{name}"])
+        tensor.copy_(tensors.read(f"weight:{name}"))
     streamed.adopt_writes()
     streamed.step.weights_replaced()
     subject.optimizer.zero_grad()
-    subject.optimizer.put_state(*check_saved(subject.optimizer, optimizer_state))
+    groups, states = check_saved(subject.optimizer, optimizer_state)
+    subject.optimizer.put_state(groups, [  # what other ranks write stays without values
+        (parameter, memory, _State(memory.name, state, tensors) if memory.writable else state)
+        for parameter, memory, state in states])
     for name in filter(own.__contains__, subject.remainders()):  # includes parameters that the optimizer does not have
         tile_name, position = place[name]
         tile = store.tiles[tile_name]
         part = tile.layout.slices[position]
         assert tile.remainder is not None, f"{name} has no remainder"
-        tile.remainder[part.start:part.stop].view(part.shape).copy_(tensors[f"remainder:{name}"])
+        tile.remainder[part.start:part.stop].view(part.shape).copy_(tensors.read(f"remainder:{name}"))

@@ -83,7 +83,8 @@ def accesses(node: fx.Node) -> list[tuple[str, Access]]:
                 part, parameter = rule.rstrip("]").split("[")
                 if access == Access.READ and argument(node, _INSTEAD.get(part, "")) is not None:
                     continue  # the slab is read instead of the tile
-                tiles = argument(node, parameter)
+                if (tiles := argument(node, parameter)) is None:
+                    continue
                 found += [(tile_place(part, t), access) for t in (tiles if isinstance(tiles, tuple | list) else (tiles,))]
             else:
                 found += [(place_of(value), access) for value in operands(node, rule)]

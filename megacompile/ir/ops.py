@@ -127,12 +127,12 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "the global norm of all gradients, and the factor that clips them"),
     Op("adam", Lane.CPU, ("tile", "clip", "slab"), ("clip", "slab"), ("gradients[tile]", "slab", "clip"), ("weights[tile]",),
        None, "the fused update of one tile, from its gradients (or those in the slab)"),
-    Op("adam_weights", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
-       "only the weights of that update, which the next forward waits for"),
+    Op("adam_weights", Lane.CPU, ("tile", "clip", "moments"), ("clip", "moments"), ("gradients[tile]", "clip", "moments"),
+       ("weights[tile]",), None, "only the weights of that update, which the next forward waits for"),
     # It touches no weights, or prefetches would wait for it. Updates in other lanes are ordered after it by their gradients,
     # which overwrite the gradients that it reads.
-    Op("adam_moments", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), (), None,
-       "the moments of that update, after its weights"),
+    Op("adam_moments", Lane.CPU, ("tile", "clip", "moments"), ("clip", "moments"), ("gradients[tile]", "clip", "moments"),
+       ("moments",), None, "the moments of that update, after its weights"),
     Op("add_to_sum", Lane.CPU, ("tile", "slab", "overwrite"), ("slab",), ("gradients[tile]", "slab"), ("sums[tile]",), None,
        "adds a wave's gradients, the tile's or the slab's, to the tile's FP32 sum (or overwrites it)"),
     Op("norms_of_sum", Lane.CPU, ("tile",), (), ("sums[tile]",), ("gradients[tile]",), None,
@@ -150,8 +150,9 @@ OPS: dict[str, Op] = {op.name: op for op in (
     # Both directions use one lane; otherwise prefetches would wait for one lane more, in every program.
     Op("adam_visiting", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "clip"), ("weights[tile]", "result"),
        "visiting", "the same update, on the device: weights, gradients and state are copied there a chunk at a time, and back"),
-    Op("announce", Lane.CPU, ("tiles",), (), ("weights[tiles]",), (), None,
-       "tells the other ranks that this rank's shards of these tiles are updated", only_waits=True),
+    Op("announce", Lane.CPU, ("tiles", "on_disk"), ("on_disk",), ("weights[tiles]", "moments[on_disk]"), (), None,
+       "tells the other ranks that this rank's shards of these tiles are updated, and written where moments are on disk",
+       only_waits=True),
     # Host state is not a place of its own: every op that touches it also touches the tile's weights, which orders both.
     Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "state",
        "a tile's optimizer state, host -> device"),

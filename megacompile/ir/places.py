@@ -29,7 +29,7 @@ def lanes_that(access: Access, kind: str, several_ranks: bool = False) -> frozen
     lane `collective` counts only where `several_ranks`, of one host or of several, run programs together."""
     found = set()
     for op in OPS.values():
-        if op.lane == Lane.COLLECTIVE and not several_ranks:
+        if op.only_waits or (op.lane == Lane.COLLECTIVE and not several_ranks):
             continue
         rules = op.reads if access == Access.READ else op.writes
         if kind in TILE_PARTS:

@@ -66,7 +66,7 @@ class Tile:
 
     Bytes are per transfer over the link; `state_bytes` are those of the optimizer's state. `visit_bytes`: the device memory
     that the tile's largest matrix takes, with its state and products, if the tile is updated by whole matrices. `disk_bytes`:
-    those of its moments, if they are on disk."""
+    those of each rank's share of its moments, if they are on disk."""
 
     name: str
     parameters: int

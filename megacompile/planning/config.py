@@ -72,9 +72,9 @@ class StreamConfig:
             optimizer state, and back; None: as many as make a step faster that waits for the host's updates. Only with updates
             at the end of a step. A tile may be named in one of `resident_state`, `visiting_state`, `host_sums` and
             `disk_state`.
-        disk: a folder on a local drive for moments that host memory does not hold, "/nvme/state". They are in a file that only
-            this process can open, and that is gone when it ends. Updates read and write the file around the page cache. None:
-            all moments are in host memory.
+        disk: a folder on a local drive for moments that host memory does not hold, "/nvme/state". They are in a file of each
+            rank that no other user can open, and that is gone when the process ends. Updates read and write the file around
+            the page cache. None: all moments are in host memory.
         disk_state: names of tiles (or one name, or "all" others) whose moments are on that disk; None: the fewest that let
             training fit `host_memory`.
         state_slabs: through how many buffers in host memory the moments of layers' tiles pass on their way from and to the

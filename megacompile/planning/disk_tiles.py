@@ -25,9 +25,9 @@ def with_disk(tiling: Tiling, config: StreamConfig, room: int, on_arrival: bool,
     Raises `MegacompileError` for named tiles that cannot be there. What does not fit anyway is not refused here."""
     if config.disk is None:
         return tiling
-    if tiling.ranks * tiling.hosts > 1:
-        raise UnsupportedError(f"disk holds the optimizer state of one process, and {tiling.ranks * tiling.hosts} train this "
-                               "model: leave disk out, or train with one GPU")
+    if tiling.hosts > 1:
+        raise UnsupportedError(f"disk holds the optimizer state of one host, and {tiling.hosts} train this model: leave disk "
+                               "out, or train on one host")
     named = config.disk_state
     able = [tile for tile in candidates(tiling, config) if tile not in in_memory]
     if named not in (None, "all"):
@@ -55,7 +55,8 @@ def with_disk(tiling: Tiling, config: StreamConfig, room: int, on_arrival: bool,
 
 
 def host_bytes(tiling: Tiling, on_arrival: bool, slabs: int = 1) -> int:
-    """Bytes of host memory that training takes, the margin of each rank included, and so many slabs for moments on disk."""
+    """Bytes of host memory that training takes, the margin of each rank included, and so many slabs of each rank for moments on
+    disk."""
     return (tiling.host_bytes(gradients=not on_arrival) + tiling.ranks * HOST_MARGIN_BYTES
             + state_slab_bytes(tiling, slabs))
 

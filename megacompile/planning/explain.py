@@ -149,10 +149,11 @@ class Outlook:
     def _disk(self, rating: int | None) -> str:
         """A line about moments on disk."""
         tiles = self.planner.tiling.layouts
-        written = sum(tiles[tile].disk_bytes for tile in self.plan.disk_state)
+        written = self.plan.ranks * sum(tiles[tile].disk_bytes for tile in self.plan.disk_state)
         lasts = "" if not rating else f"; drives rated for {rating / 1e15:.3g} PB last {rating // written:,} steps"
         trained = sum(layout.trainable for layout in tiles.values())
-        return (f"disk: the moments of {len(self.plan.disk_state)} of {trained} tiles, {format_bytes(written)}, are read and "
+        read = "read twice" if self.plan.deferred_moments else "read"
+        return (f"disk: the moments of {len(self.plan.disk_state)} of {trained} tiles, {format_bytes(written)}, are {read} and "
                 f"written in each step, through {self.plan.state_slabs} slabs for layers{lasts}")
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
+from megacompile.ir.plan import STATE_SLABS
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.disk_tiles import host_bytes as tiles_bytes
 from megacompile.planning.disk_tiles import with_disk
@@ -21,6 +22,9 @@ from megacompile.predict.hardware import Hardware
 from megacompile.runtime.memory.state_layout import NO_STATE, ElementState
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
+
+#: The folder that refusals name.
+DISK_EXAMPLE = "/nvme/state"
 
 
 def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, available: int,
@@ -41,7 +45,7 @@ def check_tiles(tiling: Tiling, available: int, config: StreamConfig) -> None:
         return check_state(tiling, available, on_arrival=True, state="")
     least = by_accuracy({layout.dtype for layout in trained})[-1]
     smallest = with_disk(with_choice(tiling, least), config, available, least.on_arrival)
-    return check_state(smallest, available, least.on_arrival, " with the smallest optimizer state")
+    return check_state(smallest, available, least.on_arrival, " with the smallest optimizer state", config)
 
 
 def _choices(model: nn.Module, config: StreamConfig) -> list[StateChoice]:
@@ -92,6 +96,8 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
             found.append(f"give the optimizer {other.options}: then it takes {format_bytes(size + HOST_MARGIN_BYTES)}, "
                          f"{_speed(other, choice.state, dtype)}")
             break
+    if config.disk is None and (moved := _moments_of_layers(stack, config, choice, needed - room)) is not None:
+        found.append(_with_disk(needed - moved[0] + HOST_MARGIN_BYTES, moved[1]))
     wide = any(streamed_dtype(p, config.dtype) == torch.float32 for p in model.parameters())
     narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16), choice)
     if wide and narrow <= room:
@@ -114,6 +120,27 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
     return found
 
 
+def _moments_of_layers(stack: LayerStack, config: StreamConfig, choice: StateChoice,
+                       missing: int) -> tuple[int, int] | None:
+    """The fewest layers whose moments, if they are on disk, save so many bytes of host memory: (bytes that they save, beside
+    the slabs that moments then pass through; bytes on disk). None if all layers do not save as much."""
+    on_disk = replace(config, disk=DISK_EXAMPLE)
+    sizes = [host_bytes([layer], config, choice) - host_bytes([layer], on_disk, choice) for layer in stack.layers]
+    for slabs in (STATE_SLABS, 1):
+        moved = 0
+        for count, size in enumerate(sorted(sizes, reverse=True), 1):
+            moved += size
+            if (saved := moved - min(slabs, count) * max(sizes)) >= missing:
+                return saved, moved
+    return None
+
+
+def _with_disk(needed: int, on_disk: int) -> str:
+    """The option of a refusal to keep moments on disk."""
+    return (f"keep moments on a local drive (disk='{DISK_EXAMPLE}'): then it takes {format_bytes(needed)} of host memory and "
+            f"{format_bytes(on_disk)} of the drive, and each step writes {format_bytes(on_disk)}")
+
+
 def _slab_bytes(model: nn.Module, stack: LayerStack, config: StreamConfig) -> int:
     """The fewest bytes of slabs for gradients that are consumed on arrival: those of one layer, and of everything outside the
     layers."""
@@ -122,29 +149,37 @@ def _slab_bytes(model: nn.Module, stack: LayerStack, config: StreamConfig) -> in
     return max(layers, default=0) + others
 
 
-def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with this optimizer") -> None:
+def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with this optimizer",
+                config: StreamConfig | None = None) -> None:
     """Raises `InsufficientMemoryError`, with the smallest change that fits, if tiles with their optimizer state take more than
-    `room` bytes of host memory. `on_arrival`: no gradients wait there. `state`: which one it is, for the message."""
+    `room` bytes of host memory. `on_arrival`: no gradients wait there. `state`: which one it is, for the message. `config`: the
+    options of `stream`, if moments may be on disk."""
     needed = _with_margin(tiling, on_arrival)
     if needed <= room:
         return
     trained = [layout for layout in tiling.host.values() if layout.trainable]
     parameters = sum(s.count for layout in trained for s in layout.slices if s.trainable)
     kept = max(tiling.states.values(), key=lambda each: len(each.moments), default=NO_STATE)
-    remedy = "freeze some layers, train adapters, or use a machine with more memory"
+    remedies = []
     for choice in by_accuracy({layout.dtype for layout in trained}, clipped=tiling.has_matrices):
         smaller = with_choice(tiling, choice)
         size = _with_margin(smaller, choice.on_arrival)
         slabs = tiling.ranks * slab_bytes(tiling, 1, ()) if choice.on_arrival else 0
         if size < needed and size + slabs <= room:
             choice = replace(choice, moments=len(kept.moments))
-            remedy = (f"with {choice.options} it takes {format_bytes(size)} "
-                      f"({bytes_each(smaller, choice.on_arrival):.3g} bytes each), {_speed(choice, kept, trained[0].dtype)}; "
-                      "docs/fine-tuning.md says what that costs in accuracy")
+            remedies.append(f"with {choice.options} it takes {format_bytes(size)} "
+                            f"({bytes_each(smaller, choice.on_arrival):.3g} bytes each), "
+                            f"{_speed(choice, kept, trained[0].dtype)}; docs/fine-tuning.md says what that costs in accuracy")
             break
+    if config is not None and config.disk is None and tiling.hosts == 1:
+        found = with_disk(tiling, replace(config, disk=DISK_EXAMPLE, disk_state=None), room, on_arrival)
+        if (least := tiles_bytes(found, on_arrival)) <= room:
+            written = tiling.ranks * sum(tiling.layouts[tile].disk_bytes for tile in found.on_disk)
+            remedies.append(_with_disk(least, written))
+    remedies = remedies or ["freeze some layers, train adapters, or use a machine with more memory"]
     raise InsufficientMemoryError(
         f"training{state} takes {format_bytes(needed)} of host memory ({parameters / 1e9:.3g} G trained parameters) and "
-        f"{format_bytes(room)} are available: {remedy}")
+        f"{format_bytes(room)} are available: " + "\nor ".join(remedies))
 
 
 def _speed(choice: StateChoice, now: ElementState, dtype: torch.dtype) -> str:

@@ -69,13 +69,13 @@ def slab_bytes(tiling: Tiling, count: int, resident_state: Collection[str]) -> i
 
 
 def state_slab_bytes(tiling: Tiling, count: int) -> int:
-    """Bytes of slabs, `count` of them for tiles of layers, through which moments on disk pass."""
+    """Bytes of slabs, `count` of them for tiles of layers on each rank, through which moments on disk pass."""
     if not tiling.on_disk:
         return 0
     boundary = tiling.boundary()
     groups = [[x.disk_bytes for x in layers if x.name in tiling.on_disk] for layers in tiling.ranked()]
-    return (max((tiling.layouts[tile].disk_bytes for tile in tiling.on_disk if tile in boundary), default=0)
-            + sum(min(count, len(group)) * max(group, default=0) for group in groups))
+    return tiling.ranks * (max((tiling.layouts[tile].disk_bytes for tile in tiling.on_disk if tile in boundary), default=0)
+                           + sum(min(count, len(group)) * max(group, default=0) for group in groups))
 
 
 def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:

@@ -25,8 +25,9 @@ CAUTION = 0.95
 #: The same where steps have rows of uneven length: a step with few tokens hides less of the host's updates than the one that a
 #: plan is made for.
 UNEVEN_CAUTION = 0.75
-#: If at least this share of a step waits for the host's updates, another order of updates is tried.
+#: If at least this share of a step waits for the host's updates, and the disk of these, another order of updates is tried.
 HELD_UP = 0.01
+_UPDATING = (Lane.CPU, Lane.DISK_READ, Lane.DISK_WRITE)
 _ON_HOST = (Updated.ON_HOST, Updated.FROM_HOST_SUMS, Updated.FROM_DISK)
 
 
@@ -83,7 +84,7 @@ class StepSimulator:
         if not may_defer or plan.deferred_moments:
             return [plan]
         times = self.times(plan, whole_step)
-        held_up = times.critical_s[Lane.CPU] > HELD_UP * times.step_s
+        held_up = sum(times.critical_s[lane] for lane in _UPDATING) > HELD_UP * times.step_s
         return [plan, replace(plan, deferred_moments=True)] if held_up else [plan]
 
     def lowest_first(self, plan: Plan, whole_step: bool) -> Plan:

@@ -196,10 +196,10 @@ class Durations:
                 return self.layouts[tile.name].sum_bytes / (2 * hardware.host_copy)
             case "adam" | "adam_of_sum" | "adam_from_disk":
                 return self.update_s(self.layouts[tile.name])
-            case "read_state":
-                return tile.disk_bytes / hardware.disk["read"]
+            case "read_state":  # all ranks share the drives' rates
+                return ranks * tile.disk_bytes / hardware.disk["read"]
             case "write_state":
-                return tile.disk_bytes / hardware.disk["write"]
+                return ranks * tile.disk_bytes / hardware.disk["write"]
             case "adam_weights":
                 return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["weights"]
             case "adam_moments":

@@ -87,7 +87,7 @@ class Hardware:
         adam_parts: the rates of updating its "weights" alone and its "moments" alone, over `adam`. (Each moves 18 bytes of 26;
             1.3 and 1.66 on a Xeon.)
         adam_formats: the rates with moments in "bfloat16" and in "8bit", over `adam`, which is with moments in float32. (They
-            move 18 and 14 bytes; 1.29 and 1.03 on a Xeon with 16 cores, whose arithmetic limits 8 bits.)
+            move 18 and 14 bytes; 1.29 and 1.03 to 1.10 on Xeons with 16 cores, whose arithmetic limits 8 bits.)
         beside: for sets of lanes that are busy together ("d2h h2d"), the share of each lane's rate that remains, 0 to 1.
         peer_bandwidth: bytes/s that each device receives from the other devices of the host while all of them do; None: devices
             have no link of their own, and what they exchange crosses the host's memory twice.
@@ -119,7 +119,7 @@ class Hardware:
     attention_overhead: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward"), 0.0))
     grouped_efficiency: float = 1.0
     adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.3))
-    adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.03})
+    adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.10})
     peer_bandwidth: float | None = None
     network_bandwidth: float | None = None
     disk: Mapping[str, float] = field(default_factory=lambda: dict(DISK))

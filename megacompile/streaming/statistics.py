@@ -27,7 +27,7 @@ def stats_of(streamed: Streamed) -> dict[str, Any]:
         host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes() + streamed.checkpoints.bytes(),
         host_parts=streamed.store.bytes(), checkpoint_bytes=streamed.checkpoints.bytes(),
         disk_bytes=sum(file.bytes for file in streamed.store.files),
-        disk_bytes_read=sum(file.file.bytes_read for file in streamed.store.files),
+        disk_bytes_read=streamed.store.disk_bytes_read,
         disk_bytes_written=streamed.store.disk_bytes_written,
         slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
         peak_device_bytes=streamed.backend.peak_bytes(),

@@ -325,7 +325,7 @@ class Streamed:
 
     def raise_pending(self) -> None:
         """Raises the failure of an update in flight."""
-        with self.guarded():
+        with self.guarded(), self.together.failing():
             self.executor.check()
 
     def drain(self, sooner: threading.Event | None = None) -> None:
@@ -336,7 +336,7 @@ class Streamed:
         """As `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state after
         `copy_back`)."""
         with self.turn:
-            with self.guarded():
+            with self.guarded(), self.together.failing():
                 self.runner.drain()
                 self.together.wait_for_updates()
             self.residency.rescue()

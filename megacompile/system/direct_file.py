@@ -1,30 +1,32 @@
-"""A scratch file of one process, read and written around the page cache by several threads, and mapped besides.
+"""A scratch file that processes of one host read and write around the page cache, with several threads.
 
-    file = DirectFile(Path("/nvme/state"), size)     preallocated, private, and gone when the process ends
-    file.read(slab, start)                           O_DIRECT where the file system has it
-    file.mapped[start:stop]                          the same bytes, through the page cache
+    file = DirectFile(Path("/nvme/state"), size)     preallocated, private, and gone when the last process closes it
+    file.read(slab, start)                           whole blocks; O_DIRECT where the file system has it
+    file.read_bytes(values, start)                   any bytes, through a block of memory
+    DirectFile.of(file.folder, file.address)         the same file, opened by another process of this user
 
-The file has a name only until it is open: it is created exclusively, then unlinked. So nobody else opens it, no later process
-finds it, and its space is free again when the process ends, however it ends. Reads and writes go around the page cache, which
-would otherwise fill with optimizer state. The system keeps direct and mapped accesses consistent as long as they do not run at
-the same time; `_agrees` tries that out. Offsets, lengths and memory of direct accesses are multiples of `BLOCK`.
+The file has a name only until it is open: it is created exclusively, then unlinked. So no other user opens it, no later process
+finds it, and its space is free again when its processes end, however they end. Reads and writes go around the page cache, which
+would otherwise fill with optimizer state. The file is never mapped: a drive that fails would end the process, where a call to
+the system returns an error. Offsets, lengths and memory of direct accesses are multiples of `BLOCK`.
 """
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
-import torch
 from torch import Tensor
 
-from megacompile.errors import DiskError
+from megacompile.errors import DiskError, RankError
 from megacompile.sizes import format_bytes
+from megacompile.system.host_memory import host_memory
 
 #: What direct accesses are multiples of: the page, which is at least the block of any drive.
 BLOCK = 4096
@@ -34,6 +36,8 @@ CHUNK = 1 << 23
 THREADS = 8
 #: One call to the system: (file descriptor, buffers, offset) -> bytes.
 _Call = Callable[[int, list[memoryview], int], int]
+#: Process, file descriptor, bytes, and whether accesses go around the page cache.
+Address = tuple[int, int, int, bool]
 
 
 def in_blocks(size: int) -> int:
@@ -43,46 +47,65 @@ def in_blocks(size: int) -> int:
 
 class DirectFile:
     """`size` bytes of zeros in a new file in `folder`, which is made if it does not exist. `direct`: whether accesses go around
-    the page cache. `bytes_read`, `bytes_written`: by `read` and `write` so far. `mapped`: uint8 [size].
+    the page cache. `bytes_read`, `bytes_written`: whole blocks that `read` and `write` have transferred so far.
 
     Raises `DiskError` if the folder cannot be used or has too little space; then nothing is left there."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size = folder, in_blocks(size)
-        self.bytes_read = self.bytes_written = 0
-        self._counting = threading.Lock()
-        self._pools: dict[str, ThreadPoolExecutor] = {}
-        self._file = self._create()
+        self._begin(folder, in_blocks(size), self._create(folder))
         try:
             self.direct = self._goes_around_the_cache()
             self._allocate()
-            area = mmap.mmap(self._file, self.size)
-            if hasattr(mmap, "MADV_DONTFORK"):
-                area.madvise(mmap.MADV_DONTFORK)  # the workers of a data loader do not need it
-            self.mapped = torch.frombuffer(area, dtype=torch.uint8, count=self.size)
-            if self.direct and not self._agrees():
+            if self.direct and not self._transfers_directly():
                 self.direct = self._set_direct(False)
-        except OSError as error:
-            os.close(self._file)
-            raise _unusable(folder, error) from error
-        except BaseException:
-            os.close(self._file)
+        except BaseException as error:
+            self.release()
+            if isinstance(error, OSError):
+                raise _unusable(folder, error) from error
             raise
 
-    # ---------------------------------------------------------------- making it
-    def _create(self) -> int:
+    @classmethod
+    def of(cls, folder: Path, address: Address) -> Self:
+        """The file of another process, which must have it open meanwhile. Raises `RankError` if it cannot be opened."""
+        process, number, size, direct = address
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            path = self.folder / f"megacompile-state-{os.getpid()}-{secrets.token_hex(8)}"
+            opened = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RankError(f"the optimizer state of process {process} cannot be opened ({error.strerror}): run all ranks of a "
+                            "host as the same user and in the same container") from error
+        file = cls.__new__(cls)
+        file._begin(folder, size, opened)
+        file.direct = file._set_direct(direct) if direct else False
+        return file
+
+    def _begin(self, folder: Path, size: int, file: int) -> None:
+        self.folder, self.size, self._file, self.direct = folder, size, file, False
+        self.bytes_read = self.bytes_written = 0
+        self._counting, self._editing = threading.Lock(), threading.Lock()
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._close = weakref.finalize(self, os.close, file)
+        self._close.atexit = False  # lanes finish what they have begun while the interpreter ends
+
+    @property
+    def address(self) -> Address:
+        """What other processes open the file by."""
+        return os.getpid(), self._file, self.size, self.direct
+
+    # ---------------------------------------------------------------- making it
+    @staticmethod
+    def _create(folder: Path) -> int:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            path = folder / f"megacompile-state-{os.getpid()}-{secrets.token_hex(8)}"
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise _unusable(self.folder, error) from error
+            raise _unusable(folder, error) from error
         try:
             os.unlink(path)
         except BaseException as error:
             os.close(file)
             if isinstance(error, OSError):
-                raise _unusable(self.folder, error) from error
+                raise _unusable(folder, error) from error
             raise
         return file
 
@@ -117,22 +140,16 @@ class DirectFile:
             return False
         return direct
 
-    def _agrees(self) -> bool:
-        """Whether direct accesses work, and see what was written through the mapping, and the reverse. Leaves zeros."""
-        block = mmap.mmap(-1, BLOCK)
-        there, seen = memoryview(block), self.mapped[:BLOCK]
+    def _transfers_directly(self) -> bool:
+        """Whether direct accesses of a block work. Leaves zeros."""
+        there = host_memory(BLOCK)
         try:
-            seen.fill_(1)
-            if os.preadv(self._file, [there], 0) != BLOCK or block[:] != b"\1" * BLOCK:
-                return False
-            block[:] = b"\2" * BLOCK
-            return os.pwritev(self._file, [there], 0) == BLOCK and bool((seen == 2).all())
+            view = there.numpy().data
+            return os.pwritev(self._file, [view], 0) == os.preadv(self._file, [view], 0) == BLOCK
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             return False
-        finally:
-            seen.zero_()
 
     # ---------------------------------------------------------------- using it
     def read(self, memory: Tensor, start: int) -> None:
@@ -146,6 +163,30 @@ class DirectFile:
         self._each_chunk("write", os.pwritev, memory, start)
         with self._counting:
             self.bytes_written += memory.numel()
+
+    def read_bytes(self, memory: Tensor, start: int) -> None:
+        """As `read`, for any number of bytes from any one on, into memory that need not be aligned. Not counted."""
+        self._through_blocks(memory, start, writes=False)
+
+    def write_bytes(self, memory: Tensor, start: int) -> None:
+        """As `write`, for any bytes. The other bytes of their blocks stay; no other process may write those meanwhile."""
+        with self._editing:
+            self._through_blocks(memory, start, writes=True)
+
+    def _through_blocks(self, memory: Tensor, start: int, writes: bool) -> None:
+        for at in range(0, memory.numel(), CHUNK):
+            part = memory[at:at + CHUNK]
+            first = (start + at) // BLOCK * BLOCK
+            inside = slice(start + at - first, start + at - first + part.numel())
+            blocks = host_memory(in_blocks(inside.stop))
+            whole = writes and inside.start == 0 and inside.stop == blocks.numel()
+            if not whole:
+                self._each_chunk("read", os.preadv, blocks, first)
+            if not writes:
+                part.copy_(blocks[inside])
+                continue
+            blocks[inside] = part
+            self._each_chunk("write", os.pwritev, blocks, first)
 
     def _each_chunk(self, way: str, call: _Call, memory: Tensor, start: int) -> None:
         assert memory.numel() % BLOCK == start % BLOCK == memory.data_ptr() % BLOCK == 0, "not in whole blocks"
@@ -183,16 +224,19 @@ class DirectFile:
 
     @property
     def closed(self) -> bool:
-        return self._file < 0
+        """Whether the file was given up."""
+        return not self._close.alive
 
-    def close(self) -> None:
-        """Ends the threads. The space is free once nobody has a part of `mapped` any more."""
+    def rest(self) -> None:
+        """Ends the threads. The file stays, and the next access starts them again."""
         for pool in self._pools.values():
             pool.shutdown()
         self._pools.clear()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+
+    def release(self) -> None:
+        """Closes the file. Its space is free once no process has it open. A file that is forgotten is closed too."""
+        self.rest()
+        self._close()
 
 
 def _unusable(folder: Path, error: OSError) -> DiskError:

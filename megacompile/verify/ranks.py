@@ -148,7 +148,12 @@ def _announced(graph: fx.Graph) -> Iterator[Fault]:
         if missing := sorted(updates.keys() - set(argument(node, "tiles"))):
             yield Fault(f"{describe(node)} leaves out {missing[0]}", "announce every tile that is updated", node,
                         updates[missing[0]])
-        late = next((other for other in graph.nodes if other in updates.values() and other > node), None)
+        writes = {argument(other, "tile"): other for other in find(graph, "write_state")}
+        if unlike := sorted(writes.keys() ^ set(argument(node, "on_disk") or ())):
+            yield Fault(f"{describe(node)} does not have the tiles that are written to the disk, {unlike[0]} for example",
+                        "name every tile that is written, and no other, in on_disk", node, writes.get(unlike[0]))
+        last = {*updates.values(), *writes.values()}
+        late = next((other for other in graph.nodes if other in last and other > node), None)
         if late is not None:
             yield Fault(f"{describe(node)} comes before {describe(late)}", "announce after the last update", node, late)
 

@@ -133,7 +133,7 @@ def _names(known: Mapping[str, Collection[Any]], calls: Mapping[str, CallSpec], 
         if name in known and value is not None and value not in known[name]:
             yield Fault(f"{describe(node)} names {name} {value}, which the program does not have",
                         f"name one of: {', '.join(map(str, list(known[name])[:8]))}", node)
-    for tile in argument(node, "tiles") or ():
+    for tile in (*(argument(node, "tiles") or ()), *(argument(node, "on_disk") or ())):
         if tile not in known["tile"]:
             yield Fault(f"{describe(node)} names tile {tile}, which the program does not have", "declare it", node)
     if "template" in op_of(node).parameters and calls[argument(node, "call")].template != argument(node, "template"):

@@ -30,6 +30,15 @@ The moments of a tile on disk are read before its update and written back after 
     adam_from_disk("layers.5", c, moments=m5)
     write_state("layers.5", m5)
 
+If the plan defers moments, those on disk are read for the weights, and once more for themselves. So the next forward waits for
+no write:
+
+    m5 = read_state("layers.5", into="M0")
+    adam_weights("layers.5", c, moments=m5)                # all tiles, then all moments in the opposite order
+    m5 = read_state("layers.5", into="M1")
+    adam_moments("layers.5", c, moments=m5)
+    write_state("layers.5", m5)
+
 If the plan updates on arrival, the update follows each tile's `offload` (or `reduce`) in the backward instead, and nothing is
 clipped. It reads the gradients in their slab, which is not free before:
 
@@ -96,14 +105,21 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
             continue
         if op == "adam_from_disk":
             moments = build.add("read_state", f"m{program.number(tile)}", tile=tile)
-            build.add(op, tile=tile, clip=clip, moments=moments)
-            build.add("write_state", tile=tile, moments=moments)
+            build.add("adam_weights" if plan.deferred_moments else op, tile=tile, clip=clip, moments=moments)
+            if not plan.deferred_moments:
+                build.add("write_state", tile=tile, moments=moments)
         else:
             build.add(op, f"v{program.number(tile)}" if OPS[op].result else None, tile=tile, clip=clip)
         if plan.placement(tile).resident:
             _arrive(build, program, plan, tile)
     for node in reversed([*find(graph, "adam_weights")]):
-        build.add("adam_moments", tile=argument(node, "tile"), clip=clip)
+        tile = argument(node, "tile")
+        if plan.placement(tile).updated is not Updated.FROM_DISK:
+            build.add("adam_moments", tile=tile, clip=clip)
+            continue
+        moments = build.add("read_state", f"m{program.number(tile)}", tile=tile)
+        build.add("adam_moments", tile=tile, clip=clip, moments=moments)
+        build.add("write_state", tile=tile, moments=moments)
     _send_home(program, plan, graph)
     return graph
 

@@ -17,9 +17,9 @@ the device has a shard of its state on each device, and all of its weights:
     adam_resident("layers.3", resident=w3, state=m3, reduced=d3, clip=c)
     gather_resident("layers.3", w3)
 
-After the last update a rank says so, since the others may read its shards in host memory:
+After the last update, and the last write to the disk, a rank says so, since the others may read its shards:
 
-    announce(("layers.0", "layers.1", ...))
+    announce(("layers.0", "layers.1", ...), on_disk=("layers.1", ...))
 
 The loss is that of all ranks' rows:
 
@@ -62,7 +62,8 @@ def run(program: Program, plan: Plan) -> Program:
     sections = {key: _shard(graph, plan) if key in TOGETHER else graph for key, graph in program.sections.items()}
     for graph in sections.values() if plan.ranks > 1 else ():
         if updated := tuple(dict.fromkeys(argument(node, "tile") for node in find(graph, *UPDATE_OPS))):
-            Builder(graph, name).add("announce", tiles=updated)
+            written = tuple(argument(node, "tile") for node in find(graph, "write_state"))
+            Builder(graph, name).add("announce", tiles=updated, on_disk=written or None)
     return program.evolve(stage=provides, ranks=plan.ranks, hosts=plan.hosts, sections=sections)
 
 

@@ -15,15 +15,18 @@ Pair = tuple[Segment, Moments]
 
 def at_home(segments: Sequence[Segment], tile: Share, run: slice, moments: Sequence[Tensor] | None = None) -> list[Pair]:
     """The parts of segments of a host tile in a run of its elements, with their moments in host memory. They count elements
-    from the run's first one. `moments`: the tile's, in a slab; None: where the tile has them."""
+    from the run's first one. `moments`: those of the share, in a slab; None: where the tile has them."""
     found = (part for s in segments if (part := s.within(run.start, run.stop, 0)))
     return [(s, moments_at_home(s, tile, moments)) for s in sorted(found, key=lambda s: s.start)]
 
 
 def moments_at_home(segment: Segment, tile: Share, moments: Sequence[Tensor] | None = None) -> Moments:
     home, name = tile.home, tile.layout.slices[segment.position].name
-    stop = segment.first + segment.stop - segment.start
-    return home.layout.state_layout.at(moments or home.moments, home.layout.position_of[name], segment.first, stop)
+    count, at = segment.stop - segment.start, home.layout.position_of[name]
+    if moments is None:
+        return home.layout.state_layout.at(home.moments, at, segment.first, segment.first + count)
+    first = segment.first - (tile.layout.at_home(segment.position).start - home.layout.slices[at].start)
+    return tile.layout.state_layout.at(moments, segment.position, first, first + count)
 
 
 def in_slot(segments: Sequence[Segment], tile: Share, moments: Sequence[Tensor]) -> list[Pair]:

@@ -22,9 +22,27 @@ class ShardLayout(TileLayout):
 
     shard_elements: int = 0
 
+    @classmethod
+    def of_rank(cls, layout: TileLayout, rank: int) -> ShardLayout:
+        """The layout of a rank's shard of a tile that is divided into `layout.ranks` of them."""
+        held = held_by(layout, rank)
+        slices, origins = [], []
+        for index, s in enumerate(layout.slices):
+            first, last = (min(max(edge, held.start), held.stop) for edge in (s.start, s.stop))
+            slices.append(replace(s, shape=(last - first,), start=first - held.start))
+            origins.append(layout.at_home(index).start + (first - s.start if first < last else 0))
+        return cls(layout.name, layout.dtype, tuple(slices), layout.home or layout.name, tuple(origins), layout.ranks,
+                   layout.states, held.stop - held.start)
+
     @property
     def elements(self) -> int:
         return self.shard_elements
+
+
+def held_by(layout: TileLayout, rank: int) -> slice:
+    """The elements of a slot of the whole tile that are in a rank's shard."""
+    count = layout.elements // layout.ranks
+    return slice(rank * count, (rank + 1) * count)
 
 
 @dataclass
@@ -37,17 +55,8 @@ class TileShard(CopiedInRuns):
     @classmethod
     def of(cls, whole: HostTile | TilePart, rank: int) -> TileShard:
         layout = whole.layout
-        count = layout.elements // layout.ranks
-        held = slice(rank * count, (rank + 1) * count)
-        slices, origins = [], []
-        for index, s in enumerate(layout.slices):
-            first, last = (min(max(edge, held.start), held.stop) for edge in (s.start, s.stop))
-            slices.append(replace(s, shape=(last - first,), start=first - held.start))
-            origins.append(layout.at_home(index).start + (first - s.start if first < last else 0))
-        shard = ShardLayout(layout.name, layout.dtype, tuple(slices), layout.home or layout.name, tuple(origins), layout.ranks,
-                            layout.states, count)
         norms = host_memory(4 * len(layout.slices)).zero_() if layout.trainable else None
-        return cls(shard, whole.home, norms, whole, held)
+        return cls(ShardLayout.of_rank(layout, rank), whole.home, norms, whole, held_by(layout, rank))
 
     @property
     def runs(self) -> list[tuple[slice, slice]]:

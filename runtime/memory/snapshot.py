@@ -34,9 +34,22 @@ class Piece:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def read(self, tile: HostTile, start: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+        """Copies bytes of the piece, from `start`, to the beginning of `into`, and returns their number. Raises `DiskError`."""
+        count = min(len(into), self.bytes - start)
+        if tile.file is not None and self.name not in ("weight", "remainder"):
+            tile.file.get(tile.layout.name, self.position, self.name, start, torch.from_numpy(into[:count]))
+        else:  # releases the interpreter lock, and uses this thread only
+            np.copyto(into[:count], self.memory(tile).numpy()[start:start + count])
+        return count
+
     def memory(self, tile: HostTile) -> Tensor:
-        """uint8 [bytes]."""
-        size = self.dtype.itemsize * math.prod(self.shape)
+        """uint8 [bytes]; not for moments on disk."""
+        size = self.bytes
         if self.name in ("weight", "remainder"):
             part = tile.weights if self.name == "weight" else tile.remainder
             assert part is not None, f"{tile.layout.name} has no {self.name}"
@@ -56,7 +69,7 @@ def pieces(tile: HostTile) -> list[Piece]:
         if tile.remainder is not None:
             found.append(Piece("remainder", position, s, torch.int16, s.shape))
         state = layout.state_of(position)
-        for moment in state.moments if tile.moments else ():
+        for moment in state.moments if tile.has_moments else ():
             found.append(Piece(moment, position, s, state.format.dtype, s.shape))
             if state.format.scaled:
                 found.append(Piece(scale_of(moment), position, s, torch.float32, (state.format.scales(s.count),)))
@@ -64,11 +77,13 @@ def pieces(tile: HostTile) -> list[Piece]:
 
 
 def state_bytes(tile: HostTile) -> int:
-    return tile.weights.nbytes + sum(part.nbytes for part in tile.state())
+    """Bytes of a tile's weights and optimizer state, on disk too."""
+    on_disk = sum(tile.layout.moment_bytes) if tile.begun else 0
+    return tile.weights.nbytes + sum(part.nbytes for part in tile.state()) + on_disk
 
 
 def _copy(tile: HostTile) -> HostTile:
-    """A copy of a tile's state, without gradients. Raises `InsufficientMemoryError`."""
+    """A copy of a tile's state in memory, without gradients. Raises `InsufficientMemoryError`, `DiskError`."""
 
     def copied(memory: Tensor) -> Tensor:
         aside = host_memory(memory.nbytes)
@@ -76,7 +91,8 @@ def _copy(tile: HostTile) -> HostTile:
         return aside.view(memory.dtype)
 
     return HostTile(tile.layout, copied(tile.weights), None, None if tile.remainder is None else copied(tile.remainder),
-                    [copied(moment) for moment in tile.moments])
+                    tile.file.copy(tile.layout.name) if tile.file is not None and tile.begun
+                    else [copied(moment) for moment in tile.moments])
 
 
 class TouchedError(Exception):
@@ -157,13 +173,12 @@ class Snapshot:
 
     # ---------------------------------------------------------------- for the writer
     def read(self, name: str, piece: Piece, start: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
-        """Copies bytes of a piece, from `start`, to the beginning of `into`. Their number; 0 once the snapshot is abandoned."""
+        """Copies bytes of a piece, from `start`, to the beginning of `into`. Their number; 0 once the snapshot is abandoned.
+        Raises `DiskError`."""
         with self._changed:
             if name not in self._sources:
                 return 0
-            source = piece.memory(self._sources[name]).numpy()[start:start + len(into)]
-            np.copyto(into[:len(source)], source)  # releases the interpreter lock, and uses this thread only
-            return len(source)
+            return piece.read(self._sources[name], start, into)
 
     def finish(self, name: str) -> None:
         """The writer has read all of a tile. Raises `TouchedError` if a tile was changed without `preserve`."""

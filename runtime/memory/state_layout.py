@@ -98,6 +98,17 @@ class StateLayout:
         first, last = start // BLOCK, each.scales(stop)
         return values, buffer[scales + 4 * first:scales + 4 * last].view(torch.float32)
 
+    def spans(self, position: int, count: int) -> dict[str, tuple[int, int, int]]:
+        """Where everything is that is kept of the first `count` elements of a parameter, by name: (moment, first byte in its
+        buffer, bytes)."""
+        state, found = self.states[position], {}
+        for moment, name in enumerate(state.moments):
+            begin, values = self._regions[moment][position], state.format.value_bytes
+            found[name] = moment, begin, values * count
+            if state.format.scaled:
+                found[scale_of(name)] = moment, begin + self.counts[position] * values, 4 * state.format.scales(count)
+        return found
+
     def slack_bytes(self, shards: int) -> int:
         """Bytes that the regions of so many shards may take in addition to those of the whole."""
         scaled = sum(state.format.scaled for state in self.states)

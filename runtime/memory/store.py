@@ -23,8 +23,8 @@ class Store:
     """All tiles of a streamed model, in the order of the model's calls, `parts` of tiles that are streamed separately, and with
     several ranks on a host this rank's `shards` of both. `shared`: whether other ranks train the same tiles, or copies of them
     on other hosts. Call `preserve` before changing state that a checkpoint holds: a `snapshot` may
-    not be fully written yet. `files`: those that moments are or were in. `_own`: while all ranks load the same values, the
-    tiles that this process writes."""
+    not be fully written yet. `files`: those that moments are in. `_own`: while all ranks load the same values, the
+    tiles that this process writes. `_read`, `_written`: bytes of files that moments were in."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
     parts: dict[str, TilePart] = field(default_factory=dict)
@@ -34,6 +34,8 @@ class Store:
     shared: bool = False
     files: list[StateFile] = field(default_factory=list)
     _own: frozenset[str] | None = None
+    _read: int = 0
+    _written: int = 0
 
     def __getitem__(self, name: str) -> Share:
         """What this rank copies and updates of the tile, or part of a tile, that is streamed under a name."""
@@ -51,9 +53,14 @@ class Store:
             self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
 
     @property
+    def disk_bytes_read(self) -> int:
+        """Bytes of moments that this process's updates have read from files so far."""
+        return self._read + sum(file.file.bytes_read for file in self.files)
+
+    @property
     def disk_bytes_written(self) -> int:
-        """Bytes of moments that updates have written to files so far."""
-        return sum(file.file.bytes_written for file in self.files)
+        """Bytes of moments that this process's updates have written to files so far."""
+        return self._written + sum(file.file.bytes_written for file in self.files)
 
     def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout], on_disk: Collection[str] = (),
              file: StateFile | None = None) -> list[Tensor]:
@@ -66,9 +73,12 @@ class Store:
         for name, layout in host.items():
             there = None if name not in on_disk else file if file is not None and name in file else self.tiles[name].file
             unused += self.tiles[name].keep(layout, there)
-        for old in self.files:
+        for old in list(self.files):
             if not any(tile.file is old for tile in self.tiles.values()):
-                old.close()
+                self._read += old.file.bytes_read
+                self._written += old.file.bytes_written
+                old.rest()
+                self.files.remove(old)  # it is closed once nobody has a state in it
         for name, part in self.parts.items():
             part.layout = streamed[name]
         for name, shard in self.shards.items():
@@ -145,13 +155,12 @@ class Store:
     @property
     def has_moments(self) -> bool:
         """Whether an optimizer has made state."""
-        return any(tile.moments for tile in self.tiles.values())
+        return any(tile.has_moments for tile in self.tiles.values())
 
     def room(self, budget: int | None = None) -> int:
         """Bytes of host memory for training: available bytes plus those that tiles take already; at most `budget`."""
         parts = self.bytes()
-        kept = sum(part.nbytes for tile in self.tiles.values() if tile.moments_written
-                   for part in (tile.state() if tile.file is None else tile.memories(["remainder"])))
+        kept = sum(part.nbytes for tile in self.tiles.values() if tile.moments_written for part in tile.state())
         there = available_host_bytes() + parts.get("weights", 0) + parts.get("gradients", 0) + kept
         return min(there, budget or there)
 

@@ -16,11 +16,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from megacompile.runtime.memory.moment_file import MomentFile
 from megacompile.runtime.memory.state_layout import (
     ADAMW_STATE,
     NO_STATE,
@@ -226,7 +227,7 @@ class TileLayout:
         return {f"{self.name} {part}": size for part, size in sizes.items() if size}
 
     def moments(self, memory: Tensor) -> list[Tensor]:
-        """The moments' buffers (uint8) at the beginning of a slot's or slab's memory, or of the tile's part of a file."""
+        """The moments' buffers (uint8) at the beginning of a slot's or slab's memory."""
         ends = list(accumulate(self.moment_bytes))
         return [memory[end - size:end] for size, end in zip(self.moment_bytes, ends, strict=True)]
 
@@ -237,8 +238,9 @@ class TileLayout:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of a file that the moments take."""
-        return in_blocks(sum(self.moment_bytes)) if self.trainable else 0
+        """Bytes of each rank's file that its share of the moments takes."""
+        moments = sum(self.moment_bytes) + self.state_layout.slack_bytes(self.ranks)
+        return in_blocks(-(-moments // self.ranks)) if self.trainable else 0
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter of a flat tensor of at least `elements` elements."""
@@ -259,17 +261,10 @@ def aligned(count: int, ranks: int = 1) -> int:
     return -(-count // each) * each
 
 
-class MomentFile(Protocol):
-    """A file that has moments of tiles (`state_file.py`)."""
-
-    def moments(self, tile: str) -> list[Tensor]: ...
-    def read(self, tile: str, slab: Tensor) -> None: ...
-    def write(self, tile: str, slab: Tensor) -> None: ...
-
-
 @dataclass
 class HostTile:
-    """One tile's host memory. `file`: where its moments are, if they are on disk; `moments` are then a mapping of the file."""
+    """One tile's host memory. `file`: where its moments are, if they are on disk; then there are no `moments` in memory.
+    `begun`: an optimizer has made moments there."""
 
     layout: TileLayout
     weights: Tensor  # uint8 [weight_bytes]
@@ -281,6 +276,7 @@ class HostTile:
     moments_lent: bool = False  # to the user, whose writes may go unnoticed
     shared: SharedMemory | None = None  # with several ranks: where all parts are
     file: MomentFile | None = None
+    begun: bool = False
     _prepared: list[Tensor] | None = None  # memory for moments
 
     @classmethod
@@ -308,10 +304,16 @@ class HostTile:
         return self._prepared or []
 
     def allocate_moments(self) -> None:
-        """Allocates the optimizer's moments, zeros."""
-        if not self.moments and self.layout.trainable:
-            moments = self.prepare_moments() if self.file is None else self.file.moments(self.layout.name)
-            self.moments, self._prepared = moments, None
+        """Allocates the optimizer's moments, zeros. Those on disk are there."""
+        if self.file is not None:
+            self.begun = self.layout.trainable
+        elif not self.moments and self.layout.trainable:
+            self.moments, self._prepared = self.prepare_moments(), None
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether an optimizer has made moments, in memory or on disk."""
+        return bool(self.moments) or self.begun
 
     @property
     def moments_are_zero(self) -> bool:
@@ -327,7 +329,7 @@ class HostTile:
         if layout.state_layout != before.state_layout or elsewhere:
             # Pages of this process start as zeros again, those of shared memory do not.
             self.moments_written = self.shared is not None and not self.moments_are_zero
-            self.moments, self._prepared, self.moments_lent = [], None, False
+            self.moments, self._prepared, self.moments_lent, self.begun = [], None, False, False
         if not layout.has_remainder:
             self.remainder = None
         elif self.remainder is None:
@@ -391,5 +393,4 @@ class HostTile:
         """Bytes of each part, without moments on disk."""
         named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, sums=self.sums)
         sizes = {name: t.nbytes for name, t in named.items() if t is not None}
-        in_memory = self.moments if self.file is None else []
-        return sizes | ({"moments": sum(moment.nbytes for moment in in_memory)} if in_memory else {})
+        return sizes | ({"moments": sum(moment.nbytes for moment in self.moments)} if self.moments else {})

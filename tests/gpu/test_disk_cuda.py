@@ -37,3 +37,5 @@ def test_ten_steps_have_the_bits_of_ten_steps_in_memory(whole: bool, options: di
     expected = trained(whole, options)
     for tiles in ("all", ("model.layers.0", "epilogue")):
         assert same_bits(trained(whole, options, disk=tmp_path, disk_state=tiles), expected)
+    if "overlap" not in options:
+        assert same_bits(trained(whole, options, disk=tmp_path, disk_state="all", deferred_moments=True), expected)

@@ -141,7 +141,7 @@ USUAL = ("qwen2", "tied", "gpt2", "qwen3", "expert pieces", "adapters", "uneven 
 def custom_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """A loss that the caller computes: the mean over its own tokens."""
     logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten().to(logits.device))
 
 
 def train(name: str, rank: int, **more: Any) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         case "write_state":
             return {at["moments/"][0]: one("moments")}
         case "adam" | "adam_weights" | "adam_moments" | "adam_of_sum" | "adam_resident" | "adam_visiting" | "adam_from_disk":
-            state = at[{"adam_resident": "state", "adam_from_disk": "moments"}.get(op, "state/")][0]
+            state = at["state" if op == "adam_resident" else "moments" if "moments" in at else "state/"][0]
             stored = "slab" if "slab" in at else "gradients/"
             gradients = one({"adam_of_sum": "sums/", "adam_resident": "reduced"}.get(op, stored))
             moments = mix("moments", look(state), gradients, *([one("clip")] if "clip" in at else []))

@@ -31,8 +31,8 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "norms_of_sum": ("cpu", ("sums/",), ("gradients/",)),
     "clip": ("cpu", ("gradients/",), ("result",)),
     "adam": ("cpu", ("slab", "gradients/", "clip"), ("weights/", "state/")),
-    "adam_weights": ("cpu", ("gradients/", "clip", "state/"), ("weights/",)),
-    "adam_moments": ("cpu", ("gradients/", "clip"), ("state/",)),
+    "adam_weights": ("cpu", ("gradients/", "clip", "state/", "moments"), ("weights/",)),
+    "adam_moments": ("cpu", ("gradients/", "clip", "moments"), ("state/", "moments")),
     "adam_of_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
     "adam_resident": ("compute", ("reduced", "clip"), ("resident", "state")),
     "adam_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
@@ -58,7 +58,7 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "share_host_norms": ("cpu", ("gradients/",), ("gradients/",)),
     "total_loss": ("compute", ("values",), ("result",)),
     "share_loss": ("collective", ("value",), ("value",)),
-    "announce": ("cpu", ("weights/",), ("announced/",)),
+    "announce": ("cpu", ("weights/", "moments/"), ("announced/",)),
 }
 #: What only several ranks do, all of them or none.
 OF_SEVERAL = ("pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "all_reduce", "share_norms",
@@ -263,6 +263,10 @@ class Machine:
             at[f"{part}/"] = tuple(f"{part}/{tile}" for tile in tiles)
         if "staging" in at:
             at["weights/"] = ()
+        if "moments" in at:
+            at["state/"] = ()
+        if each.op == "announce":
+            at["moments/"] = tuple(f"moments/{tile}" for tile in each.says.get("on_disk") or ())
         if each.op in ("add_to_sum", "adam", "adam_from_disk") and "slab" in at:
             at["gradients/"] = ()
         reads, writes = (tuple(place for name in names for place in at.get(name, ())) for names in touched)

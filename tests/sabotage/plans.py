@@ -17,6 +17,8 @@ NAMED: dict[str, dict[str, Any]] = {
                             "visiting_state": ("layers.0", "layers.1", "epilogue")},
     "moments on disk": {"disk_state": ("prologue", "layers.0", "layers.2", "layers.3"), "resident": ("layers.2",),
                         "state_slabs": 1},
+    "moments on disk after all weights": {
+        "disk_state": ("prologue", "layers.0", "layers.2", "layers.3"), "deferred_moments": True, "state_slabs": 2},
     "moments on disk, updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "state_slabs": 2, "gradient_slabs": 2,
                                             "disk_state": ("layers.0", "layers.1", "layers.2", "layers.3", "epilogue")},
     "moments behind all weights, two micro-batches": {
@@ -61,7 +63,8 @@ OF_SEVERAL: dict[str, dict[str, Any]] = {
         (2, "checkpoints on the host, two micro-batches"), (2, "three waves added up on the host"),
         (4, "waves on the host through slabs, updates on arrival"), (2, "outputs, two micro-batches"),
         (2, "outputs, tied, updates on arrival"), (2, "layers that run twice"),
-        (2, "layers that run twice, waves on the host, a shared tile"), (2, "tied, residuals kept, a frozen layer"))}
+        (2, "layers that run twice, waves on the host, a shared tile"), (2, "tied, residuals kept, a frozen layer"),
+        (2, "moments on disk"), (2, "moments on disk after all weights"), (2, "moments on disk, updates on arrival"))}
 #: Of several hosts, with one rank or several on each.
 OF_SEVERAL |= {
     f"{hosts} hosts, {ranks} {'rank' if ranks == 1 else 'ranks'} each, {name}": {**NAMED[name], "ranks": ranks, "hosts": hosts}
@@ -91,7 +94,7 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, se
     summed = tuple(tile for tile in tiles if waves > 1 and tile not in stateful and draw(st.booleans()))
     visiting = tuple(tile for tile in tiles if update == "step" and tile not in (*frozen, *stateful, *summed)
                      and draw(st.integers(0, 3)) == 0)
-    on_disk = tuple(tile for tile in tiles if not several and tile not in (*frozen, *stateful, *summed, *visiting)
+    on_disk = tuple(tile for tile in tiles if tile not in (*frozen, *stateful, *summed, *visiting)
                     and draw(st.integers(0, 3)) == 0)
     return {
         "disk_state": on_disk, "state_slabs": draw(st.integers(1, 3)),

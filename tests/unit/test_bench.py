@@ -572,3 +572,16 @@ def test_a_timeline_without_recorded_steps_is_refused() -> None:
     given = step.options().parse_args([*TINY, "--timeline", "step", "--recorded-steps", "0"])
     with pytest.raises(MegacompileError, match="leave out --recorded-steps 0"):
         step.measure(given, step.Models())
+
+
+def test_a_row_of_moments_on_disk_says_what_a_step_reads_and_writes(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "here", lambda device=None: Hardware.find("h200"))
+    for more, tiles, reads in ((["--train-step", "--disk-state", "all", "--deferred-moments", "no"], 6, 1),
+                               (["--disk-state", "model.layers.0", "model.layers.2", "--deferred-moments", "yes"], 2, 2)):
+        row = row_of(step, "--disk", str(tmp_path / "state"), *more)
+        moved = row["disk_gb_per_step"]
+        assert row["disk_tiles"] == tiles and moved == row["predicted_disk_gb_per_step"] and moved["write"] > 0
+        assert moved["read"] == pytest.approx(reads * moved["write"], rel=0.02)
+        assert row["disk_rates_gb_s"] == {"read": 27.0, "write": 11.0} and row["predicted_disk_s"]["write"] >= 0
+    assert "disk_tiles" not in row_of(step)

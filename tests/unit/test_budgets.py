@@ -1,6 +1,7 @@
 """Memory budgets of plans: `stream`, `schedule` and `megacompile plan` use the same ones."""
 from __future__ import annotations
 
+import re
 import sys
 import time
 import weakref
@@ -103,8 +104,10 @@ def test_a_model_whose_layers_alone_fit_the_host_is_refused_before_anything_is_m
     layers = host_bytes(model.model.layers, StreamConfig(), least)
     tiles = with_choice(for_a_gpu.tiling, least).host_bytes(gradients=False)
     assert layers < tiles
-    with pytest.raises(InsufficientMemoryError, match=r"training with the smallest optimizer state takes .*: freeze some"):
+    with pytest.raises(InsufficientMemoryError, match=r"training with the smallest optimizer state takes .*: keep moments"):
         megacompile.stream(model, device="cpu", host_memory=HOST_MARGIN_BYTES + tiles - 1)
+    with pytest.raises(InsufficientMemoryError, match=r"training with the smallest optimizer state takes .*: freeze some"):
+        megacompile.stream(model, device="cpu", host_memory=HOST_MARGIN_BYTES + layers + 64)
     assert type(model) is type(tiny_models.build()), "it is not streamed"
     megacompile.stream(model, device="cpu", host_memory=HOST_MARGIN_BYTES + tiles).megacompile.close()
 
@@ -153,6 +156,24 @@ def test_a_refusal_for_the_host_says_what_is_needed_in_all_and_what_would_fit(me
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(("memory", "said"), [
+    ("300GiB", None),
+    ("480GiB", r"takes 47\d.\d\d GiB of host memory and 4[67]\d.\d\d GiB of the drive, and each step writes 4[67]\d"),
+    ("700GiB", r"takes (69\d|700).\d\d GiB of host memory and 2[34]\d.\d\d GiB of the drive, and each step writes 2")], ids=str)
+def test_a_refusal_for_the_host_says_what_a_disk_would_take(memory: str, said: str | None, large: Any) -> None:
+    options: dict[str, Any] = {"batch": 4, "length": 2048, "hardware": "rtx4090", "host_memory": memory}
+    with pytest.raises(InsufficientMemoryError) as caught:
+        megacompile.schedule(large, **options)
+    message = str(caught.value)
+    if said is None:
+        assert "keep moments on a local drive" not in message
+        return
+    assert re.search(rf"\nor keep moments on a local drive \(disk='/nvme/state'\): then it {said}", message), message
+    with pytest.raises(InsufficientMemoryError) as caught:
+        megacompile.schedule(large, **options, disk="/nvme/state", disk_state=())
+    assert "keep moments on a local drive" not in str(caught.value)
+
+
 def test_layers_that_a_refusal_lets_train_fit(large: Any) -> None:
     upper, room = 6, 192 * GIB - HOST_MARGIN_BYTES
     for count, fits in ((upper, True), (upper + 1, False)):
@@ -163,5 +184,5 @@ def test_layers_that_a_refusal_lets_train_fit(large: Any) -> None:
 
 
 def test_float32_is_told_that_bfloat16_would_fit(large: Any) -> None:
-    with pytest.raises(InsufficientMemoryError, match=r"16 bytes each.*\nor train in bfloat16: then it takes 920.92 GiB\n"):
+    with pytest.raises(InsufficientMemoryError, match=r"(?s)16 bytes each.*\nor train in bfloat16: then it takes 920.92 GiB\n"):
         megacompile.schedule(large, batch=4, length=2048, hardware="rtx4090", host_memory="1000GiB", dtype=torch.float32)

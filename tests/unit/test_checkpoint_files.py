@@ -165,7 +165,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a path upwards": (lambda f: rewrite(f, lambda b: b["files"].update({"../../x": b["files"].popitem()[1]})),
                        "is '../../x', but must be the name of a file in a checkpoint"),
     "a file not listed": (lambda f: rewrite(f, lambda b: b["files"].pop("tensors-00002.safetensors")), "does not list tens"),
-    "a pickle": (lambda f: replace_file(f, pickle.dumps(Trap())), "tensors-00001.safetensors is not a safetensors file"),
+    "a pickle": (lambda f: replace_file(f, pickle.dumps(Trap())), "tensors-00001.safetensors is damaged or truncated"),
     "other tensors": (lambda f: replace_file(f, (f / "tensors-00002.safetensors").read_bytes()), "but its manifest says"),
     "a value of no kind": (lambda f: rewrite(f, lambda b: b.update(extra={"$object": "os.system"})), "no value of kind"),
     "another model": (lambda f: rewrite(f, lambda b: b["tensors"].update(more=b["tensors"].pop("head.bias"))),

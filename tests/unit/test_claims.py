@@ -14,7 +14,8 @@ CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 SYSTEMS = {"step": "megacompile", "native": "native", "uneven": "uneven", "storage": "storage",
            "generation": "generation"}
 #: Numbers of the README that are no results: sizes of examples, versions, budgets, what `megacompile plan` asks for, licences.
-NO_RESULTS = {"1", "7", "12", "13", "16", "24", "28", "64", "100", "110", "128", "1,024", "2.0", "3.11", "2604.05091", "0.1.0"}
+NO_RESULTS = {"1", "7", "12", "13", "16", "24", "28", "64", "100", "110", "128", "1,024", "2,048", "2.0",
+              "3.11", "2604.05091", "0.1.0"}
 
 
 def table_rows(page: str, name: str) -> list[list[str]]:

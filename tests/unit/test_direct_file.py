@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.errors import DiskError
+from megacompile.errors import DiskError, RankError
 from megacompile.system import direct_file
 from megacompile.system.direct_file import BLOCK, DirectFile, in_blocks
 from megacompile.system.host_memory import host_memory
@@ -40,7 +40,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def file(folder: Path) -> Iterator[DirectFile]:
     made = DirectFile(folder, SIZE - 5)
     yield made
-    made.close()
+    made.release()
 
 
 def drawn(blocks: int, seed: int = 0) -> Tensor:
@@ -49,8 +49,16 @@ def drawn(blocks: int, seed: int = 0) -> Tensor:
     return memory
 
 
+def read(file: DirectFile, start: int = 0, size: int = SIZE) -> Tensor:
+    """Bytes of the file, in memory that is not aligned."""
+    into = torch.full((size + 1,), 7, dtype=torch.uint8)
+    file.read_bytes(into[1:], start)
+    assert into[0] == 7
+    return into[1:]
+
+
 def test_the_file_is_zeros_of_whole_blocks_and_has_no_name(file: DirectFile, folder: Path) -> None:
-    assert file.size == in_blocks(SIZE - 5) == SIZE and not file.mapped.any()
+    assert file.size == in_blocks(SIZE - 5) == SIZE and not read(file).any()
     assert list(folder.iterdir()) == []
     status = os.fstat(file._file)
     assert (status.st_nlink, stat.S_IMODE(status.st_mode), status.st_size) == (0, 0o600, SIZE)
@@ -64,23 +72,49 @@ def test_what_is_written_is_read_both_ways(start: int, blocks: int, file: Direct
     file.write(values, start * BLOCK)
     there = slice(start * BLOCK, (start + blocks) * BLOCK)
     file.read(back, start * BLOCK)
-    assert torch.equal(back, values) and torch.equal(file.mapped[there], values)
-    file.mapped[there] = drawn(blocks, seed=1)
+    assert torch.equal(back, values) and torch.equal(read(file)[there], values)
+    file.write_bytes(drawn(blocks, seed=1), start * BLOCK)
     file.read(back, start * BLOCK)
     assert torch.equal(back, drawn(blocks, seed=1))
-    file.write(values, start * BLOCK)  # pages of the mapping are there
-    assert torch.equal(file.mapped[there], values)
-    assert not file.mapped[:there.start].any() and not file.mapped[there.stop:].any()
-    assert (file.bytes_read, file.bytes_written) == (2 * values.numel(), 2 * values.numel())
+    assert not read(file)[:there.start].any() and not read(file)[there.stop:].any()
+    assert (file.bytes_read, file.bytes_written) == (2 * values.numel(), values.numel())
 
 
-def test_tensors_of_the_mapping_outlive_the_file(folder: Path) -> None:
+@pytest.mark.parametrize(("start", "size"), [
+    (0, 1), (5, 3), (BLOCK - 1, 2), (17, 9 * BLOCK), (4 * BLOCK, BLOCK), (3 * BLOCK + 8, 21 * BLOCK - 8), (SIZE - 3, 3)])
+def test_any_bytes_are_written_and_read_and_those_beside_them_stay(start: int, size: int, file: DirectFile) -> None:
+    before, values = drawn(40), drawn(40, seed=2)[:size]
+    file.write(before, 0)
+    file.write_bytes(values, start)
+    expected = before.clone()
+    expected[start:start + size] = values
+    assert torch.equal(read(file), expected) and torch.equal(read(file, start, size), values)
+
+
+def test_a_file_of_another_process_is_opened_and_has_the_same_bytes(file: DirectFile) -> None:
+    other = DirectFile.of(file.folder, file.address)
+    assert (other.size, other.direct) == (file.size, file.direct)
+    file.write(drawn(40), 0)
+    assert torch.equal(read(other), drawn(40))
+    other.write_bytes(drawn(1, seed=3), 5)
+    file.release()
+    expected = drawn(40).index_copy(0, torch.arange(5, 5 + BLOCK), drawn(1, seed=3))
+    assert file.closed and torch.equal(read(other), expected), "its space is taken while anybody has it open"
+    process, number, size, direct = other.address
+    other.release()
+    with pytest.raises(RankError, match=r"the optimizer state of process \d+ cannot be opened \(No such file or directory\): "
+                                        "run all ranks of a host as the same user"):
+        DirectFile.of(file.folder, (2**22 + process, number, size, direct))
+
+
+def test_a_file_that_is_forgotten_is_closed(folder: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
     file = DirectFile(folder, SIZE)
     file.write(drawn(40), 0)
-    kept = file.mapped[BLOCK:3 * BLOCK]
-    file.close()
+    file.rest()
+    assert torch.equal(read(file), drawn(40)), "a file at rest is read as before"
     del file
-    assert torch.equal(kept, drawn(40)[BLOCK:3 * BLOCK])
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_two_files_in_one_folder_are_apart_and_leave_what_is_there_alone(folder: Path) -> None:
@@ -88,9 +122,9 @@ def test_two_files_in_one_folder_are_apart_and_leave_what_is_there_alone(folder:
     (folder / "megacompile-state-1-00").write_bytes(b"of another run")
     one, other = DirectFile(folder, SIZE), DirectFile(folder, SIZE)
     one.write(drawn(40), 0)
-    assert not other.mapped.any()
-    one.close()
-    other.close()
+    assert not read(other).any()
+    one.release()
+    other.release()
     assert [path.read_bytes() for path in folder.iterdir()] == [b"of another run"]
     (folder / "megacompile-state-1-00").unlink()
 
@@ -178,20 +212,21 @@ def test_too_little_space_is_refused_and_nothing_is_left(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_direct_access_that_does_not_see_the_mapping_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preadv = os.preadv
-
-    def stale(file: int, views: list[Any], at: int) -> int:
-        count = preadv(file, views, at)
-        views[0][:] = bytes(len(views[0]))
-        return count
+def test_direct_access_that_the_file_system_refuses_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(file: int, views: list[Any], at: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "preadv", stale)
+        patched.setattr(os, "preadv", refuses)
         file = DirectFile(tmp_path, SIZE)
-    back = host_memory(SIZE)
     file.write(drawn(40), 0)
-    file.read(back, 0)
-    assert not file.direct
-    assert torch.equal(back, drawn(40))
-    file.close()
+    assert not file.direct and torch.equal(read(file), drawn(40))
+    file.release()
+
+
+def test_an_error_of_bytes_is_raised_as_one_of_blocks(file: DirectFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call, bytes_of in (("preadv", file.read_bytes), ("pwritev", file.write_bytes)):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, "the drive is gone")))
+            with pytest.raises(OSError, match="the drive is gone"):
+                bytes_of(torch.zeros(9 * BLOCK, dtype=torch.uint8), 3)

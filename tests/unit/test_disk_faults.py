@@ -8,8 +8,10 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +22,9 @@ from killed import kill_at_random_moments
 from resumable import Run, Streamed, load
 from tiny_models import assert_torn, cut_power, same_bits, state_of
 
-from megacompile import latest_checkpoint, save_checkpoint
-from megacompile.errors import DiskError, LaneError, TornError
+import megacompile
+from megacompile import CheckpointWriter, latest_checkpoint, save_checkpoint
+from megacompile.errors import CheckpointError, DiskError, LaneError, TornError
 from megacompile.system.direct_file import DirectFile
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -35,6 +38,10 @@ def in_memory() -> Streamed:
 @pytest.fixture(scope="module")
 def on_disk(drive: Path) -> Streamed:
     return Streamed(disk=drive, disk_state=("layers.0", "layers.2", "epilogue"))
+
+
+def lion(model: Any) -> Any:
+    return megacompile.Lion(model.parameters(), lr=1e-3)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> list[int]:
@@ -85,6 +92,50 @@ def test_an_error_of_the_disk_in_the_middle_of_a_step_loses_nothing(
     assert same_bits(state_of(model, optimizer), expected)
 
 
+@pytest.fixture(scope="module", params=[1, 3])
+def deferring(without_disk: tiny_models.Shared, drive: Path, request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
+    """Moments of all tiles are on disk, and updated after all weights."""
+    made = streamed(without_disk.plain.dtype == torch.bfloat16, drive, deferred_moments=True, state_slabs=request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("make", [adamw, lion], ids=["adamw", "lion"])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
+        call: str, make: Callable[..., Any], without_disk: tiny_models.Shared, deferring: tiny_models.Shared,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """At calls all over the update: in the first reads, the second ones, and the writes. Lion's moments are not updated after
+    its weights, so they are written with them."""
+    expected = trained(without_disk, True, make, steps=3)
+    model = deferring.fresh()
+    optimizer = make(model)
+    step(model, optimizer, 0, whole=True)
+    model.megacompile.synchronize()
+    with monkeypatch.context() as patched:
+        made = failing(patched, call, -1)
+        step(model, optimizer, 1, whole=True)
+        model.megacompile.synchronize()
+    calls = len(made)
+    assert calls > 10
+    for number in range(1, calls + 1, max(1, calls // 9)):
+        model = deferring.fresh()
+        optimizer = make(model)
+        step(model, optimizer, 0, whole=True)
+        model.megacompile.synchronize()
+        with monkeypatch.context() as patched:
+            failing(patched, call, number)
+            step(model, optimizer, 1, whole=True)
+            with pytest.raises(DiskError, match="completes the step"):
+                model.megacompile.synchronize()
+        if model.megacompile.streamed.step.torn:
+            with pytest.raises(TornError, match="an update stopped half-way"):
+                model.state_dict()
+        optimizer.step()
+        step(model, optimizer, 2, whole=True)
+        assert same_bits(state_of(model, optimizer), expected), number
+
+
 def test_a_disk_that_goes_on_failing_leaves_the_model_torn_until_a_checkpoint_is_loaded(
         on_disk: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
@@ -127,6 +178,99 @@ def test_an_error_of_the_disk_with_updates_on_arrival_is_repaired_by_a_checkpoin
     load(path, run)
     assert run.steps(1) == expected[0]
     assert same_bits(run.masters(), expected[1]) and same_bits(run.moments(), expected[2])
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """From now on all calls of this kind to the system fail."""
+    monkeypatch.setattr(os, call, lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+
+
+def test_an_error_of_the_disk_while_a_state_is_read_or_written_is_raised_and_nothing_is_lost(
+        on_disk: Streamed, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    run = Run(on_disk.fresh())
+    run.steps(2)
+    run.model.megacompile.synchronize()
+    weight = run.model.layers[0][1].weight
+    with monkeypatch.context() as patched:
+        broken(patched, "preadv")
+        for read in (run.optimizer.state_dict, lambda: run.optimizer.state[weight]["exp_avg"]):
+            with pytest.raises(DiskError, match=rf"reading the optimizer state of \S+ from {drive} failed \(Input/output "
+                                                r"error\): see to the drive and try again, or load a checkpoint"):
+                read()
+    expected = run.moments()  # the drive works again
+    moment = run.optimizer.state[weight]["exp_avg"]
+    moment.mul_(2)
+    with monkeypatch.context() as patched:
+        broken(patched, "pwritev")
+        with pytest.raises(DiskError, match=r"writing the optimizer state of layers\.0 to"):
+            run.steps(1)
+    run.optimizer.state_dict()
+    assert torch.equal(run.optimizer.state[weight]["exp_avg"], 2 * expected["layers.0.1.weight exp_avg"])
+    run.optimizer.zero_grad()
+    run.steps(1)
+
+
+def test_an_error_of_the_disk_while_a_checkpoint_is_written_costs_that_save_alone(
+        on_disk: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(6)
+    run = Run(on_disk.fresh())
+    run.steps(2)
+    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    writer = CheckpointWriter(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    with monkeypatch.context() as patched:
+        broken(patched, "preadv")
+        writer.save()
+        with pytest.raises(CheckpointError, match=r"no checkpoint was saved in \S+ \(DiskError: reading the optimizer state of "
+                                                  r"\S+ from \S+ failed \(Input/output error\)"):
+            writer.wait()
+    assert latest_checkpoint(tmp_path) == path
+    run.steps(2)
+    expected = run.masters(), run.moments()
+    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    run.steps(1)
+    load(path, run)
+    assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
+
+
+def test_an_error_of_the_disk_in_the_middle_of_a_load_leaves_the_model_torn_until_a_load_succeeds(
+        on_disk: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    run = Run(on_disk.fresh())
+    run.steps(2)
+    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    expected = run.masters(), run.moments()
+    run.steps(1)
+    run.model.megacompile.synchronize()
+    with monkeypatch.context() as patched:
+        failing(patched, "pwritev", 3)
+        with pytest.raises(DiskError, match="writing the optimizer state of"):
+            load(path, run)
+    for use in (run.optimizer.state_dict, lambda: run.steps(1), run.model.state_dict):
+        with pytest.raises(TornError, match="a load stopped half-way: see to the drive, and load a checkpoint"):
+            use()
+    load(path, run)
+    assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
+
+
+def test_an_error_of_the_drive_with_checkpoints_in_the_middle_of_a_load_leaves_the_model_torn_until_a_load_succeeds(
+        in_memory: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are not mapped either. They are read once for their checksums, and then again."""
+    torch.manual_seed(8)
+    run = Run(in_memory.fresh())
+    run.steps(2)
+    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    expected = run.masters(), run.moments()
+    run.steps(1)
+    run.model.megacompile.synchronize()
+    with monkeypatch.context() as patched:
+        failing(patched, "preadv", 5)
+        with pytest.raises(CheckpointError, match=r"tensors-\d+.safetensors cannot be read \(Input/output error\)"):
+            load(path, run)
+    with pytest.raises(TornError, match="a load stopped half-way"):
+        run.steps(1)
+    load(path, run)
+    assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
 
 
 def settled(run: Run) -> None:

@@ -1,8 +1,10 @@
 """Moments on disk: the bits of the same run in memory, with any lane timing; failures lose nothing unnoticed."""
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from torch import Tensor
 
 import megacompile
 from megacompile import CheckpointWriter
+from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.ir.program import Lane
+from megacompile.streaming.optimizer import state_on_disk
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -37,6 +41,21 @@ def test_ten_steps_have_the_bits_of_ten_steps_in_memory(
         ops = update_of(some_on_disk.model)
         assert ops["read_state"] == ops["adam_from_disk"] == ops["write_state"] == {*SOME}
         assert ops["adam"] == {*TILES} - {*SOME}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}], ids=str)
+@pytest.mark.parametrize("tiles", ["all", SOME], ids=str)
+def test_moments_that_are_updated_after_all_weights_have_the_bits_of_memory_too(
+        options: dict[str, Any], whole: bool, tiles: Any, without_disk: tiny_models.Shared, drive: Path) -> None:
+    ours = streamed(without_disk.plain.dtype == torch.bfloat16, drive, disk_state=tiles, deferred_moments=True)
+    before = ours.model.megacompile.stats
+    assert same_bits(trained(ours, whole, steps=5, **options), trained(without_disk, whole, steps=5, **options))
+    ops, after = update_of(ours.model), ours.model.megacompile.stats
+    assert ops["adam_weights"] == ops["adam_moments"] == {*TILES} and not ops["adam_from_disk"] | ops["adam"]
+    assert after["disk_bytes_read"] - before["disk_bytes_read"] == 2 * (
+        after["disk_bytes_written"] - before["disk_bytes_written"]) > 0, "read for weights, and for moments"
+    ours.close()
 
 
 @pytest.mark.parametrize("make", [
@@ -141,26 +160,83 @@ def test_another_format_gets_another_file_and_the_first_is_gone(without_disk: ti
     expected = trained(without_disk, True, steps=3, state_dtype="8bit")
     trained(ours, True, steps=2)
     files = ours.model.megacompile.streamed.store.files
-    wide = ours.model.megacompile.stats["disk_bytes"]
+    first, before = weakref.ref(files[0]), ours.model.megacompile.stats
     assert same_bits(trained(ours, True, steps=3, state_dtype="8bit"), expected)
-    assert [file.file.closed for file in files] == [True, False]
-    assert 0 < ours.model.megacompile.stats["disk_bytes"] < wide
+    after = ours.model.megacompile.stats
+    gc.collect()
+    assert first() is None and len(files) == 1 and 0 < after["disk_bytes"] < before["disk_bytes"]
+    assert after["disk_bytes_written"] > before["disk_bytes_written"] > 0, "what is written to all files counts"
+    second = files[0]
     trained(ours, True, steps=1, state_dtype="8bit")
-    assert len(files) == 2, "the same state stays where it is"
+    assert files == [second], "the same state stays where it is"
     ours.close()
 
 
-def test_a_closed_model_leaves_its_state_readable_and_no_open_file(without_disk: tiny_models.Shared, drive: Path) -> None:
+def test_a_closed_model_leaves_its_state_readable_until_it_is_forgotten(without_disk: tiny_models.Shared, drive: Path) -> None:
     ours = streamed(without_disk.plain.dtype == torch.bfloat16, drive)
     expected = trained(without_disk, True, steps=2)
     model = ours.fresh()
     optimizer = adamw(model)
     for seed in range(2):
         step(model, optimizer, seed, whole=True)
-    (file,) = model.megacompile.streamed.store.files
+    file = weakref.ref(model.megacompile.streamed.store.files[0].file)
     ours.close()
-    assert file.file.closed and file.bytes == 0
     assert same_bits(state_of(model, optimizer), expected)
+    del ours, model, optimizer
+    gc.collect()
+    assert file() is None
+
+
+def test_a_tensor_of_a_state_keeps_its_values_and_may_be_changed_until_the_next_step(some_on_disk: tiny_models.Shared) -> None:
+    model = some_on_disk.fresh()
+    optimizer = adamw(model)
+    step(model, optimizer, 0, whole=True)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    state = optimizer.state[weight]
+    first = state["exp_avg"]
+    kept, written = first.clone(), model.megacompile.stats["disk_bytes_written"]
+    assert state["exp_avg"] is first and dict(state)["exp_avg"] is first and state.copy()["exp_avg"] is first
+    assert torch.equal(dict(state.items())["exp_avg"], kept) and any(value is first for value in state.values())
+    step(model, optimizer, 1, whole=True)
+    model.megacompile.synchronize()
+    assert torch.equal(first, kept) and not torch.equal(state["exp_avg"], kept)
+    once = sum(model.megacompile.streamed.tiling.layouts[tile].disk_bytes for tile in SOME)
+    assert model.megacompile.stats["disk_bytes_written"] == written + once, "what was only read is not written back"
+    state["exp_avg"].data.mul_(3)  # PyTorch does not track it
+    expected = state["exp_avg"].clone()
+    other = {index: dict(each) for index, each in optimizer.state_dict()["state"].items()}
+    assert any(torch.equal(each["exp_avg"], expected) for each in other.values())
+    held, old = optimizer.state[weight], state["exp_avg"]
+    optimizer.state[weight] = {key: value * 2 for key, value in held.items()}
+    assert torch.equal(held["exp_avg"], expected) and torch.equal(old, expected)
+    assert torch.equal(optimizer.state[weight]["exp_avg"], 2 * expected)
+    assert optimizer.state[weight].pop("step") == 4 and optimizer.state[weight].get("none", 5) == 5
+    optimizer.state.pop(weight)
+    step(model, optimizer, 2, whole=True)
+
+
+def test_a_change_of_a_tensor_that_was_read_before_a_step_is_refused(some_on_disk: tiny_models.Shared) -> None:
+    model = some_on_disk.fresh()
+    optimizer = adamw(model)
+    step(model, optimizer, 0, whole=True)
+    moment = optimizer.state[model.model.layers[0].mlp.up_proj.weight]["exp_avg"]
+    step(model, optimizer, 1, whole=True)
+    moment.zero_()
+    with pytest.raises(MegacompileError, match=r"exp_avg of model.layers.0.mlp.up_proj.weight, which is on disk, was changed "
+                                               "in a tensor that was read before a step: read it from optimizer.state again"):
+        step(model, optimizer, 2, whole=True)
+    step(model, optimizer, 2, whole=True)
+
+
+def test_a_state_that_memory_does_not_hold_is_refused(
+        some_on_disk: tiny_models.Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = some_on_disk.fresh()
+    optimizer = adamw(model)
+    step(model, optimizer, 0, whole=True)
+    monkeypatch.setattr(state_on_disk, "available_host_bytes", lambda: 1000)
+    with pytest.raises(InsufficientMemoryError, match=r"exp_avg of a parameter of model.layers.0 is on disk and takes [\d.]+ "
+                                                      "KiB of host memory to read, and .* are available: drop what was read"):
+        optimizer.state[model.model.layers[0].mlp.up_proj.weight]["exp_avg"]
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import megacompile
 from megacompile import cli, training
 from megacompile.corpus import load_tokenizer
 from megacompile.errors import CheckpointError, MegacompileError
-from megacompile.finetuning import folder, saves
+from megacompile.finetuning import folder, preparation, resuming, saves
 from megacompile.finetuning import run as runs
 from megacompile.finetuning.data import read
 from megacompile.finetuning.progress import Entry
@@ -99,7 +99,7 @@ def test_a_run_has_the_losses_of_native_pytorch_and_leaves_all_it_says(
         kept.append(split(*arguments))
         return kept[0]
 
-    monkeypatch.setattr(runs, "split", kept_split)
+    monkeypatch.setattr(preparation, "split", kept_split)
     output = tmp_path / "run"
     result = command("train", model, "--data", data, *FLAGS, "--steps", STEPS, "--warmup", 2, "--weight-decay", 0.1, "--seed",
                      5, "--eval-share", 0.25, "--eval-interval", 4, "--save-interval", 4, "--output", output)
@@ -501,7 +501,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
     for extra in ({"batch": 3}, {"done": -5, "fixed": {}}, {"done": 2.5, "fixed": {}}, {"done": 3, "fixed": None}, None):
         monkeypatch.setattr(megacompile, "load_checkpoint", lambda *arguments, found=extra, **options: found)
         with pytest.raises(CheckpointError, match="was not saved by megacompile train"):
-            runs._resume(tmp_path, {}, None, None, None)
+            resuming.resume(tmp_path, {}, None, None, None)
 
 
 def test_the_settings_of_a_run_are_yaml_that_people_can_read(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "whole_step_moments_on_disk": {
         "whole_step": True, "disk_state": ("prologue", "layers.0", "layers.2", "layers.3"), "state_slabs": 2,
         "resident": ("layers.2",)},
+    "whole_step_moments_on_disk_after_weights": {
+        "whole_step": True, "disk_state": ("prologue", "layers.0", "layers.2"), "state_slabs": 1, "deferred_moments": True},
     "updates_on_arrival_moments_on_disk": {
         "micro_batches": (1, 1), "update": "arrival", "disk_state": ("layers.0", "layers.1", "layers.3"), "state_slabs": 1},
     "checkpoints_on_the_host_k1_two_micro_batches": {"micro_batches": (2, 1), "host_checkpoints": 2},

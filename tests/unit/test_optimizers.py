@@ -12,6 +12,7 @@ import torch
 from resumable import Streamed, steps
 from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megacompile
 from megacompile import load_checkpoint, save_checkpoint
@@ -247,6 +248,16 @@ def test_state_of_another_format_is_refused_and_changes_nothing(one: Streamed, t
     with pytest.raises(MegacompileError, match="the saved optimizer has state_dtype='8bit', and this one 'bfloat16'"):
         again.load_state_dict(state)
     assert same_bits(state_of(model, again), before)
+
+
+def test_the_memory_of_state_in_another_format_is_given_back(one: Streamed) -> None:
+    model = one.fresh()
+    optimizer = made(model, "adamw 8bit")
+    steps(model, optimizer, range(1))
+    before = [StorageWeakRef(moment.untyped_storage()) for tile in model.megacompile.streamed.store.tiles.values()
+              for moment in tile.moments]
+    steps(model, made(model, "adamw bfloat16"), range(1))
+    assert before and all(storage.expired() for storage in before)
 
 
 def test_a_master_that_is_not_kept_is_for_bf16_weights() -> None:

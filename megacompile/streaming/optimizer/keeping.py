@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.errors import MegacompileError
+from megacompile.errors import DiskError, MegacompileError
 from megacompile.planning.disk_tiles import with_disk
 from megacompile.planning.host_needs import check_state
 from megacompile.runtime.memory.state_file import StateFile
 from megacompile.runtime.memory.state_layout import ElementState
+from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.runtime.optimizer import native
 from megacompile.runtime.optimizer.host_update import definitions
 from megacompile.runtime.optimizer.state_format import FLOAT32
@@ -84,27 +85,51 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
     `on_arrival`: no gradients wait in host memory.
 
     Raises `InsufficientMemoryError`, with what would fit, if the host cannot hold them, `DiskError` if the disk cannot, and
-    `MegacompileError` between a forward and the end of its step. Then nothing has changed."""
+    `MegacompileError` between a forward and the end of its step. Then nothing has changed. With a disk, several ranks call this
+    together."""
     check_masters(states, streamed.tiling)
     before, store = streamed.tiling, streamed.store
     tiling = before.with_states(states)
     if tiling.host != before.host or not store.has_moments:
         room = store.room(parse_bytes(streamed.config.host_memory))
-        stays = [tile for tile, layout in tiling.host.items() if layout == before.host[tile] and store.tiles[tile].moments]
+        if streamed.config.disk is not None:  # all ranks choose the same tiles
+            room = min(streamed.together.values("the optimizer's constructor", room))
+        stays = [tile for tile, layout in tiling.host.items() if layout == before.host[tile] and store.tiles[tile].has_moments]
         tiling = with_disk(tiling, streamed.config, room, on_arrival, there=set(stays) & set(before.on_disk),
                            in_memory=set(stays) - set(before.on_disk))
-        check_state(tiling, room, on_arrival)
+        check_state(tiling, room, on_arrival, config=streamed.config)
     if tiling == before:
         return
     new = [tile for tile in tiling.on_disk if store.tiles[tile].file is None or tiling.host[tile] != before.host[tile]]
-    file = StateFile(Path(streamed.config.disk or ""), (tiling.host[tile] for tile in new)) if new else None
+    file = _state_file(streamed, [tiling.host[tile] for tile in new]) if new else None
     try:
         discard_plans(streamed, "a new optimizer that keeps other state")
     except BaseException:
         if file is not None:
-            file.close()
+            file.release()
         raise
     for unused in store.keep(tiling.host, tiling.layouts, tiling.on_disk, file):
         streamed.backend.unlock(unused)  # the system does not take pinned pages back
     streamed.captures.keep(tiling)
     streamed.writes.remainders.clear()
+
+
+def _state_file(streamed: Streamed, layouts: Sequence[TileLayout]) -> StateFile:
+    """A file of this rank for its share of the moments of these tiles, and those of the other ranks of this host. Raises
+    `DiskError` and `RankError`; then no file is left."""
+    folder, together = Path(streamed.config.disk or ""), streamed.together
+    if together.ranks is None:
+        return StateFile(folder, layouts)
+    made: list[StateFile] = []
+    try:
+        with together.all_or_none("the optimizer's constructor", DiskError):
+            made.append(StateFile(folder, layouts))
+        addresses = together.values("the optimizer's constructor", made[0].file.address)
+        with together.failing():
+            hosts = together.ranks.hosts
+            made[0].share([addresses[rank] for rank in hosts.here], hosts.local)
+    except BaseException:
+        for file in made:
+            file.release()
+        raise
+    return made[0]

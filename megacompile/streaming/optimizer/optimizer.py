@@ -97,8 +97,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._update: Update | None = None
         self._made, self.ownership = False, Ownership(self)
         super().__init__(params, defaults)
-        # A former optimizer that is garbage in a reference cycle still holds its state. It would be copied for that optimizer,
-        # as for one that somebody reads, and the copy may not fit.
+        # A former optimizer that is garbage in a reference cycle still holds its state, whose copy for it may not fit.
         if any(memory.held for parameter in self._parameters() if (memory := self.memory(parameter)) is not None):
             gc.collect()
         keep_groups(self.states_of, self.param_groups, overlap is not None)
@@ -230,6 +229,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             streamed.step.check_whole()
             return
         streamed.settle()
+        self.ownership.states.write_back(drop=True)
         if self._completes():
             return
         streamed.step.check_whole()
@@ -258,7 +258,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
 
     def request(self) -> Update:
-        """An update of every parameter, for a step that runs as one program or for a backward that updates."""
+        """An update of every parameter, for a whole step or for a backward that updates."""
         self.ownership.check_alone("a whole step, or one with overlap='backward', takes")
         self.streamed.raise_pending()
         self.streamed.step.check_whole()
@@ -330,8 +330,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and remainders are views of the tiles, as `torch.optim` returns views of its state: save or copy them before
-        the next step. Works after `close()` too."""
+        """Moments and remainders are views of tiles, or copies of what is on disk: save them before the next step."""
         self.settle()
         saved = super().state_dict()
         saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # plain dicts, which unpickle anywhere
@@ -353,6 +352,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.ownership.check()
         for streamed in owners_of(self._parameters()):
             streamed.copy_back_whole()
+        self.ownership.states.write_back()
 
     @in_turn
     @torch.no_grad()
@@ -367,7 +367,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed = self.streamed
         with streamed.together.all_or_none("the optimizer's load_state_dict"):
             groups, states = check_saved(self, state_dict)
-        with loading(streamed, "the optimizer's load_state_dict", parts=STATE):
+        with loading(streamed, "the optimizer's load_state_dict", parts=STATE), streamed.step.loading_state():
             streamed.adopt_writes()  # clears remainders before the saved ones are loaded
             self.put_state(groups, states)
 

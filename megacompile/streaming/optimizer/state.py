@@ -5,6 +5,8 @@
     optimizer.state.pop(p)                     the parameter's moments restart at the next step, as in torch.optim
     kept = optimizer.state[p]["exp_avg"]       keeps its values when the state restarts or is replaced
 
+Tensors of moments on disk are copies, which are written back if they were changed (`state_on_disk.py`).
+
 The low 16 bits of an FP32 master are not part of the state. They belong to the weight, and must survive a reset of the moments.
 `AdamW.state_dict` includes them.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from megacompile.runtime.memory.state_layout import ElementState, scale_of
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.optimizer.state_format import BFLOAT16
 from megacompile.streaming.optimizer.hyper_parameters import is_number
+from megacompile.streaming.optimizer.state_on_disk import Dropped, Fetched, OnDisk
 from megacompile.streaming.user_tensors.lent import Lent
 from megacompile.weights.tiling import Tiling
 
@@ -140,7 +143,7 @@ class StateMemory:
         """Makes this the parameter's state. The former state no longer writes to the memory."""
         former = self._state() if self._state is not None else None
         if former is not None:
-            former.memory = None
+            former.part()
         self._state, state.memory = weakref.ref(state), self
 
     def restart(self, state: ParameterState) -> None:
@@ -148,10 +151,15 @@ class StateMemory:
         self._rest()
         tile = self._tile
         tile.allocate_moments()
+        for part in self._lent.keys() - set(self.parts):  # of a former optimizer's state: its memory would stay
+            self._lent.pop(part).move()
         are_zero = tile.moments_are_zero
         moments = {key: self._lend(key) for key in self.parts}
         for moment in moments.values() if not are_zero and self.writable else ():
-            moment.zero_()
+            if isinstance(moment, OnDisk):
+                moment.write(torch.zeros(moment.shape, dtype=moment.dtype))
+            else:
+                moment.zero_()
         dict.update(state, moments, step=0)
 
     def check(self, key: str, value: Any) -> None:
@@ -188,16 +196,33 @@ class StateMemory:
             return step_count(value, self.name)
         self._tile.allocate_moments()
         moment = self._lend(key)
-        if self.writable:
-            moment.copy_(value)
         self._tile.moments_written = True
+        if self.writable:
+            (moment.write if isinstance(moment, OnDisk) else moment.copy_)(value)
         return moment
 
-    def _lend(self, key: str) -> Tensor:
-        """A tensor over memory that is about to be written."""
+    def fetch(self, stored: OnDisk) -> Fetched:
+        """What is on disk, in memory of its own, after the update in flight. Raises `DiskError`, `InsufficientMemoryError`."""
+        self._rest()
+        return Fetched(stored)
+
+    def write_back(self, fetched: Fetched) -> None:
+        """Writes what the user has changed to the disk. Raises `DiskError`; then it can be written again."""
+        if fetched.changed:  # no update has begun since it was read
+            self._store.preserve(self._tile_name)
+            self._tile.moments_written = True
+            fetched.stored.write(fetched.tensor)
+            fetched.written_back()
+
+    def _lend(self, key: str) -> Tensor | OnDisk:
+        """A tensor over memory that is about to be written, or where it is on disk."""
         if key in self._lent:
-            self._lent[key].move()
+            self._lent.pop(key).move()
         tile, shape = self._tile, self.shape_of(key)
+        if tile.file is not None:
+            state = self.kept
+            dtype = state.format.dtype if key in state.moments else torch.float32
+            return OnDisk(tile.file, self._tile_name, self._position, key, shape, dtype)
         found = dict(tile.layout.state_layout.named(tile.moments, self._position))[key]
         part = found[:math.prod(shape)]
         if part.dtype != tile.moments[0].dtype and self.kept.format.scaled:
@@ -217,12 +242,15 @@ class StateMemory:
 
 
 class ParameterState(_Assigned):
-    """The state of one parameter, by name. With `memory`, assigned values are copied there."""
+    """The state of one parameter, by name. With `memory`, assigned values are copied there. Tensors on disk are read when they
+    are asked for. State: what was read, and what was read before the last step."""
 
     memory: StateMemory | None = None
 
     def __init__(self, values: Any = ()) -> None:
         super().__init__()
+        self._fetched: dict[str, Fetched] = {}
+        self._dropped: list[Dropped] = []
         self.update(values)
 
     @torch.no_grad()
@@ -232,7 +260,58 @@ class ParameterState(_Assigned):
             if key in self:
                 super().__setitem__(key, None)  # other holders of the old tensor keep its values
             value = self.memory.take(key, value)
+            self._fetched.pop(key, None)
         super().__setitem__(key, value)
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if not isinstance(value, OnDisk):
+            return value
+        if key not in self._fetched:
+            self._fetched[key] = Fetched(value) if self.memory is None else self.memory.fetch(value)
+        return self._fetched[key].tensor
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()  # `dict(state)` then asks for each value, as all methods below do
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401  (this is `get`)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self)
+
+    def items(self) -> ItemsView[Any, Any]:  # type: ignore[override]
+        return dict(self).items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return dict(self).values()
+
+    def write_back(self, drop: bool = False) -> None:
+        """Writes what the user has changed to the disk. `drop`: before a step, after which it is read again. Raises
+        `DiskError`, and `MegacompileError` if the user has changed what was dropped before."""
+        if self.memory is None or not (self._fetched or self._dropped):
+            return
+        for fetched in self._fetched.values():
+            self.memory.write_back(fetched)
+        self._dropped = [each for each in self._dropped if each.alive]
+        for each in self._dropped:
+            each.check(self.memory.name)
+        if drop:
+            self._dropped += map(Dropped, self._fetched.values())
+            self._fetched.clear()
+
+    def part(self) -> None:
+        """From now on this state has values of its own: others take its place."""
+        for key in self:
+            self[key]
+        self.memory = None
 
 
 #: A parameter, the memory of its state, and a state that was saved.
@@ -279,4 +358,11 @@ class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
         elif missing := [key for key in memory.keys if key not in state]:
             raise MegacompileError(f"the optimizer's state of {memory.name} has no {missing[0]}: remove all of it "
                                    "(optimizer.state.pop(parameter)), and the moments restart")
+        state.write_back(drop=True)
         return state
+
+    def write_back(self, drop: bool = False) -> None:
+        """As `ParameterState.write_back`, of all parameters."""
+        for state in self.values():
+            if isinstance(state, ParameterState):
+                state.write_back(drop)

@@ -98,7 +98,7 @@ class ExternalWrites:
         self.remainders = {name: (given, given._version) for name, (given, _) in self.remainders.items()}
 
     def _warn_of_other_optimizer(self, tile: HostTile, parameter: nn.Parameter) -> None:
-        if self.gradients.made and not tile.moments and not self.warned:  # gradients exist, and no megacompile.AdamW does
+        if self.gradients.made and not tile.has_moments and not self.warned:  # gradients exist, and no megacompile.AdamW does
             self.warned = True
             warnings.warn(f"another optimizer updates the parameters in their own {parameter.dtype}, where small updates are "
                           "lost to rounding: megacompile.AdamW keeps an FP32 master", stacklevel=2)
