@@ -17,6 +17,7 @@ from torch import fx
 
 from megacompile.frontend.capture import capture
 from megacompile.ir.lowering import model_program
+from megacompile.ir.precision import Float8
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.passes.template import Target
@@ -169,9 +170,11 @@ def _code(graph: fx.GraphModule) -> list[str]:
 
 def _template_passes() -> list[str]:
     watched = tuple(map(_Watched, TEMPLATE_PIPELINE))
-    captured = capture(_decoder(), pipeline=watched, target=Target("cpu", torch.float32))
+    plain, low = (Target("cpu", torch.float32, precision=recipe) for recipe in (None, Float8(min_features=16, emulated=True)))
+    captured = capture(_decoder(), pipeline=watched, target=plain)
     for chunk in (0, 4):
         captured.templates["decoder"].variant("recompute_backward", chunk)
+    capture(_decoder(), pipeline=watched, target=low)  # a pass that has changed a graph shows that one
     parts = []
     for number, each in enumerate(watched, 1):
         assert each.seen is not None, f"{each.name} changes nothing here"

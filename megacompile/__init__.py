@@ -18,7 +18,7 @@ if (_checkout / "pyproject.toml").exists() and (_checkout / "passes").is_dir():
 from megacompile.errors import MegacompileError  # noqa: E402  (after the path is complete)
 from megacompile.version import __version__  # noqa: E402, F401  (public)
 
-__all__ = ["SGD", "AdamW", "CheckpointWriter", "Lion", "MegacompileError", "Muon", "dequantize", "explain_capture",
+__all__ = ["SGD", "AdamW", "CheckpointWriter", "Float8", "Lion", "MegacompileError", "Muon", "dequantize", "explain_capture",
            "from_pretrained", "latest_checkpoint", "layer_stack", "load_checkpoint", "quantize", "register_layers",
            "save_checkpoint", "schedule", "stream"]
 
@@ -26,6 +26,7 @@ __all__ = ["SGD", "AdamW", "CheckpointWriter", "Lion", "MegacompileError", "Muon
 _MODULE_OF = {
     "AdamW": "megacompile.streaming.optimizer.adamw",
     "CheckpointWriter": "megacompile.checkpoint",
+    "Float8": "megacompile.ir.precision",
     "Lion": "megacompile.streaming.optimizer.lion",
     "Muon": "megacompile.streaming.optimizer.muon",
     "SGD": "megacompile.streaming.optimizer.sgd",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from megacompile.capture_report import explain_capture
     from megacompile.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint, save_checkpoint
     from megacompile.frontend.tracing.layers import layer_stack, register_layers
+    from megacompile.ir.precision import Float8
     from megacompile.loading import from_pretrained
     from megacompile.scheduling import schedule
     from megacompile.streaming.optimizer.adamw import AdamW

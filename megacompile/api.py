@@ -20,6 +20,7 @@ from megacompile.planning.device import compute_device, device_budget
 from megacompile.planning.expert_split import expert_pieces
 from megacompile.planning.host_needs import check_host_first, check_tiles
 from megacompile.planning.pinned_memory import spend_pinned_memory
+from megacompile.planning.precision import check_float8, check_products
 from megacompile.planning.process_group import connected_ranks, device_of_rank, rank_in_job
 from megacompile.planning.state_choices import StateChoice
 from megacompile.runtime.backends.cuda import CudaBackend
@@ -89,6 +90,7 @@ def attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: L
 
 def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: Layers | None,
             example: Mapping[str, Tensor] | None, backend: Backend, ranks: Ranks | None) -> M:
+    check_float8(config.recipe, backend.device)
     device_bytes = device_budget(config, backend.free_bytes())
     there = available_host_bytes()  # after the device's, which collects garbage: maybe a model that was dropped
     if ranks is not None and config.device_memory is not None:
@@ -159,8 +161,9 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
         check_host_first(model, stack, config, host_bytes, choice)
     pieces = expert_pieces(model, stack, config, device_bytes)
     captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
-                       target=Target(device_type, dtype, fused_attention), loss=config.loss,
+                       target=Target(device_type, dtype, fused_attention, config.recipe), loss=config.loss,
                        expert_pieces=pieces, dtype=config.dtype, watch=watch)
+    check_products(captured.templates.values(), type(model).__name__, config.recipe)
     tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks, hosts)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling

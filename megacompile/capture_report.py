@@ -20,6 +20,7 @@ from megacompile.inputs.batch import batch_types
 from megacompile.inputs.repacking import obstacle
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget, free_device_bytes
+from megacompile.planning.precision import described_products
 from megacompile.sizes import format_bytes
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.weights.tiling import Tiling
@@ -184,6 +185,7 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
            f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_loss_denominator else
            "loss: none, it is made outside, of the model's output" if not captured.has_loss else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
+    yield from described_products(captured)
     why = obstacle(captured, batch_types(captured))
     yield f"padded rows: {f'computed with their padding, since {why}' if why else 'packed into rows of one length'}"
     if captured.across_rows:

@@ -27,6 +27,7 @@ from megacompile.planning.explain import Outlook, outlook
 from megacompile.planning.host_needs import host_too_small
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
+from megacompile.planning.precision import check_float8
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
@@ -128,6 +129,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)
     device = compute_device(config.device, hardware)
+    check_float8(config.recipe, device, hardware)
     device_type = device.type
     there = parse_bytes(config.host_memory) or (hardware.host_memory if hardware is not None else available_host_bytes())
     budget = device_budget(config, free_device_bytes(device, hardware))

@@ -97,6 +97,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--lora", type=int, default=0, metavar="RANK",
                         help="train PEFT's adapters on all linear layers, over frozen weights (default: train all weights)")
     parser.add_argument("--quantize", choices=tuple(FORMATS), help="format of the frozen weights (default: bfloat16)")
+    parser.add_argument("--precision", help='"float8", "float8-emulated", or with fields, such as "float8:scaling=row" '
+                                            "(default: bfloat16)")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw", help="optimizer (default: adamw)")
     parser.add_argument("--optim-args", help='more of its options, such as "master=bfloat16"')
     parser.add_argument("--synchronous-optimizer", action="store_true",
@@ -116,7 +118,7 @@ def options() -> argparse.ArgumentParser:
 
 #: Rows that have these options in common are measured on one model.
 MODEL = ("shape", "layers", "device", "pinned_memory", "host_memory", "disk", "disk_state", "state_slabs", "uncompiled", "nccl",
-         "lora", "quantize", "overlap")  # clipping leaves gradients in tiles
+         "lora", "quantize", "precision", "overlap")  # clipping leaves gradients in tiles
 #: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
             "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
@@ -156,7 +158,7 @@ class Models:
                                         host_memory=given.host_memory, disk=given.disk, state_slabs=given.state_slabs,
                                         disk_state="all" if given.disk_state == ["all"] else given.disk_state,
                                         compile=False if given.uncompiled else None,
-                                        peer_copies=False if given.nccl else None, **planned)
+                                        peer_copies=False if given.nccl else None, precision=given.precision, **planned)
         return self.model
 
     def close(self) -> None:
@@ -227,7 +229,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         residuals=plan.residuals,
         host_checkpoints=plan.host_checkpoints, host_sums=list(plan.host_sums), update_order=list(plan.update_order),
         token_chunk=plan.token_chunk,
-        compute_only=given.compute_only, device_memory=given.device_memory,
+        precision=given.precision, compute_only=given.compute_only, device_memory=given.device_memory,
         predicted_device_gib=gib(stats["predicted_device_bytes"]), max_grad_norm=clip, train_step=given.train_step,
         waves=plan.waves, overlap=given.overlap, **rows.rates(model, given, found["step_s"]), **found,
         predicted_step_s=round(simulated.step_s, 4) if simulated is not None else None, occupancy=occupancy(measured),

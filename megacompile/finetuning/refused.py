@@ -24,6 +24,7 @@ REFUSED: dict[str, str] = {
                      "bnb_4bit_quant_type", "use_qlora", "qlora"), _QUANTIZED),
     "fp16": "float16 cannot be trained: give --bf16 (weights in bfloat16, masters in float32)",
     "tf32": "the precision is that of the weights: give --dtype bfloat16 or float32",
+    **dict.fromkeys(("fp8", "use_fp8", "enable_fp8"), "give --precision float8"),
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "local_rank", "num_gpus", "num_processes", "tensor_parallel_size",
                      "ddp_timeout", "device_map", "cpu_offload", "offload"), _PLACED),
     **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",

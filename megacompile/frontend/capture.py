@@ -22,6 +22,7 @@ from megacompile.frontend.tracing.options import refuse_options
 from megacompile.frontend.tracing.trace import our_attention, subject
 from megacompile.frontend.tracing.validity import Validity, recording
 from megacompile.ir.plan import PLAIN, CaptureKey
+from megacompile.ir.precision import Float8
 from megacompile.system.long_lived import collections_paused
 from megacompile.system.under_way import under_way
 
@@ -34,6 +35,7 @@ class CpuTarget:
 
     device_type: str = "cpu"
     dtype: torch.dtype = torch.float32
+    precision: Float8 | None = None
 
 
 def capture(

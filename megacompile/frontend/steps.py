@@ -245,7 +245,7 @@ def build_templates(
     calls, mixing = [], ""
     for section in sections if has_loss else sections[:-1]:
         at(section.call_name)
-        structure = structural_key(section)
+        structure = structural_key(section, target.precision)
         if structure not in names:
             name = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
             own_loss = loss is not None and section.name == "epilogue"

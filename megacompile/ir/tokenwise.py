@@ -98,7 +98,12 @@ def tensors(node: fx.Node) -> list[Tensor]:
 
 
 def is_gemm(node: fx.Node) -> bool:
-    return packet(node) in _GEMMS
+    return packet(node) in _GEMMS or is_scaled(node)
+
+
+def is_scaled(node: fx.Node) -> bool:
+    """Whether a node is a product in float8, of its first two arguments with the scales that follow."""
+    return str(packet(node)) == "megacompile.scaled_mm"
 
 
 def is_view(node: fx.Node) -> bool:
@@ -170,6 +175,8 @@ def _role(node: fx.Node, layout: Layout, made: Sequence[int | None]) -> str | No
         return None
     if op in _GEMMS:
         return _gemm(node, layout)
+    if is_scaled(node):
+        return _scaled(node, layout)
     if op in _NORM_BACKWARDS or op in _NORMS:
         shape: Any = args[2] if op in _NORM_BACKWARDS else args[1]
         dim = _dim(first, layout)
@@ -271,3 +278,10 @@ def _gemm(node: fx.Node, layout: Layout) -> str | None:
     # (A bias would be added once for each chunk.)
     return SUM if (a, b) == (rows + 1, rows) and not bias else None
 
+
+def _scaled(node: fx.Node, layout: Layout) -> str | None:
+    """A product in float8. A scale has tokens if it is of rows that are tokens."""
+    a, b, scale_a, scale_b, bias = (_dim(x, layout) for x in node.args[:5])
+    if (a, b) == (0, None) and scale_a in (None, 0) and (scale_b, bias) == (None, None):
+        return TOKENWISE
+    return SUM if (a, b, scale_a, scale_b) == (1, 0, None, None) and node.args[4] is None else None

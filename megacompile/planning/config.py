@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megacompile.errors import MegacompileError, listed, shortened
 from megacompile.ir.placement import LISTS, LISTS_OF_UPDATED, check_disjoint
 from megacompile.ir.plan import RESIDUALS, check_residuals
+from megacompile.ir.precision import Float8, precision_of
 from megacompile.limits import check_whole
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
+from megacompile.passes.template import float8
 from megacompile.sizes import parse_bytes
 
 #: The smallest value of each integer option. (`limits.LARGEST` has the largest values.)
@@ -42,6 +44,9 @@ class StreamConfig:
             pass through slabs: as many as fit, and at most `gradient_slabs`.
         host_memory: budget of host memory, tiles included; None: what is available.
         dtype: compute dtype; None: that of the model's parameters.
+        precision: "float8": products of layers with their weights are computed in float8 (`megacompile.Float8`), on GPUs of
+            compute capability 8.9 or later; "float8-emulated": with the same rounding, but multiplied in FP32, on any device; a
+            `Float8`, or text such as "float8:weight_gradients=bfloat16": with this recipe; None: in `dtype`.
         compile: compile templates with inductor; None: on cuda.
         dynamic: compile kernels of packed rows once for any number and length of rows, and split a step's rows into
             micro-batches that differ by at most one row. False: compile kernels for each of a few sizes, powers of two. None:
@@ -113,6 +118,7 @@ class StreamConfig:
     pinned_memory: int | float | str | None = None
     host_memory: int | float | str | None = None
     dtype: torch.dtype | None = None
+    precision: Float8 | str | None = None
     compile: bool | None = None
     dynamic: bool | None = None
     saved_layers: int | None = None
@@ -174,6 +180,10 @@ class StreamConfig:
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
         check_pipeline(self.passes)
         check_template_pipeline(self.template_passes)
+        object.__setattr__(self, "precision", precision_of(self.precision))
+        if self.precision is not None and float8.name not in [each.name for each in self.template_passes]:
+            raise MegacompileError("precision has no effect without the template pass float8: make template_passes from "
+                                   "TEMPLATE_PIPELINE, or leave precision out")
         parse_bytes(self.device_memory)
         parse_bytes(self.pinned_memory)
         parse_bytes(self.host_memory)
@@ -189,6 +199,11 @@ class StreamConfig:
         if self.loss is not None and not callable(self.loss):
             raise MegacompileError(f"loss must be a function of logits and of other batch arguments by name, not {self.loss!r}")
         check_device(self.device)
+
+    @property
+    def recipe(self) -> Float8 | None:
+        """The recipe for products in float8."""
+        return precision_of(self.precision)
 
     def defers(self, update: str) -> bool:
         """Whether plans with this `update` ("step" or "arrival") must defer moments."""

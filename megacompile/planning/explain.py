@@ -10,6 +10,7 @@ from megacompile.ir.plan import Plan, kept_residuals
 from megacompile.ir.program import Lane, place_kind, places
 from megacompile.ir.slots import Family
 from megacompile.planning.planner import Planner
+from megacompile.planning.precision import described_products
 from megacompile.planning.search_space import MOST_SEQUENCES
 from megacompile.planning.state_table import StateRow, state_rows, state_table
 from megacompile.predict.simulate import StepTimes, step_of
@@ -134,6 +135,7 @@ class Outlook:
         slots = {"weights": plan.weight_slots, "gradients": plan.gradient_slots}
         if single := [name for name, count in slots.items() if count == 1]:
             lines += [f"slots: one of {' and one of '.join(single)}, for want of device memory: some copies wait for compute"]
+        lines += described_products(planner.captured)
         lines += [f"largest batch: {self.largest_batch}{' or more' * (self.largest_batch == MOST_SEQUENCES)} sequences of "
                   f"{plan.length} tokens fit the device", "",
                   _host_table(self.host_parts, parameters), ""]

@@ -18,7 +18,7 @@ from megacompile.torch_compat.inductor import config as inductor_config
 #: Options that change no plan, or whose effects are in a question (graphs, budgets, passes).
 ELSEWHERE = frozenset({"device", "device_memory", "pinned_memory", "host_memory", "dtype", "compile", "dynamic",
                        "expert_pieces", "passes", "template_passes", "loss", "stall_timeout", "repack", "distributed",
-                       "mesh", "peer_copies", "reference", "disk"})
+                       "mesh", "peer_copies", "reference", "disk", "precision"})
 
 
 def question(space: SearchSpace, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:

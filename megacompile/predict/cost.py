@@ -102,11 +102,23 @@ def _encoder_workspace(node: fx.Node, size: Callable[[Any], int], device_type: s
     return at_once * encoder.held_bytes[backward] + sums
 
 
+def _scaled_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
+    """Bytes of the operands in FP32 and of the product before it is rounded, where it is emulated."""
+    a, b = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
+    return _emulated_bytes(*map(size, (*a.shape, b.shape[1]))) if node.args[6] == "emulated" else 0
+
+
+def _emulated_bytes(rows: int, summed: int, columns: int) -> int:
+    """Both operands and the product, or the product before and after it is scaled."""
+    return 4 * (rows * columns + max(rows * summed + summed * columns, rows * columns))
+
+
 #: What our own ops hold in addition to their results: (node, size, device type) -> bytes.
 WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
     torch.ops.megacompile.attention.default: partial(_attention_workspace, backward=False),
     torch.ops.megacompile.attention_backward.default: partial(_attention_workspace, backward=True),
     torch.ops.megacompile.linear_cross_entropy.default: _cross_entropy_workspace,
+    torch.ops.megacompile.scaled_mm.default: _scaled_workspace,
     torch.ops.megacompile.encode_patches.default: partial(_encoder_workspace, backward=False),
     torch.ops.megacompile.encode_patches_backward.default: partial(_encoder_workspace, backward=True),
 }
@@ -129,7 +141,7 @@ def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, f
             loop = loops[str(node.target)]
             return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type, fused)
         if node.op == "output":
-            return _products_bytes(template, variant)
+            return _products_bytes(template, variant, size)
         inside = WORKSPACE.get(node.target)
         return (inside(node, size, device_type) if inside else 0) + (_hole_bytes(node, size, device_type) if loops else 0)
 
@@ -170,13 +182,21 @@ def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
     return peak
 
 
-def _products_bytes(template: Template, variant: Variant) -> int:
-    """Twice the largest gradient that the runtime computes from two results of a variant. It is allocated and freed among
-    smaller blocks that stay, and the holes that it leaves in the allocator's memory are too small for the next one. (Gradients
-    of plain GEMMs are added in place.)"""
+def _products_bytes(template: Template, variant: Variant, size: Callable[[Any], int]) -> int:
+    """Twice the largest gradient that the runtime computes from results of a variant. It is allocated and freed among smaller
+    blocks that stay, and the holes that it leaves in the allocator's memory are too small for the next one. (Gradients of plain
+    GEMMs are added in place.) For an emulated product, also its operands in FP32."""
     results: Any = variant.graph.graph.output_node().args[0]
-    grouped = [(template.inputs[g.input], results[g.results[0]]) for g in variant.gradients if len(g.results) == 3]
-    return 2 * max((math.prod(map(int, made.shape)) * rows.meta["val"].element_size() for made, rows in grouped), default=0)
+    found = [0]
+    for gradient in variant.gradients:
+        elements = math.prod(map(int, template.inputs[gradient.input].shape)) if len(gradient.results) > 2 else 0
+        first = results[gradient.results[0]].meta["val"]
+        if gradient.kernel:
+            emulated = _emulated_bytes(size(first.shape[0]), size(first.shape[1]), elements // size(first.shape[0]))
+            found.append(emulated if gradient.kernel == "emulated" else 2 * 4 * elements)
+        elif elements:
+            found.append(2 * elements * first.element_size())
+    return max(found)
 
 
 def _hole_bytes(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:

@@ -25,9 +25,9 @@ from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
 from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.torch_compat.symbols import size_functions
 
-#: At one batch and length: (FLOPs of GEMMs, of grouped GEMMs, bytes of GEMMs, other bytes, kernels), and for each attention
-#: kernel its FLOPs and those of one additional key.
-_Numbers = tuple[tuple[float, float, float, float, int], tuple[tuple[float, float], ...]]
+#: At one batch and length: (FLOPs of GEMMs, of products in float8, of grouped GEMMs, bytes of GEMMs, other bytes, kernels), and
+#: for each attention kernel its FLOPs and those of one additional key.
+_Numbers = tuple[tuple[float, float, float, float, float, int], tuple[tuple[float, float], ...]]
 #: Functions in sizes other than sums and products, such as `-(-T // 8)` in a layer that pads to a multiple of 8.
 _SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_functions.__all__}
 
@@ -36,9 +36,9 @@ _SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_function
 MATRIX_STEPS = 5
 #: The duration of each op in words; `Durations._node` computes it. All other ops take no time.
 COSTS: dict[str, str] = {
-    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones over theirs), or their "
-                    "bytes over memory bandwidth where that is longer; attention over its rate; other bytes over memory "
-                    "bandwidth; at least its launches"),
+    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones and those in float8 over "
+                    "theirs), or their bytes over memory bandwidth where that is longer; attention over its rate; other bytes "
+                    "over memory bandwidth; at least its launches"),
     "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
     **dict.fromkeys(("gather", "gather_resident"), "weight bytes of the other ranks' shards / peer bandwidth"),
     "reduce_scatter": "accumulators (FP32) of the other ranks' shards / peer bandwidth",
@@ -119,10 +119,11 @@ class Durations:
         key = cut, batch, length
         if key not in self._seconds:
             work, numbers = self._known(found, cut)
-            (gemm, grouped, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
+            (gemm, float8, grouped, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
             rates = self.hardware
             rate = self.gemm_rate(found)
-            products = max((gemm + grouped / rates.grouped_efficiency) / rate, gemm_bytes / rates.memory_bandwidth)
+            seconds = (gemm + grouped / rates.grouped_efficiency) / rate + (float8 and float8 / self.float8_rate(found))
+            products = max(seconds, gemm_bytes / rates.memory_bandwidth)
             attention = sum((flops + rates.attention_overhead[way] * per_key) / rates.attention_share(kernel, way)
                             for (kernel, way), (flops, per_key) in zip(work.attention, attentions, strict=True)) / rate
             self._seconds[key] = max(products + attention + other_bytes / rates.memory_bandwidth, kernels * rates.launch_s)
@@ -133,6 +134,12 @@ class Durations:
         dtypes = [x.dtype for x in template.inputs if x.role.kind == "parameter" and x.dtype is not None]
         low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return self.hardware.gemm_flops["bfloat16" if low else "float32"]
+
+    def float8_rate(self, template: Template) -> float:
+        """FLOP/s of products in float8, casts not included. Emulated ones, and those of a machine whose rate is not known, are
+        taken to run in FP32."""
+        emulated = template.precision is not None and template.precision.emulated
+        return self.hardware.gemm_flops["float32" if emulated or "float8" not in self.hardware.gemm_flops else "float8"]
 
     def update_s(self, layout: TileLayout) -> float:
         """Seconds of the host's update of a whole tile."""
@@ -150,7 +157,7 @@ class Durations:
         if variant not in self._work:
             work = variant_work(template, variant, self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
-                (work.gemm_flops, work.grouped_flops, work.gemm_bytes, work.bytes, work.kernels),
+                (work.gemm_flops, work.float8_flops, work.grouped_flops, work.gemm_bytes, work.bytes, work.kernels),
                 tuple(map(tuple, work.attention.values()))), modules=[_SIZE_FUNCTIONS, "math"])
             self._work[variant] = work, numbers
         return self._work[variant]

@@ -1,7 +1,8 @@
 """The work of a template's variant, as functions of batch B and length T: FLOPs by kind, and bytes that it moves.
 
     GEMMs        2 x (elements of the first matrix) x (columns of the second). Gradients that a variant returns as two operands,
-                 which the runtime multiplies, count too. Grouped GEMMs, those of experts, are counted separately
+                 which the runtime multiplies, count too. Grouped GEMMs, those of experts, are counted separately, and so are
+                 products in float8
     attention    pairs of positions that are computed: half of all, or those in a window. The backward takes 5 products, the
                  forward 2. Counted by kernel, each with the FLOPs of one additional key per query
     the rest     bytes read and written in device memory, with elementwise chains fused as a kernel compiler fuses them
@@ -34,11 +35,12 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes in B and T. `gemm_bytes` are those of the operands and results of GEMMs, grouped ones included; a large
-    GEMM hides them. `bytes` are all others. `kernels`: how many are launched. `attention`: by kernel and direction, such as
-    ("cudnn", "backward")."""
+    """FLOPs and bytes in B and T. `gemm_bytes` are those of the operands and results of GEMMs, grouped ones and those in
+    float8 included; a large GEMM hides them. `bytes` are all others. `kernels`: how many are launched. `attention`: by kernel
+    and direction, such as ("cudnn", "backward")."""
 
     gemm_flops: sympy.Expr = _ZERO
+    float8_flops: sympy.Expr = _ZERO
     grouped_flops: sympy.Expr = _ZERO
     gemm_bytes: sympy.Expr = _ZERO
     bytes: sympy.Expr = _ZERO
@@ -47,7 +49,7 @@ class Work:
 
     @property
     def flops(self) -> sympy.Expr:
-        return sum((each.flops for each in self.attention.values()), self.gemm_flops + self.grouped_flops)
+        return sum((each.flops for each in self.attention.values()), self.gemm_flops + self.float8_flops + self.grouped_flops)
 
     def repeated(self, length: sympy.Symbol, chunk: int) -> Work:
         """The work for `length` positions, a chunk at a time, if this is the work of one pass over `length`."""
@@ -133,6 +135,9 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             if node.target is torch.ops.aten._grouped_mm.default:
                 return _grouped_product(flops, moved, sizes)
             return Work(gemm_flops=flops, gemm_bytes=moved, kernels=1)
+        case "scaled_mm":
+            a, b = node.args[:2]
+            return Work(float8_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b, node), kernels=1)
         case "attention":
             found = {(str(node.args[6]), "forward"): _attention(node.args[0], node.args[2], node.args[4], sizes)}
             if not any(sinks is not None for sinks in node.args[8:]):
@@ -190,6 +195,10 @@ def _accumulation(results: Sequence[fx.Node], sizes: _Sizes) -> Work:
             made = sizes.count(ends) * sizes.shape(rows)[-1] * columns
             return (_grouped_product(2 * sizes.count(rows) * columns, sizes.bytes(rows, others) + width * made, sizes)
                     + Work(bytes=(width + 8) * made, kernels=1))
+        case [a, b, _, _]:  # multiplied to FP32, then added
+            made = sizes.shape(a)[0] * sizes.shape(b)[-1]
+            return Work(float8_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b) + 4 * made,
+                        bytes=12 * made, kernels=2)
     raise AssertionError(f"a gradient of {len(results)} results")
 
 

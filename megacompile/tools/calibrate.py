@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from megacompile.api import make_backend
+from megacompile.codegen.scaled_products import scaled_product
 from megacompile.frontend.ops import attention_kernels
 from megacompile.ir.program import Lane
 from megacompile.planning.config import check_device
+from megacompile.planning.precision import FIRST_CAPABILITY
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.optimizer import host_kernels, host_update
@@ -79,6 +81,9 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
         name = str(dtype).removeprefix("torch.")
         say(f"measuring matrix products in {name}")
         gemm[name] = compute.gemm(dtype)
+    if cuda and torch.cuda.get_device_capability(backend.device) >= FIRST_CAPABILITY:
+        say("measuring matrix products in float8")
+        gemm["float8"] = compute.float8()
     say("measuring products of experts")
     grouped = compute.grouped() / gemm["bfloat16"]
     say("measuring attention")
@@ -143,6 +148,14 @@ class _Compute:
         out = torch.empty_like(a)
         seconds = SUSTAINED_S if self.cuda and dtype == torch.bfloat16 else SHORT_S
         return _rate(lambda: torch.mm(a, b, out=out), 2.0 * size ** 3, seconds * self.scale, self.backend.synchronize)
+
+    def float8(self) -> float:
+        """FLOP/s of a product in float8 with one scale for each matrix, without casts."""
+        size = 8192
+        a, b = (self._random(size, size, dtype=torch.float8_e4m3fn) for _ in range(2))
+        scale = torch.ones((), device=self.device)
+        return _rate(lambda: scaled_product(a, b.t(), scale, scale, None, torch.bfloat16, "float8_fast"), 2.0 * size ** 3,
+                     SUSTAINED_S * self.scale, self.backend.synchronize)
 
     def grouped(self) -> float:
         """FLOP/s of a grouped product of experts and the two products of its backward, in bf16."""

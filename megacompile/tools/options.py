@@ -84,6 +84,11 @@ class Knobs:
     host_memory: Annotated[str | None, typer.Option(
         rich_help_panel=_PLAN_PANEL, help='Host memory budget, such as "256GiB".',
         show_default="the memory of the hardware")] = None
+    precision: Annotated[str | None, typer.Option(
+        rich_help_panel=_PLAN_PANEL,
+        help="float8: layers multiply in float8; float8-emulated: with the same rounding, on any device, slowly. Fields of the "
+             "recipe may follow: float8:weight_gradients=bfloat16,scaling=row.",
+        show_default="the data type of the weights")] = None
     checkpoint_interval: CheckpointInterval = None
     micro_batch_size: MicroBatchSize = None
     saved_layers: Annotated[int | None, typer.Option(

@@ -4,15 +4,19 @@ Before: a matrix parameter's gradient is `mm(a, b)`, perhaps transposed or viewe
 gradient was) are results instead, and `meta["gradients"]` names both. The runtime computes `addmm` into its float32
 accumulator, which saves one rounding and one pass over memory. The gradient of all experts' matrices, a grouped product, is
 returned as three results: the tokens' rows, the rows that they are multiplied by, and where each expert's rows end. These are
-small compared with the gradient, and the runtime then holds one gradient at a time. If the last step of a gradient rounds it
+small compared with the gradient, and the runtime then holds one gradient at a time. A product in float8 is returned as its
+operands and their scales, and the entry in `meta["gradients"]` names its kernel. If the last step of a gradient rounds it
 from float32, the unrounded value is returned, so that it is rounded once, after accumulation. Other gradients (biases, norms,
 embeddings) are unchanged.
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
+from megacompile.ir.tokenwise import is_scaled
 from megacompile.passes.template import Target, copy_graph
 
 name = "accumulate_in_gemm"
@@ -34,10 +38,14 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
     parameters = {placeholders[i] for i in result.meta["parameters"]}
     for index, (position,) in gradients:
         leaving: tuple[fx.Node, ...] = (results[position],)
+        kernel: tuple[str, ...] = ()
         if placeholders[index] in parameters:
-            with result.graph.inserting_before(output):
-                leaving = _leaving(result.graph, results[position], parameters)
-        described.append((index, tuple(range(len(kept), len(kept) + len(leaving)))))
+            if (product := _scaled_product(results[position])) is not None:
+                leaving, kernel = product.args[:4], (str(product.args[6]),)  # type: ignore[assignment]
+            else:
+                with result.graph.inserting_before(output):
+                    leaving = _leaving(result.graph, results[position], parameters)
+        described.append((index, tuple(range(len(kept), len(kept) + len(leaving))), *kernel))
         kept.extend(leaving)
     output.args = (tuple(kept),)
     result.meta["gradients"] = tuple(described)
@@ -71,6 +79,12 @@ def _leaving(graph: fx.Graph, gradient: fx.Node, parameters: set[fx.Node]) -> tu
         rows, others = _transpose(graph, a), b
         return (others, rows, *ends) if transposed else (rows, others, *ends)
     return (_transpose(graph, b), _transpose(graph, a)) if transposed else (a, b)
+
+
+def _scaled_product(gradient: fx.Node) -> fx.Node | None:
+    """The product in float8 that a gradient is, before it is rounded from float32."""
+    node: Any = gradient.args[0] if gradient.target is aten._to_copy.default else gradient
+    return node if is_scaled(node) and _val(node).dtype is torch.float32 and node.args[4] is None else None
 
 
 def _is_grouped_over_rows(node: fx.Node) -> bool:

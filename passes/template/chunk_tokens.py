@@ -122,7 +122,7 @@ class _Rewrite:
         """Adds the output. Gradients of parameters may have a higher precision than the parameters."""
         results: Any = self.module.graph.output_node().args[0]
         parameters = set(self.module.meta["parameters"])
-        exact = {i for index, indices in self.module.meta["gradients"] if index in parameters for i in indices}
+        exact = {i for index, indices, *_ in self.module.meta["gradients"] if index in parameters for i in indices}
         self.graph.output(tuple(self._read(node, i in exact) if isinstance(node, fx.Node) else node
                                 for i, node in enumerate(results)))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megacompile.errors import UnsupportedError
-from megacompile.trainers.named_models import load_named
+from megacompile.trainers.named_models import _STREAMING, load_named
 
 
 @pytest.mark.parametrize(("options", "reason"), [
@@ -20,3 +20,7 @@ from megacompile.trainers.named_models import load_named
 def test_what_a_model_by_name_cannot_have_is_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         load_named("no/model", SimpleNamespace(bf16=False, device="cpu"), options)
+
+
+def test_options_of_stream_pass_to_a_model_by_name() -> None:
+    assert {"precision", "device_memory", "micro_batch_size"} <= _STREAMING

@@ -40,7 +40,7 @@ def test_a_pipeline_is_changed_by_making_another() -> None:
     assert names(insert_after(PIPELINE, "prefetch", mine)) == [*before[:4], "mine", *before[4:]]
     assert names(insert_before(PIPELINE, "prefetch", mine)) == [*before[:3], "mine", *before[3:]]
     assert names(replace_pass(PIPELINE, "prefetch", mine)) == [*before[:3], "mine", *before[4:]]
-    assert names(replace_pass(TEMPLATE_PIPELINE, "chunk_tokens")) == ["attention", "fuse_loss", "accumulate_in_gemm"]
+    assert names(replace_pass(TEMPLATE_PIPELINE, "chunk_tokens")) == ["attention", "fuse_loss", "float8", "accumulate_in_gemm"]
     assert names(PIPELINE) == before
 
 

@@ -18,6 +18,7 @@ from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.layer_calls import LayerCall, check_chain, layer_calls, source_line
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
+from megacompile.ir.precision import Float8
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -290,9 +291,10 @@ def _carried_from_prologue(
         n in calls[0].args[2:] and last_read[n] == 1 and tuple(n.meta["example_value"].shape) in shapes)]
 
 
-def structural_key(section: Section) -> str:
+def structural_key(section: Section, precision: Float8 | None = None) -> str:
     """Equal for two sections iff one graph serves both: ops, constants, and each placeholder's role, symbolic shape,
-    stride, dtype and need of a gradient. Names of values, and of the layer itself, do not count."""
+    stride, dtype, need of a gradient and whether `precision` keeps its products. Names of values, and of the layer itself, do
+    not count otherwise."""
     number: dict[fx.Node, int] = {}
     lines = []
     for node in section.graph.graph.nodes:
@@ -305,7 +307,8 @@ def structural_key(section: Section) -> str:
                 described = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
             # Which output of an earlier call feeds it belongs to the call, not to the graph.
             which = "" if source.kind in ("carried", "shared", "random") else f"{role.name} {role.index}"
-            lines.append(f"{role.kind} {which} {described}")
+            kept = " kept" if precision is not None and source.kind == "parameter" and precision.keeps(source.name) else ""
+            lines.append(f"{role.kind} {which} {described}{kept}")
         elif node.op == "get_attr":
             nested = getattr(section.graph, str(node.target))
             if not isinstance(nested, fx.GraphModule):

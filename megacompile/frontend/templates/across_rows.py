@@ -3,6 +3,7 @@ other.
 
 Such a model computes something else for each half of a batch than for the whole, so its batches are not split. The search is
 for ops that are known to do so, on values computed from weights; totals that only end in a number are handled with the loss.
+Scales of float8 are of a whole micro-batch, and mix nothing else than rounding: they do not count.
 Routed experts gather and sort tokens of all rows, but give each token what it would get alone: they are not among these ops.
 """
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor, fx
 from megacompile.frontend.graph.split import Section
 from megacompile.frontend.templates.template import Template
 from megacompile.frontend.tracing.layer_calls import source_line
-from megacompile.ir.tokenwise import MIXING, REDUCING, Layout, is_gemm, packet, tensors
+from megacompile.ir.precision import FORMATS
+from megacompile.ir.tokenwise import MIXING, REDUCING, Layout, is_gemm, is_scaled, packet, tensors
 
 aten = torch.ops.aten
 
@@ -81,11 +83,14 @@ def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol:
     """Whether an op is known to compute with several rows (`symbol` B), or tokens (T), of a value that is `computed`."""
     op, first = packet(node), node.args[0] if node.args else None
     if is_gemm(node):
-        (rows,), (made,) = tensors(node.args[-2]), tensors(node)  # type: ignore[arg-type]
+        operands = node.args[:2] if is_scaled(node) else node.args[-2:]
+        (rows,), (made,) = tensors(operands[0]), tensors(node)  # type: ignore[arg-type]
         return _counts(rows, -1, layout, symbol) or (_counts(made, -1, layout, symbol) and _counts(made, -2, layout, symbol))
     if not isinstance(first, fx.Node) or first not in computed or not tensors(first):
         return False
     value, name = tensors(first)[0], getattr(op, "__name__", "")
+    if op is aten.amax and _is_scale(node):
+        return False
     if op in _OVER:
         dims = _dims(node, _OVER[op], None)
     elif op in _ALONG:
@@ -99,6 +104,29 @@ def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol:
     else:
         return False
     return any(_counts(value, dim, layout, symbol) for dim in (range(value.dim()) if dims is None else dims))
+
+
+def _is_scale(node: fx.Node) -> bool:
+    """Whether a maximum only decides how values are rounded to float8: all that is made of it are scales of products, and
+    values that are limited and then cast."""
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        value = user.meta.get("val")
+        if is_scaled(user):
+            continue
+        if user.op != "call_function" or not isinstance(value, Tensor):
+            if user.users or user.op == "output":
+                return False
+        elif value.shape == node.meta["val"].shape:  # still a scale
+            pending.extend(user.users)
+        elif not all(packet(limit) is aten.clamp and all(_is_float8(cast) for cast in limit.users) for limit in user.users):
+            return False
+    return True
+
+
+def _is_float8(node: fx.Node) -> bool:
+    return node.meta.get("val") is None or node.meta["val"].dtype in FORMATS.values()
 
 
 def _dims(node: fx.Node, position: int, default: int | None) -> list[int] | None:

@@ -13,7 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacompile.errors import CaptureError, MegacompileError, first_line
 from megacompile.frontend.graph.split import Section, relative
-from megacompile.frontend.ops import linear_cross_entropy  # noqa: F401  # registers the op that fuse_loss inserts
+from megacompile.frontend.ops import (  # noqa: F401  # registers the ops that fuse_loss and float8 insert
+    linear_cross_entropy,
+    scaled_linear,
+)
 from megacompile.frontend.templates.joint import forward_graph, joint_graph
 from megacompile.frontend.templates.refused_ops import line_of_mutation, refuse_ops, refuse_unknown_sizes
 from megacompile.frontend.templates.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
@@ -40,18 +43,21 @@ def build_template(
     refuse_unknown_sizes(section.graph, section.name)
     stages = {"captured": section.graph.code}
     trained = with_results(section, [0]).graph if epilogue else section.graph
+    layer = not (epilogue or head or section.name == "prologue")
+    if layer:
+        trained.meta["weights"] = tuple(source.name if source.kind == "parameter" else "" for source in section.sources)
     trained = _run_model_passes(trained, target, pipeline, stages)
     has_gradient = section.has_gradient[:1] if epilogue else section.has_gradient
     carried = [index for index, source in enumerate(section.sources) if source.kind == "carried"]
     placeholders = section.graph.graph.find_nodes(op="placeholder")
-    frozen = [index for index, (node, source) in enumerate(zip(placeholders, section.sources, strict=True))
-              if source.kind == "parameter" and not node.meta["example_value"].requires_grad]
+    again = [index for index, (node, source) in enumerate(zip(placeholders, section.sources, strict=True))
+             if source.kind == "parameter" and (target.precision or not node.meta["example_value"].requires_grad)]
     inference = None
     try:
         with _portable_attention(target), rounded_sizes():
             joint = joint_graph(trained, fakes, has_gradient, partition=not (epilogue or head), awaited=carried,
                                 decompositions=LOSSES_OF_TOKENS if tokens_at_once else None,
-                                device_type=target.device_type, frozen=frozen)
+                                device_type=target.device_type, parameters=again)
             if epilogue:  # with logits as a result, no loss can be fused
                 inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
     except MegacompileError:
@@ -74,7 +80,7 @@ def build_template(
         dtype = value.dtype if isinstance(value, Tensor) else None
         inputs.append(TemplateInput(relative(source, section), shape, dtype, index in joint.gradients))
     return Template(name, inputs, has_gradient, section.carried, joint, inference, renaming, target, pipeline, stages, head,
-                    tokens_at_once, section.share)
+                    tokens_at_once, section.share, trained.meta.get("products", ()))
 
 
 def _run_model_passes(

@@ -22,6 +22,8 @@ _LEAN = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
 }
+#: A value is small if it has at most this part of the bytes of the weights that it is computed from.
+_SMALL = 64
 
 
 @dataclasses.dataclass
@@ -64,11 +66,12 @@ def forward_graph(
 def joint_graph(
     graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool,
     awaited: Sequence[int] = (), decompositions: dict[Any, Any] | None = None, device_type: str = "cpu",
-    frozen: Sequence[int] = (),
+    parameters: Sequence[int] = (),
 ) -> JointGraph:
     """Forward and backward of a Dynamo-level section, for a device of this type; residuals are chosen if `partition`. Each of
-    the `awaited` inputs that requires a gradient gets one: zero if it is read but not differentiated. What depends on `frozen`
-    inputs alone (the values of quantized weights) is computed again, not saved."""
+    the `awaited` inputs that requires a gradient gets one: zero if it is read but not differentiated. What depends on these
+    `parameters` alone (the values of quantized weights, weights in float8) is computed again, not saved, unless it is small.
+    """
     examples = example_values(graph)
     if not any(has_gradient):
         alone = forward_graph(graph, fakes)
@@ -91,7 +94,7 @@ def joint_graph(
     outputs, gradients = results[: len(has_gradient)], results[len(has_gradient):]
     # Min-cut saves t(W), a view of a weight slot that holds another layer's weights by then. A view of an input is not a
     # residual: the backward views the input that it gets.
-    again = _made_of(joint.graph, [inputs[position] for position in frozen])
+    again = _made_of(joint.graph, [inputs[position] for position in parameters])
     residuals = [n for n in joint.graph.nodes if n.name in saved and n not in again and base_of(n).op != "placeholder"]
     for position in awaited:
         if gradients[position] is None and examples[position].requires_grad:
@@ -101,12 +104,17 @@ def joint_graph(
 
 
 def _made_of(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that are computed from these inputs alone."""
-    found = set(inputs)
+    """The nodes that are computed from these inputs alone, but for those that are small beside them, such as scales."""
+    found = {node: _bytes(node) for node in inputs}  # node -> bytes of the largest input that it is made of
     for node in graph.nodes:
-        if node.all_input_nodes and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.all_input_nodes and all(used in found for used in node.all_input_nodes):
+            found[node] = max(found[used] for used in node.all_input_nodes)
+    return {node for node, largest in found.items() if _bytes(node) * _SMALL > largest}
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return int(value.numel()) * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _results(graph: fx.GraphModule) -> list[fx.Node]:

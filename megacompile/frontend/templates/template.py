@@ -35,6 +35,7 @@ from megacompile.frontend.templates.joint import (
     retarget,
     tolerate_strides,
 )
+from megacompile.ir.precision import Float8
 from megacompile.ir.token_loop import token_loops
 
 BATCH, LENGTH = sympy.symbols("B T", integer=True, positive=True)
@@ -77,11 +78,13 @@ class Gradient:
 
     results: (i,): result i is the gradient; (i, j): the gradient is results[i] @ results[j], two 2-D tensors, so that
     it can be accumulated inside the GEMM; (i, j, k): of all experts, [groups, K, N], results [rows, K] and [rows, N] and
-    where each group's rows end, int32 [groups]. A parameter's gradient has the parameter's dtype or float32.
+    where each group's rows end, int32 [groups]; (i, j, k, l): results i and j are float8, multiplied with the scales k and l by
+    `kernel` (`scaled_products.py`). A parameter's gradient has the parameter's dtype or float32.
     """
 
     input: int
     results: tuple[int, ...]
+    kernel: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,8 @@ class TargetLike(Protocol):
     def device_type(self) -> str: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def precision(self) -> Float8 | None: ...
 
 
 class TemplatePass(Protocol):
@@ -141,7 +146,7 @@ def _inputs(graph: fx.GraphModule) -> int:
 def _results(graph: fx.GraphModule) -> int:
     """The results without gradients, which passes may split into several results."""
     (results,) = graph.graph.output_node().args
-    return len(results) - sum(len(leaving) for _, leaving in graph.meta.get("gradients", ()))  # type: ignore[arg-type]
+    return len(results) - sum(len(leaving) for _, leaving, *_ in graph.meta.get("gradients", ()))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,19 +174,20 @@ class Template:
     Attributes: `name`; `inputs`; `outputs`, how many; `carried_outputs` and `has_gradient`, a bool for each output; `symbols`,
     (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name; `tokens_at_once`, the most tokens
     whose values may exist at a time, overriding the plan (0: as the plan says); `share`, the part of a layer's experts that it
-    runs, as a fraction of what they compute. Thread-compatible: cut variants before sharing a template between threads.
+    runs, as a fraction of what they compute; `products`, what the pass `float8` says of
+    each `linear`. Thread-compatible: cut variants before sharing a template between threads.
     """
 
     def __init__(
         self, name: str, inputs: Sequence[TemplateInput], has_gradient: Sequence[bool], carried_outputs: Sequence[bool],
         joint: JointGraph, inference: JointGraph | None, symbols: dict[sympy.Symbol, sympy.Symbol],
         target: TargetLike, pipeline: Sequence[TemplatePass], stages: dict[str, str], head: bool = False,
-        tokens_at_once: int = 0, share: Fraction = Fraction(1),
+        tokens_at_once: int = 0, share: Fraction = Fraction(1), products: Sequence[tuple[tuple[str, ...], str]] = (),
     ) -> None:
         self.name, self.inputs, self.outputs = name, tuple(inputs), len(has_gradient)
         self.has_gradient, self.carried_outputs = tuple(has_gradient), tuple(carried_outputs)
         self.symbols, self.stages, self.tokens_at_once = (BATCH, LENGTH), stages, tokens_at_once
-        self.share = share
+        self.share, self.products = share, tuple(products)
         self._joint, self._inference, self._renaming = joint, inference, symbols
         self._target, self._pipeline = target, tuple(p for p in pipeline if p.level == "variant")
         self._variants: dict[tuple[str, int, str], Variant] = {}
@@ -203,6 +209,11 @@ class Template:
     def device_type(self) -> str:
         """The type of the device that the template was lowered to."""
         return self._target.device_type
+
+    @property
+    def precision(self) -> Float8 | None:
+        """The recipe for its products in float8."""
+        return self._target.precision
 
     def variant(self, name: str, chunk: int = 0, residuals: str = "all") -> Variant:
         """The variant called `name`, cut and lowered at its first use. `chunk`: how many positions of a sequence it runs at a
@@ -304,5 +315,5 @@ class Template:
             retarget(module, self.device_type)
         self.stages[label] = graph.code
         self.stages.update({f"{label}.{target}": loop.body.code for target, loop in loops.items()})
-        described = tuple(Gradient(i, results) for i, results in graph.meta["gradients"])
+        described = tuple(Gradient(*each) for each in graph.meta["gradients"])
         return Variant(name, graph, len(outputs), len(residuals), described)

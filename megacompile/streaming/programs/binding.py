@@ -106,7 +106,7 @@ class Binder:
             source = call.sources[gradient.input]
             if source.kind == "parameter":
                 tile, position = self.tiling.read_at[source.name]
-                parameters.append(ParameterGradient(gradient.results, trainable.index(tile), position))
+                parameters.append(ParameterGradient(gradient.results, trainable.index(tile), position, gradient.kernel))
             else:
                 assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
                 carried[source.index] = gradient.results[0]

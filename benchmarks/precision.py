@@ -1,0 +1,166 @@
+"""Compares losses of models whose layers multiply in bfloat16 and in float8, over recipes and seeds.
+
+    python benchmarks/precision.py --output benchmarks/results/precision.jsonl                  # a small model, on a CPU
+    python benchmarks/precision.py --device cuda --size 100m --steps 1000 --text book.txt ...   # 100 M parameters, on a GPU
+
+All runs of a seed start from the same weights and see the same batches; each byte of the text is a token. Weights are in
+bfloat16 with FP32 masters, and AdamW clips. On a CPU float8 is emulated. The text is this project's documentation unless other
+files are given; its last tenth is held out. Rows that are in the output already are not measured again.
+
+The table has the loss on the held-out text, as the mean and the deviation over seeds, the difference to bfloat16 with the same
+seed, and the least cosine between a layer's gradient and that of the same weights in float32, at the start and at the end.
+"""
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import megacompile
+from megacompile import Float8, training
+from megacompile.bench.rows import Row, append, commit, machine, read
+from megacompile.corpus import ByteTokenizer, read_text
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Size -> the model's config, sequences per step, their length, the peak learning rate.
+SIZES: dict[str, tuple[dict[str, int], int, int, float]] = {
+    "small": (dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4),
+              8, 128, 3e-3),
+    "100m": (dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=14, num_attention_heads=12,
+                  num_key_value_heads=12), 32, 1024, 6e-4)}
+_SMALLEST = Float8(min_features=64)
+RECIPES: dict[str, Float8 | None] = {
+    "bfloat16": None,
+    "float8": _SMALLEST,
+    "float8, gradients in e4m3": dataclasses.replace(_SMALLEST, gradients="e4m3"),
+    "float8, weight gradients in bfloat16": dataclasses.replace(_SMALLEST, weight_gradients="bfloat16"),
+    "float8, scales of rows": dataclasses.replace(_SMALLEST, scaling="row", gradients="e4m3"),
+}
+
+
+def build(size: str, seed: int) -> Any:
+    sizes, _, length, _ = SIZES[size]
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(Qwen2Config(
+        vocab_size=256, max_position_embeddings=length, tie_word_embeddings=False, **sizes)).bfloat16().train()
+
+
+def batches(size: str, tokens: Tensor, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Windows at random positions."""
+    _, rows, length, _ = SIZES[size]
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        begins = torch.randint(len(tokens) - length, (rows,), generator=generator).tolist()
+        ids = torch.stack([tokens[begin:begin + length] for begin in begins])
+        yield {"input_ids": ids, "labels": ids.clone()}
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, size: str, tokens: Tensor, device: str) -> float:
+    """The mean loss of a plain model over the held-out text, in float32."""
+    _, rows, length, _ = SIZES[size]
+    windows = tokens[:len(tokens) // length * length].view(-1, length)[:256].to(device)
+    model = model.to(device).float().eval()
+    return statistics.mean(model(input_ids=part, labels=part).loss.item() for part in windows.split(rows))
+
+
+def cosines(model: Any, batch: dict[str, Tensor], device: str) -> list[float]:
+    """For each layer, the cosine between its gradient and that of a plain model with the same weights in float32."""
+    model(**batch).loss.backward()
+    ours = {name: p.grad.float() for name, p in model.named_parameters()}
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config)).float()
+    plain.load_state_dict(model.state_dict())
+    plain.to(device).train()(**{name: each.to(device) for name, each in batch.items()}).loss.backward()
+    theirs = {name: p.grad.cpu() for name, p in plain.named_parameters()}
+    model.zero_grad()
+    layers = [f"model.layers.{number}." for number in range(model.config.num_hidden_layers)]
+    return [float(torch.cosine_similarity(*(torch.cat([g[n].flatten().cpu() for n in g if n.startswith(layer)])
+                                            for g in (ours, theirs)), dim=0)) for layer in layers]
+
+
+def run(recipe: Float8 | None, size: str, seed: int, steps: int, device: str, learned: Tensor, held_out: Tensor) -> Row:
+    """The losses of a run, and what the table has of it."""
+    if recipe is not None and device == "cpu":
+        recipe = dataclasses.replace(recipe, emulated=True)
+    began, data = time.perf_counter(), batches(size, learned, seed)
+    model = megacompile.stream(build(size, seed), device=device, precision=recipe, compile=None if device == "cuda" else False)
+    checked = next(batches(size, held_out, 0))
+    before = cosines(model, checked, device)
+    optimizer = megacompile.AdamW(model.parameters(), lr=SIZES[size][3], betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
+    schedule = training.warmup_then_decay(optimizer, steps, warmup=steps // 10, decay=training.Decay.COSINE, final=0.1)
+    losses = []
+    for batch in itertools.islice(data, steps):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    after = cosines(model, checked, device)
+    model.megacompile.close()
+    return {"losses": losses, "held_out": held_out_loss(model, size, held_out, device), "cosines_before": before,
+            "cosines_after": after, "seconds": round(time.perf_counter() - began, 1)}
+
+
+_COSINES = ("cosines_before", "cosines_after")
+
+
+def table(rows: Sequence[Row]) -> str:
+    by_run: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        by_run.setdefault(row["run"], {})[row["seed"]] = row
+    lines = []
+    for name, seeds in by_run.items():
+        finals = [row["held_out"] for row in seeds.values()]
+        apart = [row["held_out"] - by_run["bfloat16"][seed]["held_out"] for seed, row in seeds.items()
+                 if seed in by_run.get("bfloat16", {})]
+        relative = statistics.mean(apart) / statistics.mean(finals) if apart else 0.0
+        lines.append((name, f"{statistics.mean(finals):.4f}", f"{statistics.stdev(finals) if len(finals) > 1 else 0:.4f}",
+                      f"{statistics.mean(apart):+.4f}" if apart else "", f"{relative:+.2%}",
+                      *(f"{min(min(row[when]) for row in seeds.values()):.4f}" for when in _COSINES)))
+    headers = ["", "held-out loss", "deviation over seeds", "difference", "relative", "least cosine, start", "end"]
+    return str(tabulate(lines, headers, tablefmt="github", disable_numparse=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", choices=tuple(SIZES), default="small")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--runs", nargs="*", choices=tuple(RECIPES), default=list(RECIPES))
+    parser.add_argument("--text", type=Path, nargs="*", default=sorted((ROOT / "docs").rglob("*.md")))
+    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="begin no run after so many minutes")
+    parser.add_argument("--output", type=Path, help="append rows to this JSON-lines file")
+    options = parser.parse_args()
+    tokens = read_text(options.text, ByteTokenizer()).long()
+    learned, held_out = tokens.split([len(tokens) * 9 // 10, len(tokens) - len(tokens) * 9 // 10])
+    what = {"size": options.size, "steps": options.steps, "bytes": len(tokens), **machine(options.device)}
+    wanted = [{"run": name, "seed": seed, **what} for seed in range(options.seeds) for name in options.runs]
+    known = [] if options.output is None else read(options.output)
+    began, found = time.perf_counter(), []
+    for row in wanted:
+        done = next((each for each in known if row.items() <= each.items()), None)
+        if done is None and time.perf_counter() - began < 60 * options.limit_minutes:
+            measured = run(RECIPES[row["run"]], options.size, row["seed"], options.steps, options.device, learned, held_out)
+            done = {**row, **measured, "commit": commit()}
+            print(f"{row['run']}, seed {row['seed']}: {done['held_out']:.4f}, {done['seconds']:.0f} s", flush=True)
+            if options.output is not None:
+                append(options.output, done)
+        found += [done] if done is not None else []
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""How products of decoder layers are rounded: the recipe of the template pass `float8`, as data.
+
+    format    largest value    mantissa bits
+    e4m3      448              3
+    e5m2      57344            2
+
+Formats: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from megacompile.errors import MegacompileError, shortened
+from megacompile.limits import check_whole
+
+#: Formats by the name that users give.
+FORMATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+#: Kernels multiply matrices whose sides are multiples of this.
+ALIGNMENT = 16
+#: The values that each field of a recipe may have.
+_CHOICES = {"scaling": ("tensor", "row"), "gradients": tuple(FORMATS), "weight_gradients": ("float8", "bfloat16"),
+            "fast_accumulation": ("none", "forward", "all"), "emulated": (True, False)}
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Which products of a model's layers are computed in float8, and how their operands are scaled.
+
+    Attributes:
+        scaling: "tensor": one scale for each operand. "row": a scale for each row of the first operand and each column of the
+            second. Scales are computed anew from each operand, so that its largest absolute value becomes the format's.
+        gradients: format of output gradients, "e5m2" or "e4m3". Activations and weights are in e4m3.
+        weight_gradients: "float8" or "bfloat16". Either is added to FP32 sums.
+        fast_accumulation: the products that a GPU may sum with fewer bits than FP32 has: "none", those of the "forward",
+            or "all".
+        keep: products that stay in the layers' dtype: names, or consecutive parts of names, of modules ("down_proj",
+            "model.layers.0", "layers.31.mlp"). By default those that route tokens to experts.
+        min_features: products of a weight with fewer inputs or outputs than this stay in the layers' dtype. They take less time
+            than their casts, as adapters do.
+        emulated: multiply the same rounded values in FP32, on any device. For tests: it is slower than no float8.
+    """
+
+    scaling: str = "tensor"
+    gradients: str = "e5m2"
+    weight_gradients: str = "float8"
+    fast_accumulation: str = "forward"
+    keep: tuple[str, ...] = ("gate", "router")
+    min_features: int = 256
+    emulated: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise MegacompileError(f"Float8 {name} must be one of {', '.join(map(str, choices))}, not "
+                                       f"{shortened(repr(getattr(self, name)))}")
+        if isinstance(self.keep, str):
+            object.__setattr__(self, "keep", (self.keep,))
+        if not (isinstance(self.keep, tuple | list) and all(isinstance(name, str) and name for name in self.keep)):
+            raise MegacompileError(f"Float8 keep must be names of modules, not {shortened(repr(self.keep))}")
+        object.__setattr__(self, "keep", tuple(self.keep))
+        check_whole("min_features", self.min_features)
+
+    def keeps(self, parameter: str) -> bool:
+        """Whether `keep` names the module of a parameter ("model.layers.3.mlp.down_proj.weight"), or one around it."""
+        return any(f".{name}." in f".{parameter}." for name in self.keep)
+
+    def fits(self, rows: int, columns: int) -> bool:
+        """Whether a product with a weight [rows, columns] can be computed in float8 and is worth it."""
+        return min(rows, columns) >= self.min_features and rows % ALIGNMENT == 0 and columns % ALIGNMENT == 0
+
+    def kernel(self, forward: bool) -> str:
+        """The kernel of a product (`scaled_products.py`). `forward`: of the forward, not of the backward."""
+        if self.emulated:
+            return "emulated"
+        return "float8_fast" if self.fast_accumulation == "all" or forward and self.fast_accumulation == "forward" else "float8"
+
+
+#: Recipes by the name that users give.
+PRECISIONS: dict[str, Float8] = {"float8": Float8(), "float8-emulated": Float8(emulated=True)}
+
+
+def precision_of(given: Any) -> Float8 | None:
+    """The recipe of this name, or a recipe as it is; None for None. Fields may follow the name: "float8:scaling=row,
+    keep=down_proj+layers.0". Raises `MegacompileError` for anything else."""
+    if given is None or isinstance(given, Float8):
+        return given
+    name, _, changes = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if name not in PRECISIONS:
+        raise MegacompileError(f"precision must be {' or '.join(map(repr, PRECISIONS))}, a megacompile.Float8 or None, not "
+                               f"{shortened(repr(given))}")
+    return replace(PRECISIONS[name], **dict(map(_field, filter(None, changes.split(",")))))
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """A field of a recipe and its value, from "name=value"."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    known = [field.name for field in fields(Float8) if field.name != "emulated"]
+    if name not in known:
+        raise MegacompileError(f"precision has no field {shortened(repr(name))}: it has {', '.join(known)}")
+    if name == "keep":
+        return name, tuple(filter(None, value.split("+")))
+    return name, int(value) if name == "min_features" and value.isascii() and value.isdecimal() else value

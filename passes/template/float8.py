@@ -1,0 +1,89 @@
+"""float8: products of decoder layers with their weights are computed in float8, forward and backward.
+
+Before: `linear(x, weight, bias)` in a layer. After: `megacompile.scaled_linear(x, weight, bias, ...)` with the fields of the
+target's recipe (`megacompile.ir.precision.Float8`). Differentiated, that is casts, which a compiler fuses with what makes
+their operands, and three `megacompile.scaled_mm`. The weight may be computed, as frozen weights in four bits are.
+
+These stay as they are: prologue and epilogue, with the embedding and the head; products that the recipe keeps, by default those
+of routers; products with a small weight, such as adapters', or one whose sides are not multiples of 16; grouped products of
+experts, and other products than `linear`. Without a recipe, no graph is changed. The graph's `meta["products"]` says what
+became of each `linear`: (parameters that its weight is made from, why it stays as it is or "").
+"""
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from megacompile.ir.precision import ALIGNMENT, Float8
+from megacompile.passes.template import Target, copy_graph
+from megacompile.torch_compat.core import builtin_linear
+
+name = "float8"
+level = "model"
+
+
+def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
+    """`graph` with the products of a layer in float8, if the target has a recipe."""
+    recipe = target.precision
+    if recipe is None or "weights" not in graph.meta:
+        return graph
+    result = copy_graph(graph)
+    weights = dict(zip(result.graph.find_nodes(op="placeholder"), graph.meta["weights"], strict=True))
+    products: list[tuple[tuple[str, ...], str]] = []
+    for node in list(result.graph.nodes):
+        if node.op != "call_function" or node.target not in (F.linear, builtin_linear):
+            continue
+        arguments = inspect.signature(_linear).bind(*node.args, **node.kwargs).arguments
+        x, weight, bias = arguments["input"], arguments["weight"], arguments.get("bias")
+        names = _parameters(weight, weights)
+        reason = _kept(recipe, x, weight, names)
+        products.append((names, reason))
+        if not reason:
+            node.target = torch.ops.megacompile.scaled_linear.default
+            node.args = (x, weight, bias, recipe.scaling, recipe.gradients, recipe.weight_gradients, recipe.fast_accumulation,
+                         recipe.emulated)
+            node.kwargs = {}
+    result.meta["products"] = tuple(products)
+    result.recompile()
+    return result
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> None:
+    """The arguments of `F.linear`."""
+
+
+def _kept(recipe: Float8, x: fx.Node, weight: fx.Node, names: tuple[str, ...]) -> str:
+    """Why a product stays as it is; "" if it does not."""
+    shape, dtypes = _value(weight).shape, {_value(x).dtype, _value(weight).dtype}
+    if not names or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
+        return "is not a product with a matrix of weights"
+    if any(map(recipe.keeps, names)):
+        return "is kept by the recipe"
+    if not recipe.fits(*shape):
+        return f"has fewer than {recipe.min_features} inputs or outputs, or a number of them that {ALIGNMENT} does not divide"
+    if len(dtypes) > 1 or not dtypes <= ({torch.bfloat16, torch.float32} if recipe.emulated else {torch.bfloat16}):
+        return f"is computed in {' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
+    return ""
+
+
+def _parameters(node: fx.Node, weights: dict[fx.Node, str]) -> tuple[str, ...]:
+    """The names of the parameters that a value is made from, if it is made from nothing else; else none."""
+    found: dict[str, None] = {}
+    stack = [node]
+    while stack:
+        each = stack.pop()
+        if each.op == "placeholder":
+            if not weights[each]:
+                return ()
+            found[weights[each]] = None
+        stack.extend(each.all_input_nodes)
+    return tuple(found)
+
+
+def _value(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["example_value"]
+    return value
