@@ -32,15 +32,14 @@ def results(name: str) -> list[dict[str, Any]]:
 
 
 def options(words: list[str]) -> dict[str, str]:
-    """Of a command line, as rows have them; a flag is True."""
-    found: dict[str, str] = {}
+    """Of a command line, as rows have them; a flag is True, and several values are a list."""
+    found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
-            name = word[2:].replace("-", "_")
-            found[name] = "True"
+            found[name := word[2:].replace("-", "_")] = []
         else:
-            found[name] = word
-    return found
+            found[name].append(word)
+    return {name: str(values) if len(values) > 1 else values[0] if values else "True" for name, values in found.items()}
 
 
 def at(row: dict[str, Any], path: str) -> Any:
