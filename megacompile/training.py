@@ -192,9 +192,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
                 break
             begin, lr = time.perf_counter(), float(optimizer.param_groups[0]["lr"])
             found = _step(model, optimizer, batch)
-            following = next(batches) if number < steps else {}  # now, while the device computes
             if schedule is not None:
                 schedule.step()
+            following = next(batches) if number < steps else {}  # now, while the device computes
             if handle is not None:
                 handle.streamed.backend.exit([])  # so that the step's seconds include its backward
             loss = float(found)  # waits for the device, not for the update, which overlaps the next step

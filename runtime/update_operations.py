@@ -93,8 +93,8 @@ def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
 
 
 def _read_state(frame: Frame, node: fx.Node) -> Tensor:
-    """Reads nothing where a failed step is being completed, and the slab has the moments that it could not write: those of this
-    tile, or if its weights are updated already, maybe of another."""
+    """Skips the read when a failed step is completed and the tile needs none: the slab may still hold moments that could not be
+    written, of this tile or of another."""
     tile, update = frame.store[argument(node, "tile")], _updating(frame)
     slab = frame.memory(argument(node, "into"))[:tile.home.layout.disk_bytes]
     done = tile.layout.name in update.halfway and any(op_of(user).name == "adam_weights" for user in node.users)

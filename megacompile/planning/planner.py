@@ -107,7 +107,8 @@ class Planner(SearchSpace):
         simulated in the order of their lower bounds, until no other can be faster than the best. Among plans that are nearly as
         fast, the one that computes least wins."""
         found = self._with_each_state(batch, length, update, whole_step, counts)
-        may_defer = self.config.deferred_moments is None
+        states = (state for layout in self.tiling.layouts.values() for state in layout.state_layout.states)
+        may_defer = self.config.deferred_moments is None and all(state.separable for state in states)
         orders: dict[Plan, list[Plan]] = {}
         fastest = float("inf")
         for bound, plan in sorted(((simulator.at_least(plan, may_defer), plan) for plan in found), key=lambda pair: pair[0]):

@@ -15,7 +15,7 @@ from megacompile.predict.hardware import Hardware
 FIRST_CAPABILITY = (8, 9)
 #: How many products that stay as they are, for the same reason, are listed by name.
 _LISTED = 6
-_REMEDY = "leave precision out, or use precision='float8-emulated', which rounds alike but is slower"
+_REMEDY = "leave precision out, or use precision='float8-emulated', which rounds the same way but is slower"
 
 
 def check_float8(recipe: Float8 | None, device: torch.device, hardware: Hardware | None = None) -> None:
@@ -43,8 +43,9 @@ def check_products(templates: Iterable[Template], model: str, recipe: Float8 | N
     products = [product for template in templates for product in template.products]
     if all(reason for _, reason in products):
         why = next((f" ({names[0]} {reason})" for names, reason in products if names), "")
-        raise UnsupportedError(f"no product of {model}'s layers would be computed in float8{why}: leave precision out, or give "
-                               "a megacompile.Float8 with another min_features or keep")
+        raise UnsupportedError(f"no product of {model}'s layers would be computed in float8{why}: leave precision out, stream "
+                               "with dtype=torch.bfloat16 if the model has another dtype, or give a megacompile.Float8 with "
+                               "another min_features or keep")
 
 
 def described_products(captured: CapturedModel) -> Iterator[str]:

@@ -16,9 +16,9 @@ newer, the host's or the device's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
-from megacompile.errors import CheckpointError, DiskError, MegacompileError, TornError
+from megacompile.errors import MegacompileError, TornError
 from megacompile.inputs.token_counts import TokenCounts
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.update import Update
@@ -61,7 +61,7 @@ class StepState:
         self._updating: Update | None = None
         self._unfinished: Update | None = None
         self._in_backward: Update | None = None
-        self._half_loaded = False
+        self._half_loaded: set[str] = set()
         self._tokens, self._skipped = TokenCounts(), SkippedUpdates()
 
     # ---------------------------------------------------------------- what is known
@@ -118,7 +118,7 @@ class StepState:
     @property
     def torn(self) -> bool:
         """Whether an update, or a load, has changed some tiles and not others."""
-        return self._half_loaded or (self._unfinished is not None and self._unfinished.has_updated)
+        return bool(self._half_loaded) or (self._unfinished is not None and self._unfinished.has_updated)
 
     @property
     def stored(self) -> bool:
@@ -139,8 +139,8 @@ class StepState:
     def check_whole(self) -> None:
         """Raises `TornError` if an update, or a load, stopped between its first and its last tile."""
         if self._half_loaded:
-            raise TornError("a load stopped half-way: see to the drive, and load a checkpoint "
-                            "(megacompile.load_checkpoint, or load_state_dict of the model, then of the optimizer)")
+            raise TornError("a load stopped half-way: load a checkpoint (megacompile.load_checkpoint, or load_state_dict of "
+                            "the model, then of the optimizer)")
         if self.torn:
             complete = "call optimizer.step() again to complete it, or " if self.stored else ""
             raise TornError(f"an update stopped half-way: {complete}load a checkpoint (megacompile.load_checkpoint, or "
@@ -194,17 +194,16 @@ class StepState:
     def weights_replaced(self) -> None:
         """The user has written all weights, so nothing of an unfinished update is missing any more."""
         self._unfinished = None
+        self._half_loaded.discard("weights")
         self.ended()
 
     @contextlib.contextmanager
-    def loading_state(self) -> Iterator[None]:
-        """Around a load of all optimizer state. If a drive fails, the model is torn until such a load succeeds."""
-        try:
-            yield
-        except (CheckpointError, DiskError):
-            self._half_loaded = True
-            raise
-        self._half_loaded = False
+    def loading(self, parts: Collection[str]) -> Iterator[None]:
+        """Around a load of these parts ("weights", "state") of all tiles. If it stops half-way, for whatever reason, the model
+        is torn until loads of these parts succeed."""
+        self._half_loaded.update(parts)
+        yield
+        self._half_loaded.difference_update(parts)
 
     def programs_dropped(self) -> None:
         """All programs were discarded while no gradients were waiting."""

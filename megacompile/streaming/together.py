@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megacompile.errors import MegacompileError, RankError, named_line
+from megacompile.errors import MegacompileError, NonFiniteError, RankError, named_line
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.across_ranks import AllRows, joined
 from megacompile.inputs.batch import BatchArguments
@@ -48,9 +48,12 @@ class Together:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Around what all ranks do together: a rank that fails tells the others, which would wait for it."""
+        """Around what all ranks do together: a rank that fails tells the others, which would wait for it. A norm that is not
+        finite fails on all of them, and training can go on."""
         try:
             yield
+        except NonFiniteError:
+            raise
         except BaseException as error:
             if self.ranks is not None:
                 self.ranks.failed(error)

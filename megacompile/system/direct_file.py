@@ -237,6 +237,7 @@ class DirectFile:
         """Closes the file. Its space is free once no process has it open. A file that is forgotten is closed too."""
         self.rest()
         self._close()
+        self._file = -1  # the number may soon be another file's
 
 
 def _unusable(folder: Path, error: OSError) -> DiskError:

@@ -29,12 +29,14 @@ def aligned_bytes(count: int) -> int:
 @dataclass(frozen=True)
 class ElementState:
     """What an optimizer keeps for each element of a parameter: moments by name, in a format; and whether a bf16 weight has an
-    exact FP32 master, whose low bits are its remainder. `whole`: an update reads the whole matrix at once, on the device."""
+    exact FP32 master, whose low bits are its remainder. `whole`: an update reads the whole matrix at once, on the device.
+    `separable`: moments may be updated later than weights (`Rule`)."""
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     format: StateFormat = FLOAT32
     exact: bool = True
     whole: bool = False
+    separable: bool = True
 
     def bytes(self, dtype: torch.dtype) -> float:
         """Bytes of an element of this dtype, about."""

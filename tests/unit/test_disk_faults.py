@@ -1,6 +1,7 @@
 """A disk with optimizer state that fails or is too small, and processes that are killed: nothing is lost unnoticed."""
 from __future__ import annotations
 
+import copy
 import errno
 import multiprocessing
 import os
@@ -247,7 +248,7 @@ def test_an_error_of_the_disk_in_the_middle_of_a_load_leaves_the_model_torn_unti
         with pytest.raises(DiskError, match="writing the optimizer state of"):
             load(path, run)
     for use in (run.optimizer.state_dict, lambda: run.steps(1), run.model.state_dict):
-        with pytest.raises(TornError, match="a load stopped half-way: see to the drive, and load a checkpoint"):
+        with pytest.raises(TornError, match="a load stopped half-way: load a checkpoint"):
             use()
     load(path, run)
     assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
@@ -271,6 +272,38 @@ def test_an_error_of_the_drive_with_checkpoints_in_the_middle_of_a_load_leaves_t
         run.steps(1)
     load(path, run)
     assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
+
+
+@pytest.mark.parametrize("stopped", ["weights", "state"])
+def test_a_load_of_weights_repairs_no_state_that_is_half_loaded_and_a_load_of_state_no_weights(
+        stopped: str, in_memory: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(9)
+    run = Run(in_memory.fresh())
+    run.steps(2)
+    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    weights, state = {n: t.clone() for n, t in run.model.state_dict().items()}, copy.deepcopy(run.optimizer.state_dict())
+    loads = {"weights": lambda: run.model.load_state_dict(weights), "state": lambda: run.optimizer.load_state_dict(state)}
+    with monkeypatch.context() as patched:
+        if stopped == "state":
+            patched.setattr(run.optimizer, "put_state", stopped_by_the_user)
+        else:
+            failing(patched, "preadv", 5)
+        with pytest.raises((KeyboardInterrupt, CheckpointError)):
+            load(path, run)
+    if stopped == "state":
+        loads["weights"]()
+    else:
+        loads["state"]()
+    with pytest.raises(TornError, match="a load stopped half-way"):
+        run.steps(1)
+    loads[stopped]()
+    if stopped == "weights":
+        loads["state"]()  # the remainders of the weights are in the optimizer's state
+    run.steps(1)
+
+
+def stopped_by_the_user(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def settled(run: Run) -> None:

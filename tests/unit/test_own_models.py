@@ -78,8 +78,9 @@ def normed(self: Any, x: Tensor) -> Tensor:
     (of(lambda self, x: self.first(x) - x.mean(0, keepdim=True)), r"blocks\.0\nfrom source: .*x\.mean\(0"),
     (of(normed), r"blocks\.0\nfrom source: .*F\.batch_norm"),
     (Contrastive, r"epilogue\nfrom source: .*x\[:, -1\] @ x"),
+    (of(lambda self, x: (self.first(x) / self.first(x).abs().amax()).clamp(-1, 1)), r"blocks\.0\nfrom source: .*amax\("),
     (of(lambda self, x: self.first(x) - x.mean(1, keepdim=True)), "$"),
-], ids=["mean", "batch norm", "contrastive", "mean over tokens"])
+], ids=["mean", "batch norm", "contrastive", "largest value", "mean over tokens"])
 def test_rows_that_read_each_other_are_found_with_their_line(model: type[Decoder], where: str) -> None:
     example = {"input_ids": IDS} if model is Contrastive else None
     found = capture(model(), example=example).across_rows

@@ -3,7 +3,7 @@ other.
 
 Such a model computes something else for each half of a batch than for the whole, so its batches are not split. The search is
 for ops that are known to do so, on values computed from weights; totals that only end in a number are handled with the loss.
-Scales of float8 are of a whole micro-batch, and mix nothing else than rounding: they do not count.
+Float8 scales are computed over the whole micro-batch, but they only affect rounding, so they do not count.
 Routed experts gather and sort tokens of all rows, but give each token what it would get alone: they are not among these ops.
 """
 from __future__ import annotations
@@ -36,7 +36,7 @@ def across_rows(template: Template, section: Section) -> str:
     known."""
     layout = Layout(template.renaming)
     for node, computed in _computing(template.forward_graph(), template):
-        if _mixes(node, computed, layout, layout.batch) and not _ends_in_number(node):
+        if _mixes(node, computed, layout, layout.batch, template.precision is not None) and not _ends_in_number(node):
             return section.name + _line(section, node, layout)
     return ""
 
@@ -48,7 +48,7 @@ def across_tokens(template: Template) -> bool:
     for node, computed in _computing(template.forward_graph(), template):
         if getattr(node.target, "namespace", "") == "megacompile":
             continue
-        if _mixes(node, computed, layout, layout.length) or _shifts(node, computed, layout):
+        if _mixes(node, computed, layout, layout.length, template.precision is not None) or _shifts(node, computed, layout):
             return True
     return False
 
@@ -79,8 +79,9 @@ def _shifts(node: fx.Node, computed: Collection[fx.Node], layout: Layout) -> boo
     return not known and any(_counts(value, dim, layout, layout.length) for value in values for dim in range(value.dim()))
 
 
-def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol: sympy.Symbol) -> bool:
-    """Whether an op is known to compute with several rows (`symbol` B), or tokens (T), of a value that is `computed`."""
+def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol: sympy.Symbol, float8: bool) -> bool:
+    """Whether an op is known to compute with several rows (`symbol` B), or tokens (T), of a value that is `computed`. `float8`:
+    whether some maximums are scales of products in float8."""
     op, first = packet(node), node.args[0] if node.args else None
     if is_gemm(node):
         operands = node.args[:2] if is_scaled(node) else node.args[-2:]
@@ -89,7 +90,7 @@ def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol:
     if not isinstance(first, fx.Node) or first not in computed or not tensors(first):
         return False
     value, name = tensors(first)[0], getattr(op, "__name__", "")
-    if op is aten.amax and _is_scale(node):
+    if op is aten.amax and float8 and _is_scale(node):
         return False
     if op in _OVER:
         dims = _dims(node, _OVER[op], None)
@@ -109,11 +110,12 @@ def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol:
 def _is_scale(node: fx.Node) -> bool:
     """Whether a maximum only decides how values are rounded to float8: all that is made of it are scales of products, and
     values that are limited and then cast."""
-    pending = list(node.users)
+    pending, scales = list(node.users), False
     while pending:
         user = pending.pop()
         value = user.meta.get("val")
         if is_scaled(user):
+            scales = True
             continue
         if user.op != "call_function" or not isinstance(value, Tensor):
             if user.users or user.op == "output":
@@ -122,11 +124,12 @@ def _is_scale(node: fx.Node) -> bool:
             pending.extend(user.users)
         elif not all(packet(limit) is aten.clamp and all(_is_float8(cast) for cast in limit.users) for limit in user.users):
             return False
-    return True
+    return scales
 
 
 def _is_float8(node: fx.Node) -> bool:
-    return node.meta.get("val") is None or node.meta["val"].dtype in FORMATS.values()
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype in FORMATS.values()
 
 
 def _dims(node: fx.Node, position: int, default: int | None) -> list[int] | None:

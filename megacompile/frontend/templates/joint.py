@@ -22,8 +22,8 @@ _LEAN = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
 }
-#: A value is small if it has at most this part of the bytes of the weights that it is computed from.
-_SMALL = 64
+#: A value is small if the largest weight that it is computed from has at least this many times its bytes.
+_SMALL_RATIO = 64
 
 
 @dataclasses.dataclass
@@ -109,7 +109,7 @@ def _made_of(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:
     for node in graph.nodes:
         if node.all_input_nodes and all(used in found for used in node.all_input_nodes):
             found[node] = max(found[used] for used in node.all_input_nodes)
-    return {node for node, largest in found.items() if _bytes(node) * _SMALL > largest}
+    return {node for node, largest in found.items() if _bytes(node) * _SMALL_RATIO > largest}
 
 
 def _bytes(node: fx.Node) -> int:

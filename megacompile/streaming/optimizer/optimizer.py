@@ -229,7 +229,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             streamed.step.check_whole()
             return
         streamed.settle()
-        self.ownership.states.write_back(drop=True)
+        self.ownership.write_back([streamed], drop=True)
         if self._completes():
             return
         streamed.step.check_whole()
@@ -248,8 +248,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed.update(self._update)
 
     def _completes(self) -> bool:
-        """Completes an update of this optimizer that has failed. Returns False if there is none, or if gradients have
-        changed."""
+        """Completes a failed update of this optimizer. Returns False if there is none, or if gradients have changed."""
         return self._update is not None and self._update is self.streamed.step.unfinished and self.streamed.complete()
 
     def _ended(self) -> bool:
@@ -263,6 +262,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.streamed.raise_pending()
         self.streamed.step.check_whole()
         self.streamed.adopt_writes()
+        self.ownership.write_back([self.streamed], drop=True)
         self._update = self._request(lambda parameter: True)
         return self._update
 
@@ -352,7 +352,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.ownership.check()
         for streamed in owners_of(self._parameters()):
             streamed.copy_back_whole()
-        self.ownership.states.write_back()
+        self.ownership.write_back(owners_of(self._parameters()))
 
     @in_turn
     @torch.no_grad()
@@ -367,7 +367,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed = self.streamed
         with streamed.together.all_or_none("the optimizer's load_state_dict"):
             groups, states = check_saved(self, state_dict)
-        with loading(streamed, "the optimizer's load_state_dict", parts=STATE), streamed.step.loading_state():
+        with loading(streamed, "the optimizer's load_state_dict", parts=STATE, torn=("state",)):
             streamed.adopt_writes()  # clears remainders before the saved ones are loaded
             self.put_state(groups, states)
 

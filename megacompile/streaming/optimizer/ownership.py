@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,13 @@ class Ownership:
             memory.optimizer = self.optimizer
         for parameter, memory in found:
             self.states.ready(parameter, memory)
+
+    def write_back(self, models: Iterable[Any], drop: bool = False) -> None:
+        """As `OptimizerState.write_back`. If it fails, the other ranks that train these streamed models hear of it."""
+        with ExitStack() as stack:
+            for streamed in models:
+                stack.enter_context(streamed.together.failing())
+            self.states.write_back(drop)
 
     def lose(self, parameter: str) -> None:
         """Another optimizer updates the parameter of this name from now on."""

@@ -1,0 +1,28 @@
+"""What a rank tells the others when something fails that all ranks do together."""
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from megacompile.errors import DiskError, NonFiniteError
+from megacompile.streaming.together import Together
+
+
+class Told:
+    """Ranks that note what they are told."""
+
+    def __init__(self) -> None:
+        self.failures: list[BaseException] = []
+
+    def failed(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+
+@pytest.mark.parametrize(("error", "told"), [
+    (DiskError("the drive"), True), (KeyboardInterrupt(), True), (NonFiniteError("the norm is nan"), False)], ids=repr)
+def test_the_other_ranks_hear_of_a_failure_that_is_not_theirs_too(error: BaseException, told: bool) -> None:
+    ranks = Told()
+    with pytest.raises(type(error)), Together(cast(Any, ranks), cast(Any, None)).failing():
+        raise error
+    assert ranks.failures == [error] * told
