@@ -179,6 +179,18 @@ def test_rows_that_differ_in_their_plans_alone_share_a_model() -> None:
         assert models.model is not model and len(models.model.model.layers) == 1
 
 
+@pytest.mark.parametrize("arguments", [
+    [], ["--train-step", "--waves", "2"], ["--overlap"], ["--pinned-memory", "1MiB", "--checkpoint-interval", "2"],
+    ["--optim", "adamw_8bit", "--optim-args", "master=bfloat16"], ["--optim", "muon_bf16", "--train-step"]], ids=" ".join)
+def test_predicted_bytes_of_the_host_are_those_that_are_allocated(arguments: list[str]) -> None:
+    given = step.options().parse_args([*TINY, "--batch", "4", "--layers", "3", "--recorded-steps", "0", *arguments])
+    with step.Models() as models:
+        row = step.measure(given, models)
+        needed, predicted = models.model.megacompile.stats["host_bytes"], step.predicted_host_bytes(models.model)
+    assert predicted == pytest.approx(needed, rel=0.01)
+    assert row["predicted_host_gib"] == round(predicted / 2**30, 2)
+
+
 def test_options_after_then_start_another_row() -> None:
     assert rows.command_lines(["--batch", "8", "--then", "--overlap"]) == [["--batch", "8"], ["--overlap"]]
 
