@@ -3,10 +3,10 @@
     model = megacompile.stream(model)
     trainer = megacompile.trainer.Trainer(model=model, args=TrainingArguments(...), train_dataset=...)
 
-Three things differ. The optimizer is megacompile's of the name in `TrainingArguments(optim=...)`. It clips in its update,
-so that Trainer's own clipping (a pass over all gradients on the host) is skipped. The batches of a gradient accumulation step
-are joined into one batch, for which weights are streamed once. If the loss is the model's own, forward, backward and update run
-as one program (`train_step`).
+Three things differ. The optimizer is megacompile's of the name in `TrainingArguments(optim=...)`; names that transformers
+does not have are given as `optim_args="optimizer=muon"`. It clips in its update, so that Trainer's own clipping (a pass over
+all gradients on the host) is skipped. The batches of a gradient accumulation step are joined into one batch, for which weights
+are streamed once. If the loss is the model's own, forward, backward and update run as one program (`train_step`).
 
 Several processes (`torchrun`, `accelerate launch`) train one copy of the model. The data are divided among them as in Trainer.
 The model adds up gradients over them, so that it is not wrapped in DistributedDataParallel.
@@ -81,7 +81,7 @@ class Trainer(transformers.Trainer):
     # ---------------------------------------------------------------- optimizer
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """The optimizer that `args.optim` names, with the settings in `args`."""
+        """The optimizer that `args.optim_args` or `args.optim` names, with the settings in `args`."""
         return optimizer_asked(args)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megacompile.bench.shapes import SHAPES, active_parameters, attention_flops,
 from megacompile.errors import MegacompileError, named_line
 from megacompile.planning.process_group import process_count, rank_in_job
 from megacompile.predict.hardware import device_name
+from megacompile.streaming.optimizer.names import optimizer_named
 from megacompile.system.regular_files import read_regular
 from megacompile.training import parameter_count
 
@@ -67,8 +69,13 @@ def _layers(text: str) -> int | str:
 
 
 def layer_count(given: argparse.Namespace) -> int:
+    """The number of layers that was asked for. "fit": as many as fit with the row's optimizer."""
     if given.layers == "fit":
-        return layers_that_fit(given.shape)
+        if getattr(given, "optim", None) is None:
+            return layers_that_fit(given.shape)
+        named = optimizer_named(given.optim)
+        choice = named.choice(given.optim_args, given.overlap)
+        return layers_that_fit(given.shape, None, choice, replace(choice, moments=len(named.kind.rule.moments)))
     return int(given.layers or SHAPES[given.shape]["num_hidden_layers"])
 
 

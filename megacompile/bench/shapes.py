@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacompile.loading import parameters_on_meta
 from megacompile.planning.process_group import rank_in_job
+from megacompile.planning.state_choices import EXACT, StateChoice
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.weights.quantized_linear import QuantizedLinear, shape_of, weights_of_codes
 from megacompile.weights.quantizing import quantize
@@ -39,8 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     **{f"wide-{times}": dict(vocab_size=32000, hidden_size=3584 * times, intermediate_size=18944 * times, num_hidden_layers=4,
                              num_attention_heads=28 * times, num_key_value_heads=4 * times) for times in range(1, 6)},
 }
-#: Host memory in bytes while a model is moved into tiles: 14 in tiles, and 2 for the original, which is freed tile by tile.
-BYTES_PER_PARAMETER = 16
+#: Bytes of host memory for each parameter of the original model, whose memory may not be freed before training begins.
+ORIGINAL_BYTES = 2
 
 
 def config(shape: str, layers: int | None = None) -> Any:
@@ -54,13 +55,23 @@ def parameters(shape: str, layers: int) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config(shape, layers)).parameters())
 
 
-def layers_that_fit(shape: str, host_bytes: int | None = None) -> int:
+def bytes_to_train(shape: str, layers: int, choice: StateChoice = EXACT, outside: StateChoice | None = None) -> int:
+    """Bytes of host memory that training a shape in bfloat16 takes, beside its original weights. `choice`: the optimizer's
+    state; `outside`: that of parameters outside of the layers (None: the same)."""
+    one, all_of_them = parameters(shape, 1), parameters(shape, layers)
+    others = 2 * one - parameters(shape, 2)
+    slabs = 2 * one if choice.on_arrival else 0  # gradients of a layer, and of all else, on their way
+    each, each_outside = (c.bytes(torch.bfloat16) + ORIGINAL_BYTES for c in (choice, outside or choice))
+    return round((all_of_them - others) * each + others * each_outside) + slabs
+
+
+def layers_that_fit(shape: str, host_bytes: int | None = None, choice: StateChoice = EXACT,
+                    outside: StateChoice | None = None) -> int:
     """The largest number of layers of a shape that `host_bytes` of host memory (None: what is available) can train, at least
-    1."""
+    1. State as for `bytes_to_train`."""
     available = (available_host_bytes() if host_bytes is None else host_bytes) - HOST_MARGIN_BYTES
-    one, two = parameters(shape, 1), parameters(shape, 2)
-    fitting = 1 + (available // BYTES_PER_PARAMETER - one) // (two - one)
-    return max(1, min(SHAPES[shape]["num_hidden_layers"], fitting))
+    one, two = (bytes_to_train(shape, count, choice, outside) for count in (1, 2))
+    return max(1, min(SHAPES[shape]["num_hidden_layers"], 1 + (available - one) // (two - one)))
 
 
 def random_model(shape: str, layers: int | None, device: str, lora: int = 0, stored: str | None = None) -> Any:

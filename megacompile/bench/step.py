@@ -46,6 +46,7 @@ from megacompile.bench.shapes import random_model
 from megacompile.errors import MegacompileError
 from megacompile.ir.plan import RESIDUALS
 from megacompile.ir.program import OPS, Lane, Op
+from megacompile.planning.explain import host_slab_bytes
 from megacompile.planning.process_group import process_count
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.predict.simulate import Timeline
@@ -235,6 +236,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         predicted_step_s=round(simulated.step_s, 4) if simulated is not None else None, occupancy=occupancy(measured),
         phases_s=[[round(p, 3) for p in phase] for phase in step.phases[:len(found["times_s"])]],
         grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]), host_gib=gib(stats["host_bytes"]),
+        predicted_host_gib=gib(predicted_host_bytes(model)),
         host_bytes_per_parameter=round(stats["host_bytes"] / stats["parameters"], 3), resident_set_gib=gib(resident_bytes()),
         resident_set_before_gib=gib(models.before), checkpoint_gib=gib(checkpoint_bytes(model, plan)),
         setup_s=round(setup_s, 1), **of_the_disk(model, simulated))
@@ -340,6 +342,15 @@ def checkpoint_bytes(model: Any, plan: Any) -> int:
     """The bytes of the activation checkpoints of one step: the inputs of all blocks."""
     blocks = -(-(model.config.num_hidden_layers - plan.saved_layers) // plan.checkpoint_interval)
     return int(blocks * plan.batch * plan.length * model.config.hidden_size * model.dtype.itemsize)
+
+
+def predicted_host_bytes(model: Any) -> int:
+    """What is known before anything is allocated: the tiles with their state, the plan's sums, and this rank's slabs and
+    checkpoints. `stats["host_bytes"]` is what was allocated."""
+    streamed, plan = model.megacompile.streamed, model.megacompile.plan
+    parts, trained = streamed.planner.host_parts(plan), streamed.step.trained
+    slabs = host_slab_bytes(trained.program) if trained is not None else 0
+    return int(streamed.tiling.host_bytes(gradients=False) + parts["gradients"] + parts["sums"] + slabs)
 
 
 def resident_bytes() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from megacompile.ir.plan import Plan, kept_residuals
-from megacompile.ir.program import Lane, place_kind, places
+from megacompile.ir.program import Lane, Program, place_kind, places
 from megacompile.ir.slots import Family
 from megacompile.planning.planner import Planner
 from megacompile.planning.precision import described_products
@@ -58,11 +58,14 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
     assert planner.simulator is not None, "nothing is known of the machine"
     slabs = 0
     if not plan.pinned or plan.host_checkpoints or plan.update == "arrival" or plan.disk_state:
-        program = planner.simulator.program(plan, whole_step)
-        used = places(program.section(section) for section in step_of(program))
-        slabs = plan.ranks * sum(
-            slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
+        slabs = plan.ranks * host_slab_bytes(planner.simulator.program(plan, whole_step))
     return Candidate(plan, needed, host_bytes + slabs, planner.simulator.times(plan, whole_step))
+
+
+def host_slab_bytes(program: Program) -> int:
+    """Bytes of the slabs and checkpoints in host memory that a step of one rank uses."""
+    used = places(program.section(section) for section in step_of(program))
+    return sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
 
 
 def _alike(plan: Plan, other: Plan) -> bool:

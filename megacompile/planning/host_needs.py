@@ -93,8 +93,9 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
         size = host_bytes([model], config, other)
         if size < needed and size + other.on_arrival * _slab_bytes(model, stack, config) <= room:
             dtype = config.dtype or next(model.parameters()).dtype
-            found.append(f"give the optimizer {other.options}: then it takes {format_bytes(size + HOST_MARGIN_BYTES)}, "
-                         f"{_speed(other, choice.state, dtype)}")
+            count = sum(p.numel() for p in model.parameters())
+            found.append(f"give the optimizer {other.options}: then it takes {format_bytes(size + HOST_MARGIN_BYTES)} "
+                         f"({size / count:.3g} bytes each), {_speed(other, choice.state, dtype)}")
             break
     if config.disk is None and (moved := _moments_of_layers(stack, config, choice, needed - room)) is not None:
         found.append(_with_disk(needed - moved[0] + HOST_MARGIN_BYTES, moved[1]))
@@ -183,10 +184,11 @@ def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with
 
 
 def _speed(choice: StateChoice, now: ElementState, dtype: torch.dtype) -> str:
-    """How long updates take with this state, compared with the state `now`, in words. Uses the rates of an H200's host if those
-    of this machine are not known."""
+    """How long the host's update takes with this state, compared with the state `now`, in words. Uses the rates of an H200's
+    host if those of this machine are not known."""
     hardware = Hardware.known() or Hardware.find("h200")
-    return f"and updates take {update_rate(hardware, now, dtype) / update_rate(hardware, choice.state, dtype):.2f} of the time"
+    share = update_rate(hardware, now, dtype) / update_rate(hardware, choice.state, dtype)
+    return f"and the host's update takes {share:.2f} of the time"
 
 
 def _with_margin(tiling: Tiling, on_arrival: bool) -> int:

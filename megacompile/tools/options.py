@@ -64,8 +64,9 @@ Device = Annotated[str | None, typer.Option(
 DeviceMemory = Annotated[str | None, typer.Option(
     rich_help_panel=_PLAN_PANEL, help='Device memory budget, such as "24GiB".', show_default="the free memory, less a margin")]
 Optim = Annotated[str, typer.Option(
-    "--optim", "--optimizer", help="Optimizer: adamw, lion or sgd, with state in float32; or with smaller state: adamw_bf16, "
-                                   "adamw_8bit, lion_bf16, lion_8bit. Names of transformers that mean the same work too.")]
+    "--optim", "--optimizer", help="Optimizer: adamw, muon, lion or sgd, with state in float32; or with smaller state: "
+                                   "adamw_bf16, adamw_8bit, and the same for muon and lion. Names of transformers that mean "
+                                   "the same work too.")]
 OptimArgs = Annotated[str | None, typer.Option(
     help='More options of the optimizer, such as "master=bfloat16" or "momentum=0.9, nesterov=True".')]
 ModelDType = Annotated[DType, typer.Option(help="Data type of the weights. auto: the model's own.")]

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.streaming.optimizer.names import optimizer_named
+from megacompile.errors import ArgumentError, MegacompileError, UnsupportedError
+from megacompile.streaming.optimizer.names import named_in_text, optimizer_named
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import StreamedModule
@@ -68,10 +69,19 @@ def check_arguments(args: Any, streamed: Streamed) -> None:
 
 
 def optimizer_asked(args: Any) -> tuple[type[StreamedOptimizer], dict[str, Any]]:
-    """The class and the options of the optimizer in TrainingArguments. Raises `ArgumentError`."""
-    named = optimizer_named(str(getattr(args.optim, "value", args.optim)))
+    """The class and the options of the optimizer in TrainingArguments: the one that `optim_args` names, else `optim`. Raises
+    `ArgumentError`."""
+    optim = _word(args.optim)
+    name, options = named_in_text(args.optim_args)
+    if name not in (None, optim) and optim not in [_word(each.default) for each in fields(args) if each.name == "optim"]:
+        raise ArgumentError(f"optim={optim!r} and optimizer={name} in optim_args name two optimizers: leave one of them out")
+    named = optimizer_named(optim if name is None else name)
     known = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    return named.kind, named.arguments(known, args.optim_args)
+    return named.kind, named.arguments(known, options)
+
+
+def _word(name: Any) -> str:
+    return str(getattr(name, "value", name))  # transformers' names are an enum
 
 
 def check_model(model: Any) -> Streamed:

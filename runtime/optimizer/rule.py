@@ -28,10 +28,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class Rule:
-    """An elementwise update. A new one is a file with a `Rule` and a class of `optim.Optimizer` (see `lion.py`).
+    """An elementwise update. A new one is a file with a `Rule` and a class of `StreamedOptimizer` (see `lion.py`), here or in a
+    user's own code. To be known by a name, in `--optim` and in TrainingArguments, it needs an entry in `OPTIMIZERS` of
+    `megacompile/streaming/optimizer/names.py`; to be found as `megacompile.Name`, one in `megacompile/__init__.py`.
 
     Attributes:
-        name: as in "--optim lion".
+        name: for messages, such as "lion".
         moments: the numbers that it keeps for each element, one or two.
         scalars: the names of the numbers that `code` reads, the same for all elements of a parameter.
         code: the body of a C++ function, compiled for the host and for the device. `master` (float&) is the weight, `gradient`

@@ -16,9 +16,9 @@ from megacompile.ir.program import Lane, find, lane_of, op_of, operands, rebuild
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.optimizer import host_update
 from megacompile.runtime.optimizer.host_update import Moments
-from megacompile.runtime.optimizer.rule import Segment
+from megacompile.runtime.optimizer.rule import Rule, Segment
 from megacompile.runtime.optimizer.state_format import FORMATS, StateFormat
-from megacompile.streaming.optimizer.adamw import RULE, Options
+from megacompile.streaming.optimizer import adamw, lion, sgd
 
 pytestmark = pytest.mark.gpu
 LAYERS = 4
@@ -151,12 +151,21 @@ def test_a_loop_that_updates_on_arrival_gives_the_bits_of_an_unclipped_loop(opti
     assert same(*found)
 
 
+#: Each rule with the options of two parameters, the second of which is at its first step.
+RULES: dict[str, tuple[Rule, Any, Any]] = {
+    "adamw": (adamw.RULE, adamw.Options(1e-3, 0.9, 0.999, 1e-8, 0.1), adamw.Options(1e-2, 0.4, 0.95, 1e-6, 0.0)),
+    "lion": (lion.RULE, lion.Options(1e-4, 0.9, 0.99, 0.1), lion.Options(1e-2, 0.4, 0.3, 0.0)),
+    "sgd": (sgd.RULE, sgd.Options(1e-3, 0.9, 0.1, 0.01, False), sgd.Options(1e-2, 0.5, 0.0, 0.0, True))}
+
+
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(("dtype", "exact"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
 def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(
-        dtype: torch.dtype, exact: bool, stored: StateFormat) -> None:
+        dtype: torch.dtype, exact: bool, stored: StateFormat, name: str) -> None:
     """Of every kind of number: ordinary, tiny, huge, denormal, infinite, none."""
     count, generator = 1 << 20, torch.Generator().manual_seed(0)
+    rule, first_options, second_options = RULES[name]
 
     def numbers(low: int, high: int) -> torch.Tensor:
         found = torch.randn(count, generator=generator) * 10.0 ** torch.randint(low, high, (count,), generator=generator)
@@ -170,13 +179,14 @@ def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(
         low[weights.isnan()] = 0  # as they are stored
     scales: tuple[torch.Tensor, ...] = ()
     if stored.scaled:
-        codes = [torch.randint(0, 256, (count,), generator=generator).to(torch.uint8) for _ in range(2)]
-        scales = tuple(numbers(-38, 20)[:stored.scales(count)].abs() for _ in codes)
-        values = tuple(codes)
+        values = tuple(torch.randint(0, 256, (count,), generator=generator).to(torch.uint8) for _ in rule.moments)
+        scales = tuple(numbers(-38, 20)[:stored.scales(count)].abs() for _ in values)
     else:
-        values = (numbers(-38, 20).to(stored.dtype), numbers(-38, 20).abs().to(stored.dtype))
-    segments = [Segment(0, 1000, Options(1e-3, 0.9, 0.999, 1e-8, 0.1), step=3, seed=5),
-                Segment(1024, count - 3, Options(1e-2, 0.4, 0.95, 1e-6, 0.0), step=1, seed=9, first=512)]
+        drawn = [numbers(-38, 20) for _ in rule.moments]
+        values = tuple((each if moment.signed else each.abs()).to(stored.dtype)
+                       for each, moment in zip(drawn, rule.moments, strict=True))
+    segments = [Segment(0, 1000, first_options, step=3, seed=5),
+                Segment(1024, count - 3, second_options, step=1, seed=9, first=512)]
 
     def moments(values: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor, ...]) -> list[tuple[Segment, Moments]]:
         return [(s, Moments(stored, tuple(v[s.start:s.stop] for v in values), tuple(each[s.start // 256:] for each in scales)))
@@ -187,10 +197,11 @@ def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(
     there = [tensor.cuda() for tensor in host]
     torch.cuda.synchronize()
     first = len(host) - len(values) - len(scales)
-    backend.update(RULE, there[0], None if low is None else there[1], there[first - 1],
-                   moments(tuple(there[first:first + 2]), tuple(there[first + 2:])), 0.37)
+    end = first + len(values)
+    backend.update(rule, there[0], None if low is None else there[1], there[first - 1],
+                   moments(tuple(there[first:end]), tuple(there[end:])), 0.37)
     backend.synchronize()
-    host_update.update(RULE, weights, low, gradient, moments(values, scales), 0.37)
+    host_update.update(rule, weights, low, gradient, moments(values, scales), 0.37)
     for index, (ours, theirs) in enumerate(zip(there, host, strict=True)):
         assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8)), index
 

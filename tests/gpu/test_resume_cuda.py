@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
+from megacompile.runtime.optimizer.state_format import FORMATS
+from megacompile.streaming.optimizer.hyper_parameters import MASTERS
 
 pytestmark = pytest.mark.gpu
 
@@ -41,12 +43,14 @@ def steps(model: Any, optimizer: Any, count: int) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("kept", [{"state_dtype": stored, "master": master} for stored in FORMATS for master in MASTERS],
+                         ids=lambda kept: f"{kept['state_dtype']}, {kept['master']} master")
 @pytest.mark.parametrize("copy_memory", ["1GiB", 0])
 @pytest.mark.parametrize("overlap", [None, "backward"])
 @pytest.mark.parametrize("state", [(), ("model.layers.1", "model.layers.2")], ids=["", "updated on the device"])
 def test_a_run_resumes_to_the_bit_under_its_own_and_another_plan(
-        overlap: str | None, copy_memory: Any, state: tuple[str, ...], tmp_path: Path) -> None:
-    options = {"lr": 1e-3, "overlap": overlap, "max_grad_norm": None if overlap else 1.0}
+        overlap: str | None, copy_memory: Any, state: tuple[str, ...], kept: dict[str, str], tmp_path: Path) -> None:
+    options = {**kept, "lr": 1e-3, "overlap": overlap, "max_grad_norm": None if overlap else 1.0}
     model = streamed(resident=state, resident_state=state)
     optimizer = megacompile.AdamW(model.parameters(), **options)
     steps(model, optimizer, 5)

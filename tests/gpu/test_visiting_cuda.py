@@ -12,6 +12,8 @@ import megacompile
 from megacompile.errors import NonFiniteError
 from megacompile.ir import program
 from megacompile.runtime.operations import OPERATIONS
+from megacompile.runtime.optimizer.state_format import FORMATS
+from megacompile.streaming.optimizer.hyper_parameters import MASTERS
 
 pytestmark = pytest.mark.gpu
 
@@ -46,17 +48,24 @@ def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     return {**{name: t.clone() for name, t in model.state_dict().items()}, **moments}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+#: How the optimizer keeps its state of weights of a dtype.
+KEPT: tuple[tuple[torch.dtype, dict[str, str]], ...] = (
+    *((torch.bfloat16, {"state_dtype": stored, "master": master}) for stored in FORMATS for master in MASTERS),
+    *((torch.float32, {"state_dtype": stored}) for stored in FORMATS))
+
+
+@pytest.mark.parametrize(("dtype", "kept"), KEPT, ids=str)
 @pytest.mark.parametrize("options", [
     {"visiting_state": "all"}, {"visiting_state": ("prologue", "model.layers.1"), "resident_state": ("model.layers.0",)},
     {"visiting_state": "all", "pinned_memory": "2MiB"}], ids=str)
-def test_visits_give_the_bits_of_updates_on_the_host(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_visits_give_the_bits_of_updates_on_the_host(
+        options: dict[str, Any], dtype: torch.dtype, kept: dict[str, str]) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     found = []
     for each in ({}, options):
         model = streamed(dtype, **each)
         late(model)
-        optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, **kept)
         for seed in range(5):
             step(model, optimizer, seed)
         found.append(state_of(model, optimizer))

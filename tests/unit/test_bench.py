@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -179,6 +180,18 @@ def test_rows_that_differ_in_their_plans_alone_share_a_model() -> None:
         assert models.model is not model and len(models.model.model.layers) == 1
 
 
+@pytest.mark.parametrize("arguments", [
+    [], ["--train-step", "--waves", "2"], ["--overlap"], ["--pinned-memory", "1MiB", "--checkpoint-interval", "2"],
+    ["--optim", "adamw_8bit", "--optim-args", "master=bfloat16"], ["--optim", "muon_bf16", "--train-step"]], ids=" ".join)
+def test_predicted_bytes_of_the_host_are_those_that_are_allocated(arguments: list[str]) -> None:
+    given = step.options().parse_args([*TINY, "--batch", "4", "--layers", "3", "--recorded-steps", "0", *arguments])
+    with step.Models() as models:
+        row = step.measure(given, models)
+        needed, predicted = models.model.megacompile.stats["host_bytes"], step.predicted_host_bytes(models.model)
+    assert predicted == pytest.approx(needed, rel=0.01)
+    assert row["predicted_host_gib"] == round(predicted / 2**30, 2)
+
+
 def test_options_after_then_start_another_row() -> None:
     assert rows.command_lines(["--batch", "8", "--then", "--overlap"]) == [["--batch", "8"], ["--overlap"]]
 
@@ -197,12 +210,27 @@ def test_options_that_only_say_how_to_measure_do_not_make_another_row() -> None:
     assert len({identity(), identity("--batch", "8"), identity("--train-step"), identity("--layers", "fit")}) == 4
 
 
-def test_as_many_layers_are_made_as_the_host_holds() -> None:
+#: Options, and bytes of a parameter in a layer and outside, with 2 for the original.
+STATES: dict[str, tuple[list[str], float, float]] = {
+    "adamw": ([], 16, 16), "8bit alone on arrival": (
+        ["--optim", "adamw_8bit", "--optim-args", "master=bfloat16", "--overlap"], 6 + 2 / 64, 6 + 2 / 64),
+    "lion": (["--optim", "lion"], 12, 12), "muon": (["--optim", "muon"], 12, 16)}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_as_many_layers_are_made_as_the_host_holds_with_the_row_s_optimizer(
+        state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, each, outside = STATES[state]
+    given = step.options().parse_args(["--shape", "qwen2-14b", "--layers", "fit", *arguments])
     room = 60 * 2**30
-    fitting = shapes.layers_that_fit("qwen2-14b", room)
-    needs = [shapes.BYTES_PER_PARAMETER * shapes.parameters("qwen2-14b", n) for n in (fitting, fitting + 1)]
+    monkeypatch.setattr(shapes, "available_host_bytes", lambda: room)
+    fitting, others = rows.layer_count(given), 2 * 152064 * 5120 + 5120
+    slabs = 2 * shapes.parameters("qwen2-14b", 1) if given.overlap else 0
+    needs = [each * (shapes.parameters("qwen2-14b", n) - others) + outside * others + slabs for n in (fitting, fitting + 1)]
     assert needs[0] <= room - 2**30 < needs[1]
-    assert shapes.layers_that_fit("qwen2-14b", 2**40) == 48 and shapes.layers_that_fit("qwen2-14b", 2**30) == 1
+    for size, layers in ((2**40, 48), (2**30, 1)):
+        monkeypatch.setattr(shapes, "available_host_bytes", functools.partial(int, size))
+        assert rows.layer_count(given) == layers
 
 
 @pytest.mark.parametrize("stored", [None, "nf4", "int8"])

@@ -144,9 +144,12 @@ def large() -> Any:
     ("128GiB", ": use a model of up to 9.74 G parameters in bfloat16 (even its frozen weights take 132.42 GiB)\nor use"),
     ("192GiB", ": train adapters (LoRA) over frozen weights: then it takes 132.42 GiB, plus the adapters\nor train only the "),
     ("300GiB", ": give the optimizer state_dtype='8bit', master='bfloat16', overlap='backward': then it takes 265.89 GiB"),
-    ("420GiB", ": give the optimizer state_dtype='8bit', overlap='backward': then it takes 397.30 GiB, and updates take 0."),
-    ("600GiB", ": give the optimizer state_dtype='8bit': then it takes 528.72 GiB, and updates take 0."),
-    ("700GiB", ": give the optimizer state_dtype='bfloat16': then it takes 658.08 GiB, and updates take 0.")])
+    ("420GiB", ": give the optimizer state_dtype='8bit', overlap='backward': then it takes 397.30 GiB (6.03 bytes "
+               "each), and the host's update takes 0."),
+    ("600GiB", ": give the optimizer state_dtype='8bit': then it takes 528.72 GiB (8.03 bytes each), "
+               "and the host's update takes 0."),
+    ("700GiB", ": give the optimizer state_dtype='bfloat16': then it takes 658.08 GiB (10 bytes each), "
+               "and the host's update takes 0.")])
 def test_a_refusal_for_the_host_says_what_is_needed_in_all_and_what_would_fit(memory: str, said: str, large: Any) -> None:
     begin = time.perf_counter()
     with pytest.raises(InsufficientMemoryError, match=r"takes 920.92 GiB of host memory \(70.6 G para") as caught:

@@ -243,7 +243,9 @@ def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tm
 @pytest.mark.on_demand
 @pytest.mark.parametrize("more", [
     (), ("--optim", "adamw_bf16"), ("--optim", "adamw_8bit"), ("--bf16", "--optim-args", "master=bfloat16"),
-    ("--bf16", "--optim", "lion_8bit"), ("--bf16", "--optim", "muon_bf16"),
+    ("--bf16", "--optim", "adamw_8bit", "--optim-args", "master=bfloat16"), ("--bf16", "--optim", "lion_8bit"),
+    ("--bf16", "--optim", "muon"), ("--bf16", "--optim", "muon_bf16"), ("--bf16", "--optim", "muon_8bit"),
+    ("--bf16", "--optim", "sgd", "--optim-args", "momentum=0.9"),
     ("--bf16", "--optim", "adamw_8bit", "--overlap", "--max-grad-norm", "0")], ids=" ".join)
 def test_runs_killed_at_random_moments_end_like_an_undisturbed_run(
         more: tuple[str, ...], model: Path, data: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:

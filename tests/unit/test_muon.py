@@ -155,6 +155,24 @@ def test_a_group_may_leave_its_matrices_to_adamw(model: Any) -> None:
     assert "exp_avg_sq" in optimizer.state[first[0]]
 
 
+def test_routers_are_matrices_unless_their_group_says_otherwise() -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=16, num_experts=4,
+                                 num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
+    plain = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, num_hidden_layers=2))
+    model = megacompile.stream(plain, device="cpu")
+    routers = {name: p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
+    others = {name: p for name, p in model.named_parameters() if name not in routers}
+    assert len(routers) == 2
+    for matrices in (True, False):
+        megacompile.Muon([{"params": [*routers.values()], "matrices": matrices}, {"params": [*others.values()]}])
+        whole = {name for name, memory in model.megacompile.streamed.states.items() if memory.kept.whole}
+        assert (routers.keys() <= whole) == matrices == bool(routers.keys() & whole)
+        assert {name for name in others if ".experts." in name or "_proj." in name} == whole - routers.keys()
+    model.megacompile.close()
+
+
 class Experts(nn.Module):
     """A stack of matrices, of which each is one expert."""
 

@@ -120,8 +120,13 @@ def test_a_schedule_refuses_what_the_optimizer_refuses() -> None:
     ("adamw_torch", "state_dtype=bfloat16, master=bfloat16",
      lambda groups: AdamW(groups, lr=2e-2, state_dtype="bfloat16", master="bfloat16")),
     ("lion_32bit", None, lambda groups: Lion(groups, lr=2e-2, betas=(0.9, 0.999))),
-    ("sgd", "momentum=0.9", lambda groups: SGD(groups, lr=2e-2, momentum=0.9))], ids=["8-bit", "bfloat16", "lion", "sgd"])
-def test_a_trainer_s_optimizer_is_the_one_made_by_hand(optim: str, optim_args: str | None, make: Any, tmp_path: Path) -> None:
+    ("sgd", "momentum=0.9", lambda groups: SGD(groups, lr=2e-2, momentum=0.9)),
+    (None, "optimizer=muon_bf16, ns_steps=3", lambda groups: Muon(groups, lr=2e-2, state_dtype="bfloat16", ns_steps=3)),
+    (None, "master=bfloat16,optimizer = adamw_bf16",
+     lambda groups: AdamW(groups, lr=2e-2, state_dtype="bfloat16", master="bfloat16"))],
+    ids=["8-bit", "bfloat16", "lion", "sgd", "muon in optim_args", "adamw in optim_args"])
+def test_a_trainer_s_optimizer_is_the_one_made_by_hand(
+        optim: str | None, optim_args: str | None, make: Any, tmp_path: Path) -> None:
     found, groups = [], []
     for by_name in (True, False):
         model = megacompile.stream(build(bf16=True), device="cpu")
@@ -131,7 +136,7 @@ def test_a_trainer_s_optimizer_is_the_one_made_by_hand(optim: str, optim_args: s
             given["optimizers"] = make([{**options, "params": [parameters[name] for name in names]}
                                         for options, names in groups]), None
         made = trained.run(Trainer, tmp_path, model, given=given, bf16=True,
-                           **(dict(optim=optim, optim_args=optim_args) if by_name else {}))
+                           **({"optim_args": optim_args} | ({"optim": optim} if optim else {}) if by_name else {}))
         optimizer = made.optimizer.optimizer
         groups = [({"weight_decay": options["weight_decay"]}, names) for options, names in optimizer.named_groups()]
         found.append((type(optimizer), optimizer.max_grad_norm, state_of(model, optimizer)))
@@ -144,6 +149,33 @@ def test_a_trainer_s_optimizer_is_the_one_made_by_hand(optim: str, optim_args: s
 def test_a_trainer_s_optimizer_has_no_unknown_options(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"'momentum=.*' is not an option of AdamW"):
         Trainer(model=model, args=trained.arguments(tmp_path, optim_args="momentum=0.9"))
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    (dict(optim="lion_8bit", optim_args="optimizer=muon"),
+     r"optim='lion_8bit' and optimizer=muon in optim_args name two optimizers: leave one of them out"),
+    (dict(optim_args="optimizer=adafactor"), "'adafactor' is not implemented for streamed models: choose one of adamw, "),
+    (dict(optim_args="optimizer=muon, optimizer=lion"), "'optimizer=lion' is not an option of Muon"),
+    (dict(optim_args="optimizer=lion, eps=1e-8"), "'eps=1e-8' is not an option of Lion")])
+def test_a_name_in_optim_args_is_the_only_one_and_is_known(
+        model: Any, options: dict[str, str], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=reason):
+        Trainer(model=model, args=trained.arguments(tmp_path, **options))
+
+
+def test_a_name_may_be_given_twice_if_it_is_the_same(model: Any, tmp_path: Path) -> None:
+    args = trained.arguments(tmp_path, optim="lion_8bit", optim_args="optimizer=lion_8bit")
+    assert Trainer.get_optimizer_cls_and_kwargs(args)[0] is Lion
+
+
+def test_a_trainer_makes_an_optimizer_of_a_class_and_its_options(model: Any, tmp_path: Path) -> None:
+    before = model.get_parameter("model.layers.0.mlp.up_proj.weight").clone()
+    made = trained.run(Trainer, tmp_path, model, given={"optimizer_cls_and_kwargs": (Muon, dict(lr=2e-2))})
+    assert type(made.optimizer.optimizer) is Muon
+    assert any(layout.has_matrices for layout in model.megacompile.streamed.tiling.layouts.values())
+    losses = trained.curve(made, "loss")
+    assert losses[-1] < losses[0]
+    assert not torch.equal(model.get_parameter("model.layers.0.mlp.up_proj.weight"), before)
 
 
 # ---------------------------------------------------------------- megacompile train

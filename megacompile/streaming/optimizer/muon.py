@@ -1,13 +1,7 @@
 """Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024): matrices move along the nearest
 orthogonal matrix to their momentum, and everything else is updated by AdamW.
 
-Which parameters are matrices, as the literature has it:
-
-    matrices    weights of linear layers inside the decoder layers; each expert of a stack of experts by itself
-    AdamW       embeddings, the head, norms, biases, convolutions, and everything else
-
-A fused matrix (`qkv_proj`, `gate_up_proj`) is one matrix, as for `torch.optim.Muon`. With the group option `split`, the sizes
-of its parts in rows, each part is a matrix by itself, which Jordan et al. recommend for queries, keys and values.
+Which parameters are matrices, and what `split` does, is in the docstring of `Muon`.
 """
 from __future__ import annotations
 
@@ -142,13 +136,25 @@ def _is_matrix(model: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
 
 
 class Muon(StreamedOptimizer):
-    """Muon for matrices, and AdamW for everything else (see the module). Other arguments and what it does:
-    `StreamedOptimizer`.
+    """Muon for matrices, and AdamW for everything else. Other arguments and what it does: `StreamedOptimizer`.
+
+    Which parameters are matrices:
+
+        linear layers of the decoder layers     matrices, adapters (LoRA) and the routers of experts among them
+        stacks of experts                       each expert is a matrix by itself
+        fused matrices                          one matrix, as for torch.optim.Muon; with split, each part by itself
+        embeddings, head, vision towers         AdamW: everything outside of the decoder layers
+        norms, biases, convolutions             AdamW, like single rows and columns
+
+    `split`: the sizes of the parts of a group's matrices, in rows. Jordan et al. recommend it for queries, keys and values. A
+    group with `split` has matrices of one size: `Muon([{"params": qkv, "split": (4096, 1024, 1024)}, {"params": gate_up,
+    "split": (14336, 14336)}, {"params": others}])`. Halves that are columns, as in the experts of gpt-oss, are not split.
+
+    `matrices=False` leaves a group to AdamW, for example routers, which have a row for each expert.
 
     `momentum`, `nesterov`, `ns_coefficients`, `ns_steps`, `ns_eps` and `adjust_lr_fn` are those of `torch.optim.Muon`, whose
     `eps` is `ns_eps` here; `betas` and `eps` are those of AdamW. The default of `adjust_lr_fn` is "match_rms_adamw", so that
-    learning rates of AdamW fit. With "original", give matrices a group of their own with a larger one. A group with
-    `matrices=False` is updated by AdamW alone.
+    learning rates of AdamW fit. With "original", give matrices a group of their own with a larger one.
 
     Matrices are updated on the device: they stay there with their state, or visit it for each update. So `overlap` and several
     ranks are refused, with `UnsupportedError`."""

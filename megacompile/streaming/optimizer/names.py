@@ -70,6 +70,17 @@ def _value(written: str) -> Any:
     return written  # its check refuses what is neither a number nor a name
 
 
+def named_in_text(written: str | None) -> tuple[str | None, str | None]:
+    """The name in options such as "optimizer=muon, ns_steps=3", and the other options. transformers checks `optim` against its
+    own list, so that TrainingArguments take names that are not there only in `optim_args`."""
+    parts = [part.strip() for part in (written or "").split(",")]
+    for index, part in enumerate(parts):
+        key, sign, name = (word.strip() for word in part.partition("="))
+        if sign and key == "optimizer":  # a second name is an unknown option, which is refused
+            return name, ", ".join(parts[:index] + parts[index + 1:])
+    return None, written
+
+
 #: By name. A paged optimizer keeps its state in host memory when the device is full; here all state is there.
 OPTIMIZERS: Mapping[str, NamedOptimizer] = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "paged_adamw", "paged_adamw_32bit"), NamedOptimizer(AdamW)),
