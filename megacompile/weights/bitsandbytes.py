@@ -68,9 +68,9 @@ def forget_bitsandbytes(model: nn.Module) -> None:
 
 
 def adopt_bitsandbytes(model: nn.Module) -> None:
-    """Replaces the linear layers of bitsandbytes in a model by ours, which have the same values. Nothing then marks the model as
-    one of bitsandbytes. Raises `UnsupportedError`, before the model has changed, for other layers of bitsandbytes, for weights
-    that are not quantized yet or not in a format of ours, and for products in float16."""
+    """Replaces the linear layers of bitsandbytes in a model by ours, which have the same values. Nothing then marks the model
+    as one of bitsandbytes. Raises `UnsupportedError`, before the model has changed, for other layers of bitsandbytes, for
+    weights that are not quantized yet or not in a format of ours, and for products in float16."""
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()
              if any(base.__module__.startswith("bitsandbytes.nn") for base in type(child).__mro__)]
     made = [(parent, name, _adopted(f"{type(child).__name__} {name} of bitsandbytes", child)) for parent, name, child in found]

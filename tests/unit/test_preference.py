@@ -27,7 +27,7 @@ from megacompile.dpo import DPOTrainer
 from megacompile.errors import UnsupportedError
 from megacompile.grpo import GRPOTrainer
 from megacompile.rloo import RLOOTrainer
-from megacompile.weights.bitsandbytes import forget_bitsandbytes
+from megacompile.weights.bitsandbytes import adopt_bitsandbytes
 
 NUMBERS = tiny_models.VOCABULARY - 3
 SHARED = {**trained.ARGUMENTS, "bf16": False, "learning_rate": 5e-3}
@@ -178,7 +178,8 @@ def test_a_policy_of_bitsandbytes_trains_an_adapter(tokenizer: Any, tmp_path: Pa
         if trainer is DPOTrainer:
             model = megacompile.stream(model, device="cpu", compile=False)
         else:
-            forget_bitsandbytes(model)
+            adopt_bitsandbytes(model)
+            megacompile.dequantize(model, torch.float32)
         adapter = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
         torch.manual_seed(3)
         made.append(dpo(trainer, tmp_path, model, tokenizer, adapter=adapter))

@@ -188,7 +188,11 @@ def test_a_model_of_bitsandbytes_is_streamed_and_given_an_adapter(bf16: bool, pr
         else:
             forget_bitsandbytes(model)
         config = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
-        made = make(trainer, tmp_path, model, tokenizer, dict(peft_config=config), max_steps=3, learning_rate=1e-1)
+        made = make(trainer, tmp_path, model, tokenizer, dict(peft_config=config), max_steps=3, learning_rate=1e-2)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in made.model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, 0, 0.3, generator)
         made.train()
         curves.append(trained.curve(made, "loss", "grad_norm"))
     tolerance = 3e-2 if bf16 else 1e-4
