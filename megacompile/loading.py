@@ -21,6 +21,7 @@ from megacompile.planning.config import StreamConfig
 from megacompile.planning.host_needs import least_bytes
 from megacompile.sizes import format_bytes
 from megacompile.system.regular_files import refuse_irregular
+from megacompile.weights.bitsandbytes import compute_dtype_of, compute_dtype_of_checkpoint
 from megacompile.weights.codes import FORMATS, Format
 from megacompile.weights.empty_models import put_adapter, replace_parameters
 from megacompile.weights.filling import fill
@@ -73,7 +74,7 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
     is no such checkpoint; and what `stream` raises.
     """
     stream_config = StreamConfig.of(**options)
-    wanted = None if quantize is None else format_of(quantize)
+    wanted, compute_dtype = None if quantize is None else format_of(quantize), compute_dtype_of(quantize)
     folder, commit = _find(source, revision)
     config = config if config is not None else _config(folder)
     stored_as = _format(source, config, wanted)
@@ -110,7 +111,7 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         sources = found.sources
         if adapter is not None:
             model, sources = _adapted(model, adapter, sources)
-        coded = quantize_empty(model, sources, wanted, layers)
+        coded = quantize_empty(model, sources, wanted, layers, compute_dtype or compute_dtype_of_checkpoint(config))
         model.eval()
         filled = functools.partial(fill, sources=coded, reader=reader)
         return attach(model, filled, stream_config, layers, example)

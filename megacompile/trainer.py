@@ -35,6 +35,7 @@ from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.system.long_lived import LongLived
 from megacompile.trainers.read_ahead import ReadAhead
 from megacompile.trainers.trainer_arguments import check_arguments, check_model, optimizer_asked, refuse_other_forwards
+from megacompile.weights.quantized_linear import weights_of_codes
 
 #: The folder of the training state in one of Trainer's checkpoints.
 STATE = "megacompile"
@@ -224,10 +225,12 @@ class Trainer(transformers.Trainer):
         return 6 * inputs[name].numel() * self._count_parameters() if name in inputs else 0
 
     def _count_parameters(self) -> int:
-        """The number of parameters without embeddings; 0 for a model that cannot tell. Counted once, since counting waits for
-        the update in flight."""
+        """The number of weights without embeddings; 0 for a model that cannot tell. Counted once, since counting waits for the
+        update in flight."""
         if not self._parameters and hasattr(self.model, "num_parameters"):
-            self._parameters = self.model.num_parameters(exclude_embeddings=True)
+            of_codes = weights_of_codes(self.model)
+            self._parameters = self.model.num_parameters(exclude_embeddings=True) + sum(
+                of_codes[id(p)] - p.numel() for p in self.model.parameters() if id(p) in of_codes)
         return self._parameters
 
 

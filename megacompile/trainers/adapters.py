@@ -6,6 +6,7 @@ from typing import Any
 
 from megacompile.api import attach
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.tracing.adapters import traceable_adapters
 from megacompile.weights.moving import build_store
 
 
@@ -23,4 +24,6 @@ def add_adapter(model: Any, adapter: Any, **options: Any) -> Any:
                                "peft.get_peft_model before megacompile.stream(model, example=...)")
     model.megacompile.close()
     gc.collect()  # frees the old gradients and optimizer state
-    return attach(get_peft_model(model, adapter, **options), build_store, config, stacks, None)
+    with traceable_adapters():  # DoRA starts from the values of weights
+        adapted = get_peft_model(model, adapter, **options)
+    return attach(adapted, build_store, config, stacks, None)

@@ -9,6 +9,7 @@ from torch import nn
 
 from megacompile.errors import ArgumentError, UnsupportedError
 from megacompile.frontend.tracing.layers import Layers, find_layers
+from megacompile.weights.bitsandbytes import compute_dtype_of, forget_bitsandbytes
 from megacompile.weights.codes import FORMATS, EightBits, Format, FourBits
 from megacompile.weights.quantized_linear import QuantizedLinear, shape_of
 
@@ -26,28 +27,33 @@ def quantize(model: M, stored: Any = "nf4", *, layers: Layers | None = None) -> 
     Embeddings, heads, norms and adapters keep their dtype, and so do weights that are not an `nn.Linear` (experts of some
     models). Raises `ArgumentError` for another format, and `UnsupportedError` if no layer has a frozen `nn.Linear`.
     """
-    form = format_of(stored)
+    form, compute_dtype = format_of(stored), compute_dtype_of(stored)
     found = [(parent, name, linear) for parent, name, linear in frozen_linears(model, layers) if form.fits(shape_of(linear))]
     if not found:
         raise UnsupportedError(f"no layer of {type(model).__name__} has a frozen nn.Linear to quantize: freeze the weights "
                                "first (peft.get_peft_model does), and train an adapter")
     for parent, name, linear in found:
-        parent._modules[name] = QuantizedLinear.of(linear, form)
+        parent._modules[name] = QuantizedLinear.of(linear, form, compute_dtype)
     return model
 
 
 def dequantize(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
     """Replaces quantized layers by ordinary ones with the same values in `dtype`: before an adapter is merged, or the model is
-    saved. Returns the same model. Raises `ArgumentError` for a streamed model."""
+    saved. The model's config no longer says that bitsandbytes has quantized it. Returns the same model. Raises `ArgumentError`
+    for a streamed model."""
     if getattr(model, "megacompile", None) is not None:
         raise ArgumentError("the layers of a streamed model cannot be replaced: call model.megacompile.close() first")
+    replaced = False
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, QuantizedLinear):
+                replaced = True
                 made = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
                 made.weight = nn.Parameter(child.dequantized_weight().to(dtype), requires_grad=False)
                 made.bias = child.bias
                 parent._modules[name] = made.train(child.training)
+    if replaced:
+        forget_bitsandbytes(model)
     return model
 
 

@@ -153,9 +153,9 @@ def _part(stored: Mapping[str, StoredTensor], name: str) -> StoredTensor:
 
 
 def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored: Format | None,
-                   layers: Layers | None) -> dict[str, StoredTensor | Coded]:
-    """Replaces linear layers on the meta device by quantized ones: those with packed sources, and with a format `stored` all
-    frozen ones in the model's layers. Returns the sources of all parameters.
+                   layers: Layers | None, compute_dtype: torch.dtype | None) -> dict[str, StoredTensor | Coded]:
+    """Replaces linear layers on the meta device by quantized ones, which compute in `compute_dtype`: those with packed sources,
+    and with a format `stored` all frozen ones in the model's layers. Returns the sources of all parameters.
 
     Raises `UnsupportedError` for a packed weight that belongs to no frozen linear layer."""
     made: dict[str, StoredTensor | Coded] = dict(sources)
@@ -167,7 +167,7 @@ def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored
         source = sources.get(f"{name}.weight")
         form = source.stored if isinstance(source, PackedTensor) else stored
         if form is not None and source is not None and form.fits(shape_of(linear)):
-            parent._modules[child] = QuantizedLinear.of(linear, form)
+            parent._modules[child] = QuantizedLinear.of(linear, form, compute_dtype)
             made[f"{name}.weight"] = Coded(source, form, shape_of(linear), f"{name}.scales")
     for name, found in made.items():
         if isinstance(found, PackedTensor):

@@ -42,6 +42,7 @@ from megacompile.tools.options import Knobs
 from megacompile.tools.recipe import DEFAULTS, Kind, Recipe
 
 LENGTH, BATCH, STEPS = 64, 4, 6
+DRIVE = "drive"  # a folder for optimizer state
 FLAGS = ("--length", LENGTH, "--batch", BATCH, "--device", "cpu", "--lr", "1e-2", "--log-interval", 1)
 
 
@@ -246,10 +247,13 @@ def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tm
     ("--bf16", "--optim", "adamw_8bit", "--optim-args", "master=bfloat16"), ("--bf16", "--optim", "lion_8bit"),
     ("--bf16", "--optim", "muon"), ("--bf16", "--optim", "muon_bf16"), ("--bf16", "--optim", "muon_8bit"),
     ("--bf16", "--optim", "sgd", "--optim-args", "momentum=0.9"),
-    ("--bf16", "--optim", "adamw_8bit", "--overlap", "--max-grad-norm", "0")], ids=" ".join)
+    ("--bf16", "--optim", "adamw_8bit", "--overlap", "--max-grad-norm", "0"), ("--disk", DRIVE, "--disk-state", "all")],
+    ids=" ".join)
 def test_runs_killed_at_random_moments_end_like_an_undisturbed_run(
         more: tuple[str, ...], model: Path, data: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Log, settings, checkpoints and model: pytest -k random_moments_end --all-families --kill-moments 100"""
+    (tmp_path / DRIVE).mkdir()
+    more = tuple(str(tmp_path / each) if each == DRIVE else each for each in more)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
         moments = int(pytestconfig.getoption("--kill-moments"))
         print(fresh.submit(kill_runs_at_random_moments, tmp_path, model, data, moments, more).result())
@@ -600,11 +604,19 @@ def test_an_adapter_that_is_stopped_goes_on_to_the_bit_and_is_saved_as_peft_s(
     assert any(float(p.detach().abs().max()) > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
 
 
-def test_an_adapter_over_quantized_weights_trains_and_resumes(model: Path, data: Path, tmp_path: Path) -> None:
-    arguments = ("train", model, "--data", data, *FLAGS, "--lora", "--lora-rank", 2, "--output", tmp_path / "run")
-    done = command(*arguments, "--quantize", "nf4", "--steps", 2, "--save-interval", 2)
+def test_an_adapter_over_quantized_weights_resumes_to_the_bit(model: Path, data: Path, tmp_path: Path) -> None:
+    arguments = ("train", model, "--data", data, *FLAGS, "--lora", "--lora-rank", 2, "--decay", "constant",
+                 "--save-interval", 2)
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    done = command(*arguments, "--output", stopped, "--quantize", "nf4", "--steps", 2)
     assert done.exit_code == 0 and "rank 2, alpha 4, on all-linear, frozen weights in nf4" in done.output, done.output
-    other = command(*arguments, "--quantize", "int8", "--steps", 3, "--resume", "latest")
+    other = command(*arguments, "--output", stopped, "--quantize", "int8", "--steps", 4, "--resume", "latest")
     assert other.exit_code != 0 and "is from a run with other settings: lora (was rank 2" in other.output, other.output
+    again = command(*arguments, "--output", stopped, "--quantize", "nf4", "--steps", 4, "--resume", "latest")
+    assert again.exit_code == 0 and "resuming after step 2" in again.output, again.output
+    assert command(*arguments, "--output", whole, "--quantize", "nf4", "--steps", 4).exit_code == 0
+    assert losses(stopped) == losses(whole) and list(losses(whole)) == [1, 2, 3, 4]
+    first, second = ((output / "model" / "adapter_model.safetensors").read_bytes() for output in (stopped, whole))
+    assert first == second
     refused = command("train", model, "--data", data, *FLAGS, "--quantize", "nf4")
     assert "--quantize needs --lora: give both, or neither" in refused.output

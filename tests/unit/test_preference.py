@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("datasets")
 pytest.importorskip("trl")
 
+import bitsandbytes_models
 import tiny_models
 import trained
 import trl
@@ -26,6 +27,7 @@ from megacompile.dpo import DPOTrainer
 from megacompile.errors import UnsupportedError
 from megacompile.grpo import GRPOTrainer
 from megacompile.rloo import RLOOTrainer
+from megacompile.weights.bitsandbytes import adopt_bitsandbytes
 
 NUMBERS = tiny_models.VOCABULARY - 3
 SHARED = {**trained.ARGUMENTS, "bf16": False, "learning_rate": 5e-3}
@@ -165,6 +167,24 @@ def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type]
     for name, theirs in adapters[0].items():
         assert (adapters[1][name] - theirs).norm() <= 1e-3 * theirs.norm(), name
     trained.megacompile.close()
+
+
+def test_a_policy_of_bitsandbytes_trains_an_adapter(tokenizer: Any, tmp_path: Path) -> None:
+    """Against its frozen weights in four bits."""
+    peft = pytest.importorskip("peft")
+    made = []
+    for trainer in (trl.DPOTrainer, DPOTrainer):
+        model = bitsandbytes_models.loaded(bf16=False)
+        if trainer is DPOTrainer:
+            model = megacompile.stream(model, device="cpu", compile=False)
+        else:
+            adopt_bitsandbytes(model)
+            megacompile.dequantize(model, torch.float32)
+        adapter = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(3)
+        made.append(dpo(trainer, tmp_path, model, tokenizer, adapter=adapter))
+    assert_alike(made[1], made[0])
+    made[1].model.megacompile.close()
 
 
 def test_the_default_reference_is_a_frozen_copy_of_the_policy(

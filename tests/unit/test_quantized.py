@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes_models
 import peft
 import pytest
 import tiny_models
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import megacompile
 from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
-from megacompile.weights.codes import FORMATS, NF4, FourBits, dynamic_map
+from megacompile.weights.codes import FORMATS, FourBits
 from megacompile.weights.quantized_linear import QuantizedLinear
 
 LORA = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear")
@@ -139,24 +140,7 @@ def test_weights_are_rounded_while_they_are_read(saved: Path, stored: str) -> No
 @pytest.fixture
 def packed(saved: Path, tmp_path: Path) -> Path:
     """A folder in the layout of bitsandbytes, with double quantization."""
-    stored, tensors = FourBits(), load_file(saved / "model.safetensors")
-    for name in [name for name in tensors if "_proj.weight" in name]:
-        weight = tensors.pop(name)
-        layer = QuantizedLinear.of(nn.Linear(weight.shape[1], weight.shape[0], bias=False).to(torch.bfloat16), stored)
-        stored.encode([weight.flatten()], layer.weight.data, layer.scales.data)
-        blocks = weight.numel() // stored.block
-        floats = layer.scales.data[:-blocks].view(torch.float32)
-        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape),
-                 "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": floats[272].item()}
-        tensors |= {name: layer.weight.data[:, None], f"{name}.absmax": layer.scales.data[-blocks:].clone(),
-                    f"{name}.quant_map": torch.tensor(NF4), f"{name}.nested_quant_map": dynamic_map().clone(),
-                    f"{name}.nested_absmax": floats[273:].clone(),
-                    f"{name}{PACKED}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((saved / "config.json").read_text())
-    how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
-    return tmp_path
+    return bitsandbytes_models.write_four_bits(saved, tmp_path)
 
 
 def test_a_checkpoint_of_bitsandbytes_is_read_as_it_is(saved: Path, packed: Path) -> None:

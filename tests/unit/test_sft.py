@@ -10,15 +10,17 @@ import torch
 pytest.importorskip("datasets")
 pytest.importorskip("trl")
 
+import bitsandbytes_models
 import tiny_models
 import trained
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 
 import megacompile.trainer
 from megacompile.errors import UnsupportedError
 from megacompile.sft import SFTTrainer
+from megacompile.weights.bitsandbytes import forget_bitsandbytes
 
 SHARED = {**trained.ARGUMENTS, "max_steps": 30, "lr_scheduler_type": "cosine", "bf16": False}
 
@@ -167,3 +169,59 @@ def test_model_init_kwargs_that_are_not_supported_are_refused(
     tiny_models.build(num_hidden_layers=1).config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=reason):
         make(SFTTrainer, tmp_path, str(tmp_path), tokenizer, model_init_kwargs=options)
+
+
+# ---------------------------------------------------------------- quantized weights
+@pytest.mark.parametrize(("bf16", "prepared"), [(False, False), (True, False), (True, True)])
+def test_a_model_of_bitsandbytes_is_streamed_and_given_an_adapter(bf16: bool, prepared: bool, tokenizer: Any,
+                                                                  tmp_path: Path) -> None:
+    """As people write it: load, perhaps prepare, stream, and give the trainer a `peft_config`. The adapter stays in float32,
+    which it would not in a model that TRL took for one of bitsandbytes."""
+    peft = pytest.importorskip("peft")
+    curves = []
+    for trainer in (trl.SFTTrainer, SFTTrainer):
+        model = bitsandbytes_models.loaded(torch.bfloat16 if prepared else torch.float32, bf16)
+        if prepared:
+            model = peft.prepare_model_for_kbit_training(model)
+        if trainer is SFTTrainer:
+            model = megacompile.stream(model, device="cpu", compile=False)
+        else:
+            forget_bitsandbytes(model)
+        config = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
+        made = make(trainer, tmp_path, model, tokenizer, dict(peft_config=config), max_steps=3, learning_rate=1e-2)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in made.model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, 0, 0.3, generator)
+        made.train()
+        curves.append(trained.curve(made, "loss", "grad_norm"))
+    tolerance = 3e-2 if bf16 else 1e-4
+    torch.testing.assert_close(curves[1], curves[0], rtol=tolerance, atol=tolerance)
+    assert {p.dtype for p in made.model.parameters() if p.requires_grad} == {torch.float32}
+    made.model.megacompile.close()
+
+
+@pytest.mark.parametrize("given_as", ["argument", "model_init_kwargs"])
+def test_a_model_given_by_name_is_quantized_as_trl_is_told_to(given_as: str, tokenizer: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    bitsandbytes_models.build().save_pretrained(tmp_path / "base")
+    rounded = megacompile.quantize(bitsandbytes_models.build().requires_grad_(False))
+    megacompile.dequantize(rounded, torch.float32).save_pretrained(tmp_path / "rounded")
+    narrow = given_as == "argument"
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                             bnb_4bit_compute_dtype=torch.bfloat16 if narrow else None)
+    curves = []
+    for trainer, name in ((trl.SFTTrainer, "rounded"), (SFTTrainer, "base")):
+        given: dict[str, Any] = dict(peft_config=peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"]))
+        options: dict[str, Any] = {"dtype": "float32"}
+        if trainer is SFTTrainer:
+            (given if narrow else options)["quantization_config"] = how
+        made = make(trainer, tmp_path, str(tmp_path / name), tokenizer, given, max_steps=3, learning_rate=1e-1,
+                    model_init_kwargs=options)
+        made.train()
+        curves.append(trained.curve(made, "loss", "grad_norm"))
+    tolerance = 3e-2 if narrow else 1e-4
+    torch.testing.assert_close(curves[1], curves[0], rtol=tolerance, atol=tolerance)
+    layers = bitsandbytes_models.layers_of(made.model)
+    assert layers and {layer.compute_dtype for layer in layers} == {torch.bfloat16 if narrow else None}
+    made.model.megacompile.close()
