@@ -66,8 +66,8 @@ def test_a_plan_with_a_disk_says_what_is_written_and_how_long_drives_last(tmp_pa
     assert alone.exit_code == 1 and "or keep moments on a local drive (disk='/nvme/state')" in alone.stderr, alone.output
     found = command(*arguments, "--disk", tmp_path, "--disk-rating", "1.2PB")
     assert found.exit_code == 0, found.output
-    said = re.search(r"disk: the moments of (\d+) of 30 tiles, (\d+\.\d+) GiB, are read and written in each step.*; drives rated "
-                     r"for 1\.2 PB last ([\d,]+) steps", found.output)
+    said = re.search(r"disk: the moments of (\d+) of 30 tiles, (\d+\.\d+) GiB, are read and written in each step.*; "
+                     r"drives rated for 1\.2 PB last ([\d,]+) steps", found.output)
     assert said is not None and 0 < int(said[1]) < 30, found.output
     assert int(said[3].replace(",", "")) == pytest.approx(1.2e15 / (float(said[2]) * 2**30), rel=1e-3)
     assert "disk_write binds" in found.output, "its rates are those of data sheets"
