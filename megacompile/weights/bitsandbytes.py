@@ -60,7 +60,8 @@ def forget_bitsandbytes(model: nn.Module) -> None:
     to bfloat16 and refuse to move the model, and a saved model's config would describe other weights than its files have."""
     for module in model.modules():
         marked = vars(module)
-        if _said(config := marked.get("config")):
+        config: Any = marked.get("config")
+        if _said(config):
             del config.quantization_config
         if marked.get("quantization_method") == "bitsandbytes" or not marked.keys().isdisjoint(_LOADED):
             for mark in _MARKS:
