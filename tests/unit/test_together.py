@@ -20,7 +20,8 @@ class Told:
 
 
 @pytest.mark.parametrize(("error", "told"), [
-    (DiskError("the drive"), True), (KeyboardInterrupt(), True), (NonFiniteError("the norm is nan"), False)], ids=repr)
+    (DiskError("the drive"), True), (KeyboardInterrupt(), True),
+    (NonFiniteError("the norm is nan", 1, 1.0, float("nan"), ()), False)], ids=["disk", "Ctrl-C", "norm"])
 def test_the_other_ranks_hear_of_a_failure_that_is_not_theirs_too(error: BaseException, told: bool) -> None:
     ranks = Told()
     with pytest.raises(type(error)), Together(cast(Any, ranks), cast(Any, None)).failing():
