@@ -24,7 +24,7 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
         for part in (*store.streamed_memory(), *(state for tile in store.tiles.values() for state in tile.state())):
             backend.unlock(part)
         for file in store.files:
-            file.rest()
+            file.stop_threads()
         if ranks is not None:
             ranks.close()
 

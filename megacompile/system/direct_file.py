@@ -59,7 +59,7 @@ class DirectFile:
             if self.direct and not self._transfers_directly():
                 self.direct = self._set_direct(False)
         except BaseException as error:
-            self.release()
+            self.close()
             if isinstance(error, OSError):
                 raise _unusable(folder, error) from error
             raise
@@ -174,19 +174,25 @@ class DirectFile:
             self._through_blocks(memory, start, writes=True)
 
     def _through_blocks(self, memory: Tensor, start: int, writes: bool) -> None:
-        for at in range(0, memory.numel(), CHUNK):
-            part = memory[at:at + CHUNK]
-            first = (start + at) // BLOCK * BLOCK
-            inside = slice(start + at - first, start + at - first + part.numel())
-            blocks = host_memory(in_blocks(inside.stop))
-            whole = writes and inside.start == 0 and inside.stop == blocks.numel()
-            if not whole:
-                self._each_chunk("read", os.preadv, blocks, first)
+        """Through one buffer, which after the first pass begins where the last one ended. A write reads only the blocks at its
+        ends, of which it has a part."""
+        at, stop = start, start + memory.numel()
+        buffer = host_memory(min(THREADS * CHUNK, in_blocks(stop) - start // BLOCK * BLOCK))
+        while at < stop:
+            first = at // BLOCK * BLOCK
+            end = min(stop, first + buffer.numel())
+            blocks, part = buffer[:in_blocks(end - first)], memory[at - start:end - start]
+            inside = slice(at - first, end - first)
             if not writes:
+                self._each_chunk("read", os.preadv, blocks, first)
                 part.copy_(blocks[inside])
-                continue
-            blocks[inside] = part
-            self._each_chunk("write", os.pwritev, blocks, first)
+            else:
+                edges = ({0} if inside.start else set()) | ({blocks.numel() - BLOCK} if inside.stop % BLOCK else set())
+                for edge in edges:
+                    self._each_chunk("read", os.preadv, blocks[edge:edge + BLOCK], first + edge)
+                blocks[inside] = part
+                self._each_chunk("write", os.pwritev, blocks, first)
+            at = end
 
     def _each_chunk(self, way: str, call: _Call, memory: Tensor, start: int) -> None:
         assert memory.numel() % BLOCK == start % BLOCK == memory.data_ptr() % BLOCK == 0, "not in whole blocks"
@@ -227,15 +233,15 @@ class DirectFile:
         """Whether the file was given up."""
         return not self._close.alive
 
-    def rest(self) -> None:
+    def stop_threads(self) -> None:
         """Ends the threads. The file stays, and the next access starts them again."""
         for pool in self._pools.values():
             pool.shutdown()
         self._pools.clear()
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Closes the file. Its space is free once no process has it open. A file that is forgotten is closed too."""
-        self.rest()
+        self.stop_threads()
         self._close()
         self._file = -1  # the number may soon be another file's
 

@@ -32,7 +32,7 @@ def with_disk_rates(hardware: Hardware, folder: Path, scale: float = 1.0, say: S
         raise DiskError(f"the drive of {folder} failed while it was measured ({error.strerror}): see to the drive, or name "
                         "another folder") from error
     finally:
-        file.release()
+        file.close()
 
 
 def _measured(hardware: Hardware, file: DirectFile, slab_bytes: int, seconds: float, say: Say) -> Hardware:

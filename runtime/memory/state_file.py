@@ -56,15 +56,15 @@ class StateFile:
         """Bytes of this process's file; 0 once it is closed."""
         return 0 if self.file.closed else self.file.size
 
-    def rest(self) -> None:
+    def stop_threads(self) -> None:
         """Ends the threads that read and write. Values can still be read."""
         for file in self.files:
-            file.rest()
+            file.stop_threads()
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Closes all files."""
         for file in self.files:
-            file.release()
+            file.close()
 
     # ---------------------------------------------------------------- for updates: this rank's share
     def read(self, tile: str, slab: Tensor) -> None:

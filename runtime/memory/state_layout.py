@@ -101,8 +101,8 @@ class StateLayout:
         return values, buffer[scales + 4 * first:scales + 4 * last].view(torch.float32)
 
     def spans(self, position: int, count: int) -> dict[str, tuple[int, int, int]]:
-        """Where everything is that is kept of the first `count` elements of a parameter, by name: (moment, first byte in its
-        buffer, bytes)."""
+        """The location of each tensor that is kept for the first `count` elements of a parameter, by name: (moment, first byte
+        in its buffer, bytes)."""
         state, found = self.states[position], {}
         for moment, name in enumerate(state.moments):
             begin, values = self._regions[moment][position], state.format.value_bytes

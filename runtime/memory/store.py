@@ -77,7 +77,7 @@ class Store:
             if not any(tile.file is old for tile in self.tiles.values()):
                 self._read += old.file.bytes_read
                 self._written += old.file.bytes_written
-                old.rest()
+                old.stop_threads()
                 self.files.remove(old)  # it is closed once nobody has a state in it
         for name, part in self.parts.items():
             part.layout = streamed[name]

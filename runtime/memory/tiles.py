@@ -327,8 +327,8 @@ class HostTile:
         held, before, elsewhere = self.state(), self.layout, file is not self.file
         self.layout, self.file = layout, file
         if layout.state_layout != before.state_layout or elsewhere:
-            # Pages of this process start as zeros again, those of shared memory do not.
-            self.moments_written = self.shared is not None and not self.moments_are_zero
+            # Pages of this process start as zeros again, and so does a new file. Those of shared memory do not.
+            self.moments_written = file is None and self.shared is not None and not self.moments_are_zero
             self.moments, self._prepared, self.moments_lent, self.begun = [], None, False, False
         if not layout.has_remainder:
             self.remainder = None

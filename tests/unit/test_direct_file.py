@@ -40,7 +40,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def file(folder: Path) -> Iterator[DirectFile]:
     made = DirectFile(folder, SIZE - 5)
     yield made
-    made.release()
+    made.close()
 
 
 def drawn(blocks: int, seed: int = 0) -> Tensor:
@@ -81,7 +81,7 @@ def test_what_is_written_is_read_both_ways(start: int, blocks: int, file: Direct
 
 
 @pytest.mark.parametrize(("start", "size"), [
-    (0, 1), (5, 3), (BLOCK - 1, 2), (17, 9 * BLOCK), (4 * BLOCK, BLOCK), (3 * BLOCK + 8, 21 * BLOCK - 8), (SIZE - 3, 3)])
+    (0, 1), (5, 3), (BLOCK - 1, 2), (17, 9 * BLOCK), (17, 36 * BLOCK), (4 * BLOCK, BLOCK), (3 * BLOCK + 8, 21 * BLOCK - 8), (SIZE - 3, 3)])
 def test_any_bytes_are_written_and_read_and_those_beside_them_stay(start: int, size: int, file: DirectFile) -> None:
     before, values = drawn(40), drawn(40, seed=2)[:size]
     file.write(before, 0)
@@ -97,11 +97,11 @@ def test_a_file_of_another_process_is_opened_and_has_the_same_bytes(file: Direct
     file.write(drawn(40), 0)
     assert torch.equal(read(other), drawn(40))
     other.write_bytes(drawn(1, seed=3), 5)
-    file.release()
+    file.close()
     expected = drawn(40).index_copy(0, torch.arange(5, 5 + BLOCK), drawn(1, seed=3))
     assert file.closed and torch.equal(read(other), expected), "its space is taken while anybody has it open"
     process, number, size, direct = other.address
-    other.release()
+    other.close()
     with pytest.raises(RankError, match=r"the optimizer state of process \d+ cannot be opened \(No such file or directory\): "
                                         "run all ranks of a host as the same user"):
         DirectFile.of(file.folder, (2**22 + process, number, size, direct))
@@ -111,7 +111,7 @@ def test_a_file_that_is_forgotten_is_closed(folder: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     file = DirectFile(folder, SIZE)
     file.write(drawn(40), 0)
-    file.rest()
+    file.stop_threads()
     assert torch.equal(read(file), drawn(40)), "a file at rest is read as before"
     del file
     assert set(os.listdir("/proc/self/fd")) == before
@@ -123,8 +123,8 @@ def test_two_files_in_one_folder_are_apart_and_leave_what_is_there_alone(folder:
     one, other = DirectFile(folder, SIZE), DirectFile(folder, SIZE)
     one.write(drawn(40), 0)
     assert not read(other).any()
-    one.release()
-    other.release()
+    one.close()
+    other.close()
     assert [path.read_bytes() for path in folder.iterdir()] == [b"of another run"]
     (folder / "megacompile-state-1-00").unlink()
 
@@ -221,7 +221,7 @@ def test_direct_access_that_the_file_system_refuses_is_not_used(tmp_path: Path, 
         file = DirectFile(tmp_path, SIZE)
     file.write(drawn(40), 0)
     assert not file.direct and torch.equal(read(file), drawn(40))
-    file.release()
+    file.close()
 
 
 def test_an_error_of_bytes_is_raised_as_one_of_blocks(file: DirectFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
         discard_plans(streamed, "a new optimizer that keeps other state")
     except BaseException:
         if file is not None:
-            file.release()
+            file.close()
         raise
     for unused in store.keep(tiling.host, tiling.layouts, tiling.on_disk, file):
         streamed.backend.unlock(unused)  # the system does not take pinned pages back
@@ -130,6 +130,6 @@ def _state_file(streamed: Streamed, layouts: Sequence[TileLayout]) -> StateFile:
             made[0].share([addresses[rank] for rank in hosts.here], hosts.local)
     except BaseException:
         for file in made:
-            file.release()
+            file.close()
         raise
     return made[0]
