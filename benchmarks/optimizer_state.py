@@ -71,21 +71,21 @@ def build(seed: int) -> Any:
         num_key_value_heads=2, max_position_embeddings=LENGTH)).float().train()
 
 
-def batches(tokens: Tensor, seed: int) -> Iterator[dict[str, Tensor]]:
+def batches(tokens: Tensor, seed: int, rows: int = ROWS, length: int = LENGTH) -> Iterator[dict[str, Tensor]]:
     """Windows at random positions."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        begins = torch.randint(len(tokens) - LENGTH, (ROWS,), generator=generator).tolist()
-        ids = torch.stack([tokens[begin:begin + LENGTH] for begin in begins])
+        begins = torch.randint(len(tokens) - length, (rows,), generator=generator).tolist()
+        ids = torch.stack([tokens[begin:begin + length] for begin in begins])
         yield {"input_ids": ids, "labels": ids.clone()}
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, tokens: Tensor) -> float:
-    """The mean loss of a plain model over the held-out text, in fp32."""
-    rows = tokens[:len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)[:256]
-    model = model.float().eval()
-    return statistics.mean(model(input_ids=part, labels=part).loss.item() for part in rows.split(16))
+def held_out_loss(model: Any, tokens: Tensor, rows: int = 16, length: int = LENGTH, device: str = "cpu") -> float:
+    """The mean loss of a plain model over the held-out text, in fp32, so many rows at a time."""
+    windows = tokens[:len(tokens) // length * length].view(-1, length)[:256].to(device)
+    model = model.to(device).float().eval()
+    return statistics.mean(model(input_ids=part, labels=part).loss.item() for part in windows.split(rows))
 
 
 def learn(model: Any, optimizer: torch.optim.Optimizer, data: Iterator[dict[str, Tensor]], steps: int, clip: bool,

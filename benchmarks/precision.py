@@ -15,20 +15,20 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from optimizer_state import batches, held_out_loss, learn
 from tabulate import tabulate
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
-from megacompile import Float8, training
+from megacompile import Float8
 from megacompile.bench.rows import Row, append, commit, machine, read
 from megacompile.corpus import ByteTokenizer, read_text
 
@@ -56,25 +56,6 @@ def build(size: str, seed: int) -> Any:
         vocab_size=256, max_position_embeddings=length, tie_word_embeddings=False, **sizes)).bfloat16().train()
 
 
-def batches(size: str, tokens: Tensor, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Windows at random positions."""
-    _, rows, length, _ = SIZES[size]
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        begins = torch.randint(len(tokens) - length, (rows,), generator=generator).tolist()
-        ids = torch.stack([tokens[begin:begin + length] for begin in begins])
-        yield {"input_ids": ids, "labels": ids.clone()}
-
-
-@torch.no_grad()
-def held_out_loss(model: Any, size: str, tokens: Tensor, device: str) -> float:
-    """The mean loss of a plain model over the held-out text, in float32."""
-    _, rows, length, _ = SIZES[size]
-    windows = tokens[:len(tokens) // length * length].view(-1, length)[:256].to(device)
-    model = model.to(device).float().eval()
-    return statistics.mean(model(input_ids=part, labels=part).loss.item() for part in windows.split(rows))
-
-
 def cosines(model: Any, batch: dict[str, Tensor], device: str) -> list[float]:
     """For each layer, the cosine between its gradient and that of a plain model with the same weights in float32."""
     model(**batch).loss.backward()
@@ -93,23 +74,15 @@ def run(recipe: Float8 | None, size: str, seed: int, steps: int, device: str, le
     """The losses of a run, and what the table has of it."""
     if recipe is not None and device == "cpu":
         recipe = dataclasses.replace(recipe, emulated=True)
-    began, data = time.perf_counter(), batches(size, learned, seed)
+    began, (_, rows, length, rate) = time.perf_counter(), SIZES[size]
     model = megacompile.stream(build(size, seed), device=device, precision=recipe, compile=None if device == "cuda" else False)
-    checked = next(batches(size, held_out, 0))
+    checked = next(batches(held_out, 0, rows, length))
     before = cosines(model, checked, device)
-    optimizer = megacompile.AdamW(model.parameters(), lr=SIZES[size][3], betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
-    schedule = training.warmup_then_decay(optimizer, steps, warmup=steps // 10, decay=training.Decay.COSINE, final=0.1)
-    losses = []
-    for batch in itertools.islice(data, steps):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    optimizer = megacompile.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
+    losses = learn(model, optimizer, batches(learned, seed, rows, length), steps, clip=False)
     after = cosines(model, checked, device)
     model.megacompile.close()
-    return {"losses": losses, "held_out": held_out_loss(model, size, held_out, device), "cosines_before": before,
+    return {"losses": losses, "held_out": held_out_loss(model, held_out, rows, length, device), "cosines_before": before,
             "cosines_after": after, "seconds": round(time.perf_counter() - began, 1)}
 
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ def optimizer_asked(args: Any) -> tuple[type[StreamedOptimizer], dict[str, Any]]
     `ArgumentError`."""
     optim = _word(args.optim)
     name, options = named_in_text(args.optim_args)
-    if name not in (None, optim) and optim not in [_word(each.default) for each in fields(args) if each.name == "optim"]:
+    if name not in (None, optim) and optim != _word(type(args).optim):
         raise ArgumentError(f"optim={optim!r} and optimizer={name} in optim_args name two optimizers: leave one of them out")
     named = optimizer_named(optim if name is None else name)
     known = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)

@@ -212,6 +212,26 @@ def test_an_error_of_the_disk_while_a_state_is_read_or_written_is_raised_and_not
     run.steps(1)
 
 
+Values = dict[str, torch.Tensor]
+
+
+def saved_run(shared: Streamed, folder: Path, seed: int) -> tuple[Run, Path, tuple[Values, Values]]:
+    """A run that has gone on for a step since a checkpoint of its second step; the checkpoint; and the masters and moments in
+    it."""
+    torch.manual_seed(seed)
+    run = Run(shared.fresh())
+    run.steps(2)
+    path = save_checkpoint(folder, run.model, run.optimizer, scheduler=run.scheduler)
+    saved = run.masters(), run.moments()
+    run.steps(1)
+    run.model.megacompile.synchronize()
+    return run, path, saved
+
+
+def assert_as_saved(run: Run, saved: tuple[Values, Values]) -> None:
+    assert same_bits(run.masters(), saved[0]) and same_bits(run.moments(), saved[1])
+
+
 def test_an_error_of_the_disk_while_a_checkpoint_is_written_costs_that_save_alone(
         on_disk: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(6)
@@ -231,18 +251,12 @@ def test_an_error_of_the_disk_while_a_checkpoint_is_written_costs_that_save_alon
     path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
     run.steps(1)
     load(path, run)
-    assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
+    assert_as_saved(run, expected)
 
 
 def test_an_error_of_the_disk_in_the_middle_of_a_load_leaves_the_model_torn_until_a_load_succeeds(
         on_disk: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(7)
-    run = Run(on_disk.fresh())
-    run.steps(2)
-    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
-    expected = run.masters(), run.moments()
-    run.steps(1)
-    run.model.megacompile.synchronize()
+    run, path, expected = saved_run(on_disk, tmp_path, seed=7)
     with monkeypatch.context() as patched:
         failing(patched, "pwritev", 3)
         with pytest.raises(DiskError, match="writing the optimizer state of"):
@@ -251,19 +265,13 @@ def test_an_error_of_the_disk_in_the_middle_of_a_load_leaves_the_model_torn_unti
         with pytest.raises(TornError, match="a load stopped half-way: load a checkpoint"):
             use()
     load(path, run)
-    assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
+    assert_as_saved(run, expected)
 
 
 def test_an_error_of_the_drive_with_checkpoints_in_the_middle_of_a_load_leaves_the_model_torn_until_a_load_succeeds(
         in_memory: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints are not mapped either. They are read once for their checksums, and then again."""
-    torch.manual_seed(8)
-    run = Run(in_memory.fresh())
-    run.steps(2)
-    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
-    expected = run.masters(), run.moments()
-    run.steps(1)
-    run.model.megacompile.synchronize()
+    run, path, expected = saved_run(in_memory, tmp_path, seed=8)
     with monkeypatch.context() as patched:
         failing(patched, "preadv", 5)
         with pytest.raises(CheckpointError, match=r"tensors-\d+.safetensors cannot be read \(Input/output error\)"):
@@ -271,16 +279,13 @@ def test_an_error_of_the_drive_with_checkpoints_in_the_middle_of_a_load_leaves_t
     with pytest.raises(TornError, match="a load stopped half-way"):
         run.steps(1)
     load(path, run)
-    assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
+    assert_as_saved(run, expected)
 
 
 @pytest.mark.parametrize("stopped", ["weights", "state"])
 def test_a_load_of_weights_repairs_no_state_that_is_half_loaded_and_a_load_of_state_no_weights(
         stopped: str, in_memory: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(9)
-    run = Run(in_memory.fresh())
-    run.steps(2)
-    path = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    run, path, _ = saved_run(in_memory, tmp_path, seed=9)
     weights, state = {n: t.clone() for n, t in run.model.state_dict().items()}, copy.deepcopy(run.optimizer.state_dict())
     loads = {"weights": lambda: run.model.load_state_dict(weights), "state": lambda: run.optimizer.load_state_dict(state)}
     with monkeypatch.context() as patched:
@@ -290,10 +295,7 @@ def test_a_load_of_weights_repairs_no_state_that_is_half_loaded_and_a_load_of_st
             failing(patched, "preadv", 5)
         with pytest.raises((KeyboardInterrupt, CheckpointError)):
             load(path, run)
-    if stopped == "state":
-        loads["weights"]()
-    else:
-        loads["state"]()
+    loads["weights" if stopped == "state" else "state"]()
     with pytest.raises(TornError, match="a load stopped half-way"):
         run.steps(1)
     loads[stopped]()

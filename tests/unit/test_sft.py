@@ -105,6 +105,14 @@ def test_what_is_not_supported_is_refused_at_once(changes: Any, remedy: str, mod
         make(SFTTrainer, tmp_path, model, tokenizer, **changes)
 
 
+def randomize_adapter(model: Any) -> None:
+    """The same random values in every model: PEFT starts from an adapter that does nothing."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, 0, 0.3, generator)
+
+
 def test_an_adapter_is_trained_as_it_is_by_an_unstreamed_trainer(tokenizer: Any, tmp_path: Path) -> None:
     """With a `peft_config`; and a checkpoint of the adapter is loaded when training is resumed."""
     peft = pytest.importorskip("peft")
@@ -117,10 +125,7 @@ def test_an_adapter_is_trained_as_it_is_by_an_unstreamed_trainer(tokenizer: Any,
         folder = tmp_path / trainer.__module__
         made = make(trainer, folder, model, tokenizer, dict(peft_config=config), max_steps=4, learning_rate=1e-2,
                     save_strategy="steps", save_steps=2)
-        generator = torch.Generator().manual_seed(0)
-        for parameter in made.model.parameters():
-            if parameter.requires_grad:
-                torch.nn.init.normal_(parameter, 0, 0.3, generator)
+        randomize_adapter(made.model)
         made.train()
         curves.append(trained.curve(made, "loss", "grad_norm"))
     torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
@@ -189,10 +194,7 @@ def test_a_model_of_bitsandbytes_is_streamed_and_given_an_adapter(bf16: bool, pr
             forget_bitsandbytes(model)
         config = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
         made = make(trainer, tmp_path, model, tokenizer, dict(peft_config=config), max_steps=3, learning_rate=1e-2)
-        generator = torch.Generator().manual_seed(0)
-        for parameter in made.model.parameters():
-            if parameter.requires_grad:
-                torch.nn.init.normal_(parameter, 0, 0.3, generator)
+        randomize_adapter(made.model)
         made.train()
         curves.append(trained.curve(made, "loss", "grad_norm"))
     tolerance = 3e-2 if bf16 else 1e-4
