@@ -26,12 +26,12 @@ class AfterStep:
         entry = self._progress(step)
         self._late(entry)
         self._display(entry)
-        evaluates = self._evaluated is not None and (
-            step.number % self._settings.eval_interval == 0 or step.number == self._steps)
-        if evaluates or step.number % self._settings.save_interval == 0:  # both wait for the update anyway
+        due = step.number % self._settings.eval_interval == 0 or step.number == self._steps
+        evaluated = self._evaluated if due else None
+        if evaluated is not None or step.number % self._settings.save_interval == 0:  # both wait for the update anyway
             self.wait()
-        if evaluates and self._evaluated is not None:
-            loss = self._evaluated()
+        if evaluated is not None:
+            loss = evaluated()
             self._reports.evaluation(step.number, loss)
             self._say(f"step {step.number}/{self._steps}  evaluation loss {loss:.4f}")
         self._saves.after(step.number)

@@ -57,7 +57,7 @@ def prepare(source: str, data: Sequence[str], settings: Settings, lora: Lora, co
     if target is None:
         console.print("nothing will be saved: give --output, or --save to save only the model")
     start = resuming.start_of(settings, console)
-    then = None if start is None else resuming.fixed_settings(start)  # before the data is read, which takes long
+    then = {} if start is None else resuming.fixed_settings(start)  # before the data is read, which takes long
     check_sources(data, settings.format)
     outline = training.load_model(source, meta=True)
     kind = _kind(source, lora)
@@ -81,7 +81,7 @@ def prepare(source: str, data: Sequence[str], settings: Settings, lora: Lora, co
         "seed": settings.seed, "data": rows.fingerprint(), "optim": words_of_optimizer(settings)}
     if lora.lora:
         fixed["lora"] = _words_of(lora)
-    if start is not None and then is not None:
+    if start is not None:
         resuming.check_same_run(start, then, fixed)
     if kind is Kind.SCRATCH:
         console.print("initializing random weights ...")

@@ -63,41 +63,44 @@ def run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs:
 
 def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs: Knobs, console: Console) -> int:
     torch.manual_seed(settings.seed)
-    run = prepare(source, data, settings, lora, console)
-    model = _open(source, settings, lora, knobs, longest := padded_length(run.recipe.length, run.rows, run.held_out)).train()
-    padding = _padding(model, run.rows_per_rank, longest, run.rows, console)
-    optimizer = _optimizer(model, settings, run.recipe)
-    schedule = training.warmup_then_decay(optimizer, run.steps, run.recipe.warmup_steps(run.steps), run.recipe.decay,
-                                          run.recipe.final_lr)
-    done = 0 if run.start is None else resume(run.start, run.fixed, model, optimizer, schedule)
-    if run.start is not None:
-        console.print(f"resuming after step {done} from {run.start}")
+    prepared = prepare(source, data, settings, lora, console)
+    recipe, rows, steps = prepared.recipe, prepared.rows, prepared.steps
+    longest = padded_length(recipe.length, rows, prepared.held_out)
+    model = _open(source, settings, lora, knobs, longest).train()
+    padding = _padding(model, prepared.rows_per_rank, longest, rows, console)
+    optimizer = _optimizer(model, settings, recipe)
+    schedule = training.warmup_then_decay(optimizer, steps, recipe.warmup_steps(steps), recipe.decay, recipe.final_lr)
+    done = 0 if prepared.start is None else resume(prepared.start, prepared.fixed, model, optimizer, schedule)
+    if prepared.start is not None:
+        console.print(f"resuming after step {done} from {prepared.start}")
     together = model.megacompile.streamed.together
     with ExitStack() as stack:
         stop = stack.enter_context(training.Interruption())
-        saves = stack.enter_context(Saves(settings, model, optimizer, schedule, run.fixed, done, console.print))
-        words = {"model": source, **asdict(settings), **asdict(run.recipe), **asdict(lora)}
+        saves = stack.enter_context(Saves(settings, model, optimizer, schedule, prepared.fixed, done, console.print))
+        words = {"model": source, **asdict(settings), **asdict(recipe), **asdict(lora)}
         reports = stack.enter_context(_reports(settings, words, done, console))
         if settings.output is not None and rank_in_job() == 0:  # only now, so that a run that is refused changes no file
-            _write_settings(settings.output / SETTINGS, source, data, settings, run.recipe, lora, knobs)
-        display = stack.enter_context(ProgressDisplay(console, run.steps, settings.log_interval, done))
-        after_step = stack.enter_context(AfterStep(
-            settings, run.steps, optimizer, RunProgress(run.steps, run.recipe.batch, len(run.rows), _losses(settings, done)),
-            reports, display, saves, (lambda: _evaluated(model, run, padding)) if len(run.held_out) else None, console.print))
+            _write_settings(settings.output / SETTINGS, source, data, settings, recipe, lora, knobs)
+        display = stack.enter_context(ProgressDisplay(console, steps, settings.log_interval, done))
+        progress = RunProgress(steps, recipe.batch, len(rows), _losses(settings, done))
+        evaluated = (lambda: _evaluated(model, prepared, padding)) if len(prepared.held_out) else None
+        after_step = stack.enter_context(AfterStep(settings, steps, optimizer, progress, reports, display, saves, evaluated,
+                                                   console.print))
+        batches = (_of_rank(rows, each, padding) for each in prepared.order.batches(done))
         trained = done + len(training.train(
-            model, optimizer, (_of_rank(run.rows, each, padding) for each in run.order.batches(done)), run.steps, done=done,
-            schedule=schedule, on_step=after_step, stop=lambda: not together.all_agree("continuing", not stop.asked)))
+            model, optimizer, batches, steps, done=done, schedule=schedule, on_step=after_step,
+            stop=lambda: not together.all_agree("continuing", not stop.asked)))
         after_step.wait()
-        stopped_by = max(together.values("stopping", int(stop.signal or 0))) if trained < run.steps else 0
+        stopped_by = max(together.values("stopping", int(stop.signal or 0))) if trained < steps else 0
         failed: CheckpointError | None = None
         try:
             saves.last(trained)
         except CheckpointError as error:  # for example a full disk; the model may be saved on another one
             failed = error
-        if run.target is not None and (settings.save or not stopped_by):  # a stopped run is resumed from its checkpoint
-            _save(model, run)
+        if prepared.target is not None and (settings.save or not stopped_by):  # a stopped run is resumed from its checkpoint
+            _save(model, prepared)
             what = f" (an adapter for {source})" if lora.lora else ""
-            console.print(f"saved in {run.target} after {trained} steps{what}")
+            console.print(f"saved in {prepared.target} after {trained} steps{what}")
         if failed is not None:
             raise failed
     model.megacompile.close()
@@ -105,7 +108,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         console.print(f"the loss curve was not drawn: {reason}")
     if not stopped_by:
         return 0
-    console.print(f"stopped by {training.name_of(stopped_by)} after {trained} of {run.steps} steps" + (
+    console.print(f"stopped by {training.name_of(stopped_by)} after {trained} of {steps} steps" + (
         "; continue with --resume latest" if settings.output else "" if settings.save else
         "; nothing was saved, since --output was not given"))
     return 128 + stopped_by
@@ -127,13 +130,13 @@ def _losses(settings: Settings, done: int) -> list[float]:
     return [entry["loss"] for entry in read_log(settings.output / LOG) if "loss" in entry and entry["step"] <= done][-WINDOW:]
 
 
-def _save(model: Any, run: Preparation) -> None:
+def _save(model: Any, prepared: Preparation) -> None:
     """Saves the model and its tokenizer in the folder that the run has for it."""
-    assert run.target is not None
-    model.save_pretrained(run.target)
-    if isinstance(run.tokenizer, PretrainedTokenizer) and rank_in_job() == 0:
-        with replacing(run.target) as folder:  # all of its files at once
-            run.tokenizer.pretrained.save_pretrained(folder)
+    assert prepared.target is not None
+    model.save_pretrained(prepared.target)
+    if isinstance(prepared.tokenizer, PretrainedTokenizer) and rank_in_job() == 0:
+        with replacing(prepared.target) as folder:  # all of its files at once
+            prepared.tokenizer.pretrained.save_pretrained(folder)
 
 
 def _of_rank(rows: Rows, indices: Sequence[int], padding: Padding) -> Batch:
@@ -145,10 +148,11 @@ def _of_rank(rows: Rows, indices: Sequence[int], padding: Padding) -> Batch:
     return batch
 
 
-def _evaluated(model: Any, run: Preparation, padding: Padding) -> float:
+def _evaluated(model: Any, prepared: Preparation, padding: Padding) -> float:
     """The mean loss over the predicted labels of the rows held out, in nats per token. Each rank evaluates its share of the
     batches."""
-    batches = itertools.islice(in_order(run.held_out, run.rows_per_rank, padding), rank_in_job(), None, process_count())
+    all_batches = in_order(prepared.held_out, prepared.rows_per_rank, padding)
+    batches = itertools.islice(all_batches, rank_in_job(), None, process_count())
     sums = model.megacompile.streamed.together.values("evaluating", training.total_loss(model, batches))
     total, count = map(sum, zip(*sums, strict=True))
     return total / max(1, count)

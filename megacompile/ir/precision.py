@@ -36,7 +36,7 @@ class Float8:
         weight_gradients: "float8" or "bfloat16". Either is added to FP32 sums.
         fast_accumulation: the products that a GPU may sum with fewer bits than FP32 has: "none", those of the "forward",
             or "all".
-        keep: products that stay in the layers' dtype: names, or consecutive parts of names, of modules ("down_proj",
+        keep: products that stay in the layers' dtype: module names, or dot-separated parts of them ("down_proj",
             "model.layers.0", "layers.31.mlp"). By default those that route tokens to experts.
         min_features: products of a weight with fewer inputs or outputs than this stay in the layers' dtype. They take less time
             than their casts, as adapters do.

@@ -13,6 +13,8 @@ from megacompile.verify.sums import UPDATE_OPS
 
 #: Ops that read a tile's moments in a slab; all but the first also change them there.
 _IN_A_SLAB = ("adam_weights", "adam_moments", "adam_from_disk")
+#: Of these, the ops that also update tiles in memory.
+_BY_PARTS = ("adam_weights", "adam_moments")
 
 
 def on_disk(program: Program) -> Iterator[Fault]:
@@ -25,10 +27,10 @@ def on_disk(program: Program) -> Iterator[Fault]:
             tile, op = argument(node, "tile"), op_of(node).name
             there = program.tiles[tile].disk_bytes > 0
             if there != (op in ("read_state", "write_state", "adam_from_disk") or bool(operands(node, "moments"))):
-                where, other = (("on disk", "adam_from_disk, between read_state and write_state") if there
-                                else ("in memory", "adam"))
-                yield Fault(f"{describe(node)} would be wrong: the moments of {tile} are {where}", f"update it by {other}",
-                            node)
+                where = "on disk" if there else "in memory"
+                remedy = ("update it by adam" if not there else "give it the value of read_state as moments" if op in _BY_PARTS
+                          else "update it by adam_from_disk, between read_state and write_state")
+                yield Fault(f"{describe(node)} would be wrong: the moments of {tile} are {where}", remedy, node)
             elif there:
                 yield from tiles.setdefault(tile, _Tile(name)).step(node, op)
         for state in tiles.values():
@@ -49,8 +51,8 @@ class _Tile:
     def step(self, node: fx.Node, op: str) -> Iterator[Fault]:
         if op == "read_state":
             if self.read is not None and (self.updated is not None or not self.served):
-                yield Fault(f"{describe(node)} reads moments that {self.read.name} has read", "read each tile's once", node,
-                            self.read)
+                yield Fault(f"{describe(node)} reads moments that {self.read.name} has read", "read each tile's once, or once "
+                            "for its weights' update and once for its moments'", node, self.read)
             self.read, self.served = node, False
             return
         if operands(node, "moments") != (self.read,):

@@ -150,7 +150,7 @@ def _announced(graph: fx.Graph) -> Iterator[Fault]:
                         updates[missing[0]])
         writes = {argument(other, "tile"): other for other in find(graph, "write_state")}
         if unlike := sorted(writes.keys() ^ set(argument(node, "on_disk") or ())):
-            yield Fault(f"{describe(node)} does not have the tiles that are written to the disk, {unlike[0]} for example",
+            yield Fault(f"{describe(node)} names other tiles in on_disk than those that are written: {unlike[0]}, for example",
                         "name every tile that is written, and no other, in on_disk", node, writes.get(unlike[0]))
         last = {*updates.values(), *writes.values()}
         late = next((other for other in graph.nodes if other in last and other > node), None)

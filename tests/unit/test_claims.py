@@ -32,7 +32,7 @@ def results(name: str) -> list[dict[str, Any]]:
 
 
 def options(words: list[str]) -> dict[str, str]:
-    """Of a command line, as rows have them; a flag is True, and several values are a list."""
+    """The options of a command line, as benchmark rows store them. A flag is True. An option with several values is a list."""
     found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):

@@ -97,7 +97,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._update: Update | None = None
         self._made, self.ownership = False, Ownership(self)
         super().__init__(params, defaults)
-        # A former optimizer that is garbage in a reference cycle still holds its state, whose copy for it may not fit.
+        # A former optimizer that is garbage in a reference cycle still holds its state. A copy for it may not fit in memory.
         if any(memory.held for parameter in self._parameters() if (memory := self.memory(parameter)) is not None):
             gc.collect()
         keep_groups(self.states_of, self.param_groups, overlap is not None)
@@ -262,7 +262,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.streamed.raise_pending()
         self.streamed.step.check_whole()
         self.streamed.adopt_writes()
-        self.ownership.write_back([self.streamed], drop=True)
         self._update = self._request(lambda parameter: True)
         return self._update
 
@@ -273,6 +272,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def _ready(self, wanted: Callable[[Tensor], bool]) -> list[requested.Ready]:
         """The wanted parameters, with their current options and their states. Raises `MegacompileError` for options and states
         that an update cannot use."""
+        self.ownership.write_back([self.streamed], drop=True)
         groups = []
         for group in self.param_groups:
             check_complete(group, self.checks, type(self).__name__)
@@ -330,7 +330,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and remainders are views of tiles, or copies of what is on disk: save them before the next step."""
+        """Views of tiles, and copies of what is on disk: save or copy them before the next step. Works after `close()` too."""
         self.settle()
         saved = super().state_dict()
         saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # plain dicts, which unpickle anywhere

@@ -26,7 +26,7 @@ from megacompile.runtime.memory.state_layout import ElementState, scale_of
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.optimizer.state_format import BFLOAT16
 from megacompile.streaming.optimizer.hyper_parameters import is_number
-from megacompile.streaming.optimizer.state_on_disk import Dropped, Fetched, OnDisk
+from megacompile.streaming.optimizer.state_on_disk import Fetched, OnDisk, StaleTensor
 from megacompile.streaming.user_tensors.lent import Lent
 from megacompile.weights.tiling import Tiling
 
@@ -143,7 +143,7 @@ class StateMemory:
         """Makes this the parameter's state. The former state no longer writes to the memory."""
         former = self._state() if self._state is not None else None
         if former is not None:
-            former.part()
+            former.detach()
         self._state, state.memory = weakref.ref(state), self
 
     def restart(self, state: ParameterState) -> None:
@@ -250,7 +250,7 @@ class ParameterState(_Assigned):
     def __init__(self, values: Any = ()) -> None:
         super().__init__()
         self._fetched: dict[str, Fetched] = {}
-        self._dropped: list[Dropped] = []
+        self._stale: list[StaleTensor] = []
         self.update(values)
 
     @torch.no_grad()
@@ -296,18 +296,18 @@ class ParameterState(_Assigned):
     def write_back(self, drop: bool = False) -> None:
         """Writes what the user has changed to the disk. `drop`: before a step, after which it is read again. Raises
         `DiskError`, and `MegacompileError` if the user has changed what was dropped before."""
-        if self.memory is None or not (self._fetched or self._dropped):
+        if self.memory is None or not (self._fetched or self._stale):
             return
         for fetched in self._fetched.values():
             self.memory.write_back(fetched)
-        self._dropped = [each for each in self._dropped if each.alive]
-        for each in self._dropped:
+        self._stale = [each for each in self._stale if each.alive]
+        for each in self._stale:
             each.check(self.memory.name)
         if drop:
-            self._dropped += map(Dropped, self._fetched.values())
+            self._stale += map(StaleTensor, self._fetched.values())
             self._fetched.clear()
 
-    def part(self) -> None:
+    def detach(self) -> None:
         """From now on this state has values of its own: others take its place."""
         for key in self:
             self[key]
@@ -358,7 +358,6 @@ class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
         elif missing := [key for key in memory.keys if key not in state]:
             raise MegacompileError(f"the optimizer's state of {memory.name} has no {missing[0]}: remove all of it "
                                    "(optimizer.state.pop(parameter)), and the moments restart")
-        state.write_back(drop=True)
         return state
 
     def write_back(self, drop: bool = False) -> None:

@@ -61,7 +61,7 @@ class Fetched:
         self._sum = self._checksum()
 
     def _checksum(self) -> int:
-        """Of all bytes: changes that PyTorch does not track count too."""
+        """CRC-32 of all bytes. It also finds changes that PyTorch does not track."""
         return zlib.crc32(self.tensor.detach().flatten().view(torch.uint8).numpy().data)
 
     @property
@@ -72,8 +72,8 @@ class Fetched:
         self._sum = self._checksum()
 
 
-class Dropped:
-    """A tensor that the user may still hold, although a step has begun since it was read: writes to it are lost."""
+class StaleTensor:
+    """A tensor that the user may still hold, although a step has begun since it was read. Writes to it are lost."""
 
     def __init__(self, fetched: Fetched) -> None:
         self.name = fetched.stored.name
