@@ -81,7 +81,8 @@ def test_what_is_written_is_read_both_ways(start: int, blocks: int, file: Direct
 
 
 @pytest.mark.parametrize(("start", "size"), [
-    (0, 1), (5, 3), (BLOCK - 1, 2), (17, 9 * BLOCK), (17, 36 * BLOCK), (4 * BLOCK, BLOCK), (3 * BLOCK + 8, 21 * BLOCK - 8), (SIZE - 3, 3)])
+    (0, 1), (5, 3), (BLOCK - 1, 2), (17, 9 * BLOCK), (17, 36 * BLOCK), (4 * BLOCK, BLOCK), (3 * BLOCK + 8, 21 * BLOCK - 8),
+    (SIZE - 3, 3)])
 def test_any_bytes_are_written_and_read_and_those_beside_them_stay(start: int, size: int, file: DirectFile) -> None:
     before, values = drawn(40), drawn(40, seed=2)[:size]
     file.write(before, 0)
