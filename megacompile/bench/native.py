@@ -5,7 +5,8 @@
 
 Weights, gradients and both moments are bf16, the optimizer is PyTorch's fused AdamW, and gradients are clipped by their norm.
 Other options are in between: checkpointing only some layers (`--checkpoint-layers`), or keeping results that are expensive to
-recompute (`--keep`).
+recompute (`--keep`). `--float8 RECIPE` computes the linear layers of decoder layers with torchao's float8 training, by one of
+its recipes.
 """
 from __future__ import annotations
 
@@ -24,12 +25,16 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
 from megacompile.errors import MegacompileError
+from megacompile.ir.precision import ALIGNMENT
 
 _aten = torch.ops.aten
 ATTENTION = [_aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_cudnn_attention.default,
              _aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default]
 #: Operations whose results a checkpointed layer keeps with `--keep`.
 KEPT = {"attention": ATTENTION, "products": [*ATTENTION, _aten.mm.default, _aten.addmm.default, _aten.bmm.default]}
+
+#: torchao's recipes for float8 training.
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def options() -> argparse.ArgumentParser:
@@ -39,6 +44,7 @@ def options() -> argparse.ArgumentParser:
                         help="with --checkpointing: number of layers, counted from the first, to checkpoint (default: all)")
     parser.add_argument("--keep", choices=KEPT, help="with --checkpointing: also keep the results of these operations")
     parser.add_argument("--compile", action="store_true", help="compile each layer with torch.compile")
+    parser.add_argument("--float8", choices=RECIPES, help="compute linear layers of decoder layers with torchao's float8 training")
     return parser
 
 
@@ -75,7 +81,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
 
     found = rows.timed(step, given)
     return dict(
-        layers=model.config.num_hidden_layers, micro_batch=given.micro_batch_size or given.batch, compiled=given.compile,
+        layers=model.config.num_hidden_layers, micro_batch=given.micro_batch_size or given.batch, compiled=given.compile, float8=given.float8,
         checkpointing=given.checkpointing, checkpoint_layers=given.checkpoint_layers, keep=given.keep, max_grad_norm=clip,
         **rows.rates(model, given, found["step_s"]), **found, grad_norm=norm.item() if clip is not None else None,
         peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0, setup_s=round(setup_s, 1))
@@ -83,6 +89,8 @@ def measure(given: argparse.Namespace) -> rows.Row:
 
 def prepare(model: Any, given: argparse.Namespace) -> None:
     layers = model.model.layers
+    if given.float8:
+        _convert_to_float8(layers, given.float8)
     if given.checkpointing:
         how: dict[str, Any] = dict(use_reentrant=False)
         if given.keep:
@@ -93,6 +101,16 @@ def prepare(model: Any, given: argparse.Namespace) -> None:
     if given.compile:
         for layer in layers:
             layer.compile()
+
+
+def _convert_to_float8(layers: torch.nn.Module, recipe: str) -> None:
+    """Replaces linear layers whose sides float8 products allow. Raises `MegacompileError` without torchao."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise MegacompileError(f"--float8 needs torchao ({error}): install it with pip install torchao") from None
+    convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name(recipe),
+                               module_filter_fn=lambda module, name: all(size % ALIGNMENT == 0 for size in module.weight.shape))
 
 
 def main() -> None:
