@@ -48,8 +48,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--shape", choices=SHAPES, default="qwen2-7b", help="shape of the model (default: qwen2-7b)")
     found.add_argument("--layers", type=_layers,
                        help="number of layers; fit: as many as the host's memory can train (default: the shape's)")
-    found.add_argument("--batch", type=int, default=64, help="sequences per step (default: 64)")
-    found.add_argument("--length", type=int, default=1024, help="tokens per sequence (default: 1024)")
+    found.add_argument("--batch", type=int, default=64, help="sequences per step (default: %(default)s)")
+    found.add_argument("--length", type=int, default=1024, help="tokens per sequence (default: %(default)s)")
     found.add_argument("--steps", type=int, default=4, help="number of timed steps, after --warm-up (default: %(default)s)")
     found.add_argument("--warm-up", type=int, default=3,
                        help="number of untimed steps; the second touches the pages of deferred moments (default: %(default)s)")
