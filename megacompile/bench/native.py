@@ -44,7 +44,8 @@ def options() -> argparse.ArgumentParser:
                         help="with --checkpointing: number of layers, counted from the first, to checkpoint (default: all)")
     parser.add_argument("--keep", choices=KEPT, help="with --checkpointing: also keep the results of these operations")
     parser.add_argument("--compile", action="store_true", help="compile each layer with torch.compile")
-    parser.add_argument("--float8", choices=RECIPES, help="compute linear layers of decoder layers with torchao's float8 training")
+    parser.add_argument("--float8", choices=RECIPES,
+                        help="compute linear layers of decoder layers with torchao's float8 training")
     return parser
 
 
@@ -81,8 +82,9 @@ def measure(given: argparse.Namespace) -> rows.Row:
 
     found = rows.timed(step, given)
     return dict(
-        layers=model.config.num_hidden_layers, micro_batch=given.micro_batch_size or given.batch, compiled=given.compile, float8=given.float8,
-        checkpointing=given.checkpointing, checkpoint_layers=given.checkpoint_layers, keep=given.keep, max_grad_norm=clip,
+        layers=model.config.num_hidden_layers, micro_batch=given.micro_batch_size or given.batch, compiled=given.compile,
+        float8=given.float8, checkpointing=given.checkpointing, checkpoint_layers=given.checkpoint_layers, keep=given.keep,
+        max_grad_norm=clip,
         **rows.rates(model, given, found["step_s"]), **found, grad_norm=norm.item() if clip is not None else None,
         peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0, setup_s=round(setup_s, 1))
 
@@ -109,8 +111,11 @@ def _convert_to_float8(layers: torch.nn.Module, recipe: str) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise MegacompileError(f"--float8 needs torchao ({error}): install it with pip install torchao") from None
-    convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name(recipe),
-                               module_filter_fn=lambda module, name: all(size % ALIGNMENT == 0 for size in module.weight.shape))
+
+    def fits(module: torch.nn.Linear, name: str) -> bool:
+        return all(size % ALIGNMENT == 0 for size in module.weight.shape)
+
+    convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=fits)
 
 
 def main() -> None:

@@ -312,7 +312,7 @@ def test_float8_is_a_rate_of_its_own_in_predictions() -> None:
 def test_profiles_have_a_rate_for_float8_where_the_device_has_such_products() -> None:
     for name in ("h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", "gb10", "8xh200", "4xrtx4090"):
         rates = Hardware.find(name).gemm_flops
-        assert 1.9 * rates["bfloat16"] <= rates["float8"] <= 2.1 * rates["bfloat16"]
+        assert 1.4 * rates["bfloat16"] <= rates["float8"] <= 1.6 * rates["bfloat16"]  # as measured on an H200
     for name in ("a100", "rtx3090"):
         assert "float8" not in Hardware.find(name).gemm_flops
 
