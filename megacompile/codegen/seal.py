@@ -27,6 +27,9 @@ from megacompile.system.regular_files import open_regular
 
 _SIZE = 32
 _TABLE, _LOCK = "seals.json", "seals.lock"
+#: Ends of the names of files that inductor writes again at a kernel's first launch. A process that is killed before it ends
+#: leaves them changed. They hold no code, and a kernel without one is tuned again.
+_TUNED = ".best_config"
 
 
 # -------------------------------------------------------------------- the key
@@ -135,8 +138,9 @@ class SealedFolder:
     """A folder that this process uses. State: the lock, and the size and time of each file when it was last sealed."""
 
     def __init__(self, path: Path) -> None:
-        """Removes files that are not sealed, and all files if a sealed one was changed. If other processes use the folder,
-        raises `OSError` instead: they may be writing these files. Raises `OSError` for other reasons too."""
+        """Removes files that are not sealed or tell how a kernel was tuned and were changed, and all files if another sealed
+        one was changed. If other processes use the folder, raises `OSError` instead: they may be writing these files. Raises
+        `OSError` for other reasons too."""
         self.path = path
         for name in (_TABLE, _LOCK):
             with contextlib.suppress(FileNotFoundError):
@@ -164,7 +168,7 @@ class SealedFolder:
             if name not in seals or state is None:
                 foreign.append(name)
             elif self._seal(name) != seals[name]:
-                changed.append(name)
+                (foreign if name.endswith(_TUNED) else changed).append(name)
             else:
                 self._sealed[name] = state
         if not alone and (foreign or changed):

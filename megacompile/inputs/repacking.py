@@ -35,7 +35,9 @@ _SERIAL_ELEMENTS = 32768
 #: Training says once why a batch is not packed if at least this share of it is padding.
 _MUCH_PADDING = 0.25
 _LEFT_TARGET = "padding on the left predicts a target"
-_REMEDIES = {_LEFT_TARGET: "pad on the right, or give the first token of each row the label -100"}
+_PADDING_TARGET = "padding has labels other than -100"
+_REMEDIES = {_LEFT_TARGET: "pad on the right, or give the first token of each row the label -100",
+             _PADDING_TARGET: "give padding the label -100"}
 
 
 class Wanted(enum.Enum):
@@ -95,7 +97,8 @@ class Repacking:
             return "packing would leave as many rows of the same length"
         packed = self._packed(inputs, layout)
         if self._targets(packed) != self._targets(inputs):
-            return _LEFT_TARGET
+            of_padding = any((array_of(each) != IGNORED)[~present].any() for each in labels if each.shape == size)
+            return _PADDING_TARGET if of_padding else _LEFT_TARGET
         key = self.captures.capture_key((POSITIONS,), training)
         if unread := self.unread(key):  # late, since it may capture the model
             return unread

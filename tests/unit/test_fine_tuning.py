@@ -120,7 +120,6 @@ def test_a_run_has_the_losses_of_native_pytorch_and_leaves_all_it_says(
 
 def test_packed_conversations_are_learnt_as_if_they_were_alone(model: Path, data: Path, tmp_path: Path) -> None:
     """Two to a sequence have the loss that they have one by one."""
-    pytest.importorskip("megacompile.inputs.packing", reason="positions that begin anew are refused")
     result = command("train", model, "--data", data, *FLAGS, "--pack", "--steps", 1, "--batch", 10, "--output", tmp_path)
     assert result.exit_code == 0 and "10 sequences" in result.output, result.output
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")

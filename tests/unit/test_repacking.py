@@ -498,6 +498,8 @@ def test_a_batch_that_is_not_packed_is_explained_with_its_reason(model: Any) -> 
     holes["attention_mask"][0, 4] = 0
     assert said(model, holes).startswith("rows: 3 x 12, not packed: its attention_mask has holes")
     assert said(model, left) == "rows: 3 x 12, not packed: padding on the left predicts a target"
+    assert (said(model, {**batch, "labels": batch["input_ids"]})
+            == "rows: 3 x 12, not packed: padding has labels other than -100")
 
 
 def test_how_a_batch_without_labels_is_packed_is_explained_too(model: Any) -> None:

@@ -188,6 +188,20 @@ def test_no_file_is_used_if_one_was_changed(folder: Path) -> None:
     assert not files(folder)
 
 
+def test_a_changed_file_about_tuning_costs_no_other_file(folder: Path) -> None:
+    (folder / "kernel.best_config").write_bytes(b"{}")
+    first = seal.SealedFolder(folder)
+    assert files(folder) == {"fxgraph/entry", "kernel.so"}  # removed: it has no seal yet
+    (folder / "kernel.best_config").write_bytes(b"{}")
+    first.seal()
+    (folder / "kernel.best_config").write_bytes(b'{"num_warps": 4}')  # as inductor does at a first launch, before a kill
+    os.close(first._lock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seal.SealedFolder(folder)
+    assert files(folder) == {"fxgraph/entry", "kernel.so"}
+
+
 def test_a_file_that_takes_another_s_name_is_not_used(folder: Path) -> None:
     (folder / "kernel.so").replace(folder / "fxgraph/entry")
     with pytest.warns(RuntimeWarning, match="compiled again"):
