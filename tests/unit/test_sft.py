@@ -84,13 +84,16 @@ def test_losses_of_trls_own_are_trained_alike(model: Any, native: Any, tokenizer
     del model.forward
 
 
-@pytest.mark.parametrize("strategy", ["wrapped", "bfd"])
-def test_packed_rows_are_trained_alike(strategy: str, model: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """Rows cut from a stream of tokens; and whole sequences behind one another, each of which sees itself alone."""
+@pytest.mark.parametrize("how", [
+    dict(packing=True, packing_strategy="wrapped", max_length=16), dict(packing=True, packing_strategy="bfd", max_length=16),
+    dict(padding_free=True, max_length=None)], ids=["wrapped", "bfd", "padding-free"])
+def test_packed_rows_are_trained_alike(how: dict[str, Any], model: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Rows cut from a stream of tokens; whole sequences one after another, each of which sees itself alone; all sequences of
+    a batch in one row."""
     curves = []
     native.config.use_cache = False  # with a cache transformers lets the sequences of a row see each other
     for trainer, each in ((trl.SFTTrainer, native), (SFTTrainer, model)):
-        made = make(trainer, tmp_path, each, tokenizer, packing=True, packing_strategy=strategy, max_length=16, max_steps=3)
+        made = make(trainer, tmp_path, each, tokenizer, **how, max_steps=3)
         made.train()
         curves.append(trained.curve(made, "loss", "grad_norm"))
     torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
