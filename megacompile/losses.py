@@ -5,6 +5,9 @@
 """
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,3 +24,36 @@ def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
     """The log-probability of each token's target, float32 [N]; 0 where the target is `IGNORED`. `logits`: [N, V]; `targets`:
     int64 [N]."""
     return -F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
+
+
+def log_probabilities_and_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`log_probabilities`, and the entropy of each token's distribution; both are float32 [N], and 0 where the target is
+    `IGNORED`. Both are differentiable."""
+    log_probs, entropies = _LogProbabilitiesAndEntropies.apply(logits.float(), targets)
+    ignored = targets == IGNORED
+    return log_probs.masked_fill(ignored, 0), entropies.masked_fill(ignored, 0)
+
+
+class _LogProbabilitiesAndEntropies(torch.autograd.Function):
+    """PyTorch differentiates a `gather` by adding to a tensor of zeros, and `log_softmax` by a sum over the vocabulary. As
+    formulas both gradients are elementwise, so that a compiler reads the logits once and stores nothing of their size."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        known = scores.log_softmax(-1)
+        entropies = -(known.exp() * known).sum(-1)
+        ctx.save_for_backward(known, entropies, targets)
+        ctx.set_materialize_grads(False)
+        return known.gather(-1, targets.clamp(min=0)[:, None])[:, 0], entropies
+
+    @staticmethod
+    def backward(ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, None]:
+        known, entropies, targets = ctx.saved_tensors
+        probabilities, gradient = known.exp(), None
+        if of_log_probs is not None:
+            is_target = torch.arange(known.shape[-1], device=known.device) == targets.clamp(min=0)[:, None]
+            gradient = (is_target.to(known.dtype) - probabilities) * of_log_probs[:, None]
+        if of_entropies is not None:
+            other = -probabilities * (known + entropies[:, None]) * of_entropies[:, None]
+            gradient = other if gradient is None else gradient + other
+        return gradient, None

@@ -16,7 +16,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from megacompile.errors import UnsupportedError
 from megacompile.inputs.repacking import Wanted
-from megacompile.losses import IGNORED, next_tokens
+from megacompile.losses import IGNORED, log_probabilities_and_entropies, next_tokens
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.trainers.adapters import add_adapter
 
@@ -56,11 +56,10 @@ def function_of(temperature: float, fields: tuple[str, ...]) -> Callable[..., di
 def token_fields(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:
     """TRL's fields for each token, [N], 0 where the target is ignored. `logits`: [N, V]; `targets`: int64 [N]."""
     scores = logits.float() / temperature
-    known = scores.log_softmax(-1)
-    log_probs = known.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    log_probs, entropy = log_probabilities_and_entropies(scores, targets)  # what no field reads is not computed
     made: dict[str, Callable[[], Tensor]] = {
-        "entropy": lambda: -(known.exp() * known).sum(-1),
-        "log_sum_sq_probs": lambda: (2 * known).logsumexp(-1).detach(),
+        "entropy": lambda: entropy,
+        "log_sum_sq_probs": lambda: (2 * scores.log_softmax(-1)).logsumexp(-1).detach(),
         "mean_logits": lambda: scores.mean(-1).detach(),
         "is_top1": lambda: scores.argmax(-1) == targets}
     values = {"log_probs": log_probs, **{name: made[name]() for name in fields if name != "log_probs"}}

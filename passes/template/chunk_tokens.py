@@ -5,8 +5,8 @@ Before: any variant. After, if the module's `meta["chunk"]` is not 0: tokenwise 
 as few `TokenLoop`s as the ops that need all tokens allow. A decoder layer's `recompute_backward` has three loops: one up to
 attention, one from there to attention's backward, with the MLP's forward and backward in the same chunk, and one for the rest.
 Loops exchange the inputs and outputs of attention, and values that a later loop cannot cheaply recompute. Gradients of weights
-are returned as float32 totals. `forward_saving` and `backward` are not changed: residuals are of all tokens. A graph with sizes
-other than those of B and T is not changed either.
+are returned as float32 totals. Ranges and other constants are made in the loop that reads them. `forward_saving` and `backward`
+are not changed: residuals are of all tokens. A graph with sizes other than those of B and T is not changed either.
 """
 from __future__ import annotations
 
@@ -73,6 +73,9 @@ class _Rewrite:
                     if node not in self.made:
                         self._copy(node)
         self._return()
+        for node in reversed(self.graph.nodes):
+            if _is_constant(node) and not node.users:
+                self.graph.erase_node(node)  # only loops read it
         attributes = {n.target: getattr(self.module, str(n.target)) for n in self.graph.find_nodes(op="get_attr")}
         result = fx.GraphModule({**attributes, **self.loops}, self.graph)
         result.meta.update(self.module.meta)
@@ -161,9 +164,10 @@ class _Body:
 
     def __init__(self, layout: Layout, nodes: list[fx.Node], results: list[fx.Node]) -> None:
         self.results, inside = results, set(nodes)
-        self.reads: list[fx.Node] = list(dict.fromkeys(
+        found: list[fx.Node] = list(dict.fromkeys(
             used for node in nodes for used in node.all_input_nodes
             if used not in inside and not (is_size(used) and packet(node) in TAKING_SIZES)))
+        self.reads = [node for node in found if not _is_constant(node)]
         graph = fx.Graph()
         sizes = _Sizes(graph, layout, graph.placeholder("batch"), graph.placeholder("count"))
         copies: dict[fx.Node, fx.Node] = {}
@@ -172,6 +176,9 @@ class _Body:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta["val"] = node.meta["val"]
             self.inputs.append(_tokens(layout, node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None)
+        for node in found:
+            if _is_constant(node):
+                copies[node] = _copied(graph, node, copies.__getitem__)
         returned: list[fx.Node] = []
         self.outputs: list[Tokens | Total] = []
         given = set(results)
@@ -191,6 +198,12 @@ class _Body:
                 self.outputs.append(_tokens(layout, node.meta["val"]) or Total(product=False))
         graph.output(tuple(returned))
         self.module = fx.GraphModule({}, graph)
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a node makes a tensor from numbers alone, such as a range. Inside a loop a compiler computes its elements where
+    they are read, and no memory has them."""
+    return node.op == "call_function" and not node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
 
 
 def _written(sizes: _Sizes, copies: dict[fx.Node, fx.Node], node: fx.Node) -> Any:

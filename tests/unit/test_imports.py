@@ -24,7 +24,7 @@ DOCUMENTED = {
     "megacompile.fused_head": "streamed_heads",
     "megacompile.grpo": "GRPOTrainer",
     "megacompile.inspection": "pass_log",
-    "megacompile.losses": "log_probabilities next_tokens",
+    "megacompile.losses": "log_probabilities log_probabilities_and_entropies next_tokens",
     "megacompile.passes": "PIPELINE TEMPLATE_PIPELINE insert_after insert_before replace_pass",
     "megacompile.passes.manager": "compile_program",
     "megacompile.passes.template": "Target copy_graph",

@@ -16,7 +16,7 @@ import megacompile
 from megacompile.errors import LaneError, LeaseError, UnsupportedError
 from megacompile.ir.program import op_of
 from megacompile.ir.token_loop import token_loops
-from megacompile.losses import log_probabilities, next_tokens
+from megacompile.losses import IGNORED, log_probabilities, log_probabilities_and_entropies, next_tokens
 from megacompile.predict import cost
 
 V = tiny_models.VOCABULARY
@@ -131,6 +131,36 @@ def test_all_logits_never_exist_in_a_head_of_a_function(model: Any) -> None:
         values = [n.meta["val"] for n in variant.graph.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
         assert not [v for v in values if v.dim() > 1 and v.shape[-1] == V and v.numel() > V * V]
         assert cost.peak_bytes(template, variant, 16, 4096) < 0.5 * 16 * 4096 * V * 4
+
+
+def at_a_temperature(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    logp, entropy = log_probabilities_and_entropies(logits / 0.7, targets)
+    return {"logp": logp, "entropy": entropy}
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.3)])
+def test_log_probabilities_and_entropies_have_the_gradients_of_pytorchs_own_formulas(
+        weights: tuple[float, float], model: Any, native: Any) -> None:
+    targets = next_tokens(ids()).masked_fill(torch.arange(9) % 4 == 1, IGNORED)
+    found = model.megacompile.per_token(at_a_temperature, {"input_ids": ids()}, targets=targets)
+    known = (native(input_ids=ids()).logits / 0.7).log_softmax(-1)
+    picked = known.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    expected = {name: value.masked_fill(targets == IGNORED, 0)
+                for name, value in (("logp", picked), ("entropy", -(known.exp() * known).sum(-1)))}
+    for values in (found, expected):
+        (weights[0] * values["logp"].square().sum() + weights[1] * values["entropy"].square().sum()).backward()
+    assert all(torch.equal(found[name] == 0, targets == IGNORED) for name in expected)
+    torch.testing.assert_close(found, expected)
+    tiny_models.assert_same_gradients(model, native)
+
+
+def test_a_range_that_a_function_reads_is_made_inside_of_the_loop(model: Any) -> None:
+    model.megacompile.per_token(at_a_temperature, {"input_ids": ids()}, targets=ids())
+    variant = model.megacompile.streamed.captured.templates["at_a_temperature"].variant("recompute_backward", 4)
+    (loop,) = token_loops(variant.graph).values()
+    outside, inside = ([n for n in graph.nodes if "arange" in str(n.target)]
+                       for graph in (variant.graph.graph, loop.body.graph))
+    assert not outside and len(inside) == 1
 
 
 def test_a_function_that_looks_at_sizes_holds_where_it_was_traced(model: Any) -> None:
