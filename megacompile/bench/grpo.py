@@ -25,7 +25,10 @@ tokens over `generation_s`.
 
 `of_full_rows` is `training_tokens_per_s` over `full_rows_tokens_per_s`: the rate of `train_step` on `--batch` rows of 1,024
 tokens, after GRPO, in the same process, with the same optimizer. The default of `--batch` has as many tokens as a step of the
-default sizes. Both rates count all tokens, but GRPO computes the head only for completions. Prints one JSON line.
+default sizes. Both rates count all tokens. Prints one JSON line.
+
+`mapped_gib_per_step` is the device memory that PyTorch's allocator has mapped in a timed step. It is near 0 if generation and
+training hand memory on to each other; mapping it takes time, which counts for the phase that needs it.
 """
 from __future__ import annotations
 
@@ -108,13 +111,15 @@ class Steps(transformers.TrainerCallback):
     """Measures steps, each of which ends when all weights are updated.
 
     State: for each step so far, its duration in seconds (`times`), the seconds of its `phases`, and the number of `tokens` that
-    TRL has counted in prompts and completions; and the device's `clocks` after the warm-up."""
+    TRL has counted in prompts and completions; the device's `clocks` after the warm-up; and the bytes that the allocator has
+    `mapped` so far, at the beginning and after each step."""
 
     def __init__(self, clock: PhaseClock, model: Any, given: argparse.Namespace) -> None:
         self.clock, self.model, self.given = clock, model, given
         self.times: list[float] = []
         self.phases: list[dict[str, float]] = []
         self.tokens: list[int] = []
+        self.mapped: list[int] = [0]
         self.clocks: dict[str, float] = {}
         self._sampling = contextlib.ExitStack()
         self._began, self._tokens_before = 0.0, 0
@@ -137,6 +142,8 @@ class Steps(transformers.TrainerCallback):
         self.times.append(now - self._began)
         self.tokens.append(state.num_input_tokens_seen - self._tokens_before)
         self._began, self._tokens_before = now, state.num_input_tokens_seen
+        statistics_now = torch.cuda.memory_stats() if self.given.device == "cuda" else {}
+        self.mapped.append(statistics_now.get("reserved_bytes.all.allocated", 0))
         if len(self.times) == self.given.warm_up:
             self.clocks = self._sampling.enter_context(clocks.sampled(self.given.device))
 
@@ -269,6 +276,7 @@ def row_of(given: argparse.Namespace, steps: Steps) -> rows.Row:
     return dict(
         step_s=round(statistics.mean(steps.times[given.warm_up:]), 4), **{f"{name}_s": round(s, 4) for name, s in mean.items()},
         generated_tokens_per_s=round(given.prompts * given.samples * given.new_tokens / mean[GENERATION]),
+        mapped_gib_per_step=round((steps.mapped[-1] - steps.mapped[given.warm_up]) / given.steps / 2**30, 2),
         times_s=[round(t, 4) for t in steps.times],
         phases_s=[{name: round(s, 4) for name, s in each.items()} for each in steps.phases])
 
