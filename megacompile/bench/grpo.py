@@ -29,6 +29,9 @@ default sizes. Both rates count all tokens. Prints one JSON line.
 
 `mapped_gib_per_step` is the device memory that PyTorch's allocator has mapped in a timed step. It is near 0 if generation and
 training hand memory on to each other; mapping it takes time, which counts for the phase that needs it.
+
+`--recorded` records the lanes in one more step. `recorded_s` and `predicted_s` are then the seconds of each op of its training,
+with the name of its template, as measured and as simulated. The former include time in which the device waits inside of an op.
 """
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,9 +58,12 @@ from megacompile.bench.shapes import random_model
 from megacompile.bench.uneven import losses_of, number_tokenizer
 from megacompile.bench.uneven_rows import RandomRows
 from megacompile.errors import MegacompileError
+from megacompile.ir.program import op_of
 from megacompile.planning.process_group import process_count
+from megacompile.predict.simulate import Timeline
 from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.streamed import Streamed
+from megacompile.timeline import kind_of
 
 GENERATION, SWITCHING, LOG_PROBABILITIES, TRAINING, UPDATE, REST = PHASES = (
     "generation", "switching", "log_probabilities", "training", "update", "rest")
@@ -80,6 +87,7 @@ def options() -> argparse.ArgumentParser:
                         help="weight of the divergence from a reference model; 0: there is none (default: 0)")
     parser.add_argument("--through", choices=THROUGH, default="megacompile",
                         help="generation through model.generate, or with all layers in turns (default: megacompile)")
+    parser.add_argument("--recorded", action="store_true", help="record the seconds of each op in one more step")
     parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
     return parser
 
@@ -114,6 +122,8 @@ class Steps(transformers.TrainerCallback):
     TRL has counted in prompts and completions; the device's `clocks` after the warm-up; and the bytes that the allocator has
     `mapped` so far, at the beginning and after each step."""
 
+    recording: Any = None  # of the step after the timed ones, once it begins
+
     def __init__(self, clock: PhaseClock, model: Any, given: argparse.Namespace) -> None:
         self.clock, self.model, self.given = clock, model, given
         self.times: list[float] = []
@@ -129,13 +139,15 @@ class Steps(transformers.TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if len(self.times) == self.given.warm_up + self.given.steps and self.recording is None:
+            self.recording = self.model.megacompile.record().__enter__()
         self.clock.begin(TRAINING)
 
     def on_step_end(self, _: Any, state: transformers.TrainerState, *__: Any, **___: Any) -> None:
         self.clock.end()
         with self.clock.of(UPDATE):
             self.model.megacompile.whole()
-        if state.global_step % self.given.iterations:
+        if state.global_step % self.given.iterations or self.recording is not None:
             return
         self.phases.append(self.clock.taken())
         now = time.perf_counter()
@@ -149,6 +161,8 @@ class Steps(transformers.TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._sampling.close()
+        if self.recording is not None:
+            self.recording.__exit__(None, None, None)
 
 
 @contextlib.contextmanager
@@ -199,7 +213,7 @@ def trainer_of(given: argparse.Namespace, model: Any, optimizer: Any, steps: Ste
 
     from megacompile.grpo import GRPOTrainer
 
-    completions, count = given.prompts * given.samples, given.steps + given.warm_up
+    completions, count = given.prompts * given.samples, given.steps + given.warm_up + given.recorded
     tokenizer = number_tokenizer(model.config.vocab_size)
     source = RandomRows([given.length] * given.prompts * count, model.config.vocab_size - len(tokenizer.all_special_ids))
     prompts = [dict(prompt=" ".join(map(str, source[index]["input_ids"]))) for index in range(len(source))]
@@ -257,6 +271,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         with switching_timed(streamed, steps.clock, given.through) as turns:
             trainer.train()
     peak = torch.cuda.max_memory_reserved() if cuda else 0
+    by_op = {} if steps.recording is None else seconds_by_op(model, steps.recording)
     if trainer.ref_model is not None:
         trainer.ref_model.megacompile.close()
     streamed.device_copy.release()
@@ -266,7 +281,24 @@ def measure(given: argparse.Namespace) -> rows.Row:
     return row_of(given, steps) | dict(
         layers=model.config.num_hidden_layers, parameters=sum(p.numel() for p in model.parameters()),
         **compared(given, steps, full), turns=turns[-1], rewards=logged, losses=losses_of(trainer) + full["losses"],
-        setup_s=round(setup_s, 1), peak_device_gib=round(peak / 2**30, 2), **steps.clocks)
+        setup_s=round(setup_s, 1), peak_device_gib=round(peak / 2**30, 2), **by_op, **steps.clocks)
+
+
+def seconds_by_op(model: Any, recording: Any) -> rows.Row:
+    """The fields of a recorded step: the seconds of each op, and if the machine's rates are known, those that are predicted."""
+    found: rows.Row = dict(recorded_s=_seconds(recording.timeline()))
+    with contextlib.suppress(MegacompileError):
+        found["predicted_s"] = _seconds(model.megacompile.simulate())
+    return found
+
+
+def _seconds(timeline: Timeline) -> dict[str, float]:
+    """Seconds of the last step's instructions, by op and template, the longest first."""
+    found, last = Counter[str](), max(item.step for item in timeline.items)
+    for item in timeline.items:
+        if item.step == last and kind_of(item) is not None:
+            found[f"{op_of(item.node).name} {item.node.kwargs.get('template', '')}".strip()] += item.end_s - item.start_s
+    return {name: round(seconds, 4) for name, seconds in found.most_common()}
 
 
 def row_of(given: argparse.Namespace, steps: Steps) -> rows.Row:

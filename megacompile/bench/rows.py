@@ -39,7 +39,8 @@ Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]
 
 #: Options that say how to measure or where to write the row, and so do not identify it.
-NOT_IDENTITY = ("append", "cache", "commit", "device", "folder", "profile", "recorded_steps", "steps", "timeline", "warm_up")
+NOT_IDENTITY = ("append", "cache", "commit", "device", "folder", "profile", "recorded", "recorded_steps", "steps", "timeline",
+                "warm_up")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -52,6 +52,14 @@ def test_phases_of_grpo_add_up_to_its_steps(arguments: list[str], iterations: in
     json.dumps(row)
 
 
+def test_one_more_step_is_recorded_by_op() -> None:
+    row = row_of("--recorded")
+    assert len(row["times_s"]) == 3, "the recorded step is not timed"
+    recorded = row["recorded_s"]
+    assert recorded["outputs token_fields"] > 0 and recorded["recompute_backward token_fields"] > 0
+    assert {"forward decoder", "forward_saving decoder"} & recorded.keys() and "adam" in " ".join(recorded)
+
+
 def test_batches_of_one_step_have_one_size() -> None:
     with pytest.raises(MegacompileError, match="12 completions cannot be divided into 5 batches of one size"):
         row_of("--accumulation", "5")
