@@ -41,7 +41,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -294,11 +293,13 @@ def seconds_by_op(model: Any, recording: Any) -> rows.Row:
 
 def _seconds(timeline: Timeline) -> dict[str, float]:
     """Seconds of the last step's instructions, by op and template, the longest first."""
-    found, last = Counter[str](), max(item.step for item in timeline.items)
+    found: dict[str, float] = {}
+    last = max(item.step for item in timeline.items)
     for item in timeline.items:
         if item.step == last and kind_of(item) is not None:
-            found[f"{op_of(item.node).name} {item.node.kwargs.get('template', '')}".strip()] += item.end_s - item.start_s
-    return {name: round(seconds, 4) for name, seconds in found.most_common()}
+            name = f"{op_of(item.node).name} {item.node.kwargs.get('template', '')}".strip()
+            found[name] = found.get(name, 0.0) + item.end_s - item.start_s
+    return {name: round(found[name], 4) for name in sorted(found, key=found.__getitem__, reverse=True)}
 
 
 def row_of(given: argparse.Namespace, steps: Steps) -> rows.Row:
