@@ -156,7 +156,9 @@ class SealedFolder:
         atexit.register(self.seal)  # for kernels that were tuned at their first launch
 
     def _check(self) -> None:
-        seals, foreign, changed = self._table(), [], []
+        seals = self._table()
+        foreign: list[str] = []
+        changed: list[str] = []
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone = True
