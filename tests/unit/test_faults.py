@@ -563,6 +563,15 @@ def interrupt_after(seconds: float) -> threading.Timer:
     return timer
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """Ctrl-C is `KeyboardInterrupt`. A process that a shell starts in the background ignores it otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 @pytest.mark.parametrize("section", ["forward", "backward", "evaluate", "update"])
 def test_ctrl_c_stops_the_step_and_leaves_the_model_usable(model: Any, native: Any, section: str) -> None:
     executor = model.megacompile.streamed.executor
