@@ -25,6 +25,14 @@ class Node:
         self.itself = self
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_again() -> Iterator[None]:
+    """Later tests do not look at everything that the process holds whenever they collect: it took most of their time."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _thawed() -> Iterator[None]:
     gc.unfreeze()
