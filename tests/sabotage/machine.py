@@ -120,9 +120,10 @@ def kind_of(place: str) -> str:
     return "".join(letter for letter in place.split("@")[0] if letter.isupper()).removesuffix("B")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Instruction:
-    """One node, read off the graph: names of nodes by parameter, and everything else that it says."""
+    """One node, read off the graph: names of nodes by parameter, and everything else that it says. Nobody changes it, nor a
+    step: to forbid that would double the time in which steps, of which there are millions, are made."""
 
     name: str
     op: str
@@ -150,7 +151,7 @@ def instructions(graph: fx.Graph) -> list[Instruction]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step:
     """What a lane does: waits for events, or fires one, or reads and writes places. `at`: places by parameter."""
 
@@ -187,9 +188,11 @@ class Machine:
 
     `leases`: of each open forward, subject -> place; `sets`: the buffers for checkpoints that open forwards use; `carried`:
     place -> lane -> (whether it has written, event of its last access, event of its last write); `announced`: the event of the
-    last announcement. `job`: who runs the sections."""
+    last announcement. `job`: who runs the sections. `known`: steps by the number of the section's run and their name, of
+    sections that differ in waits and events alone; new ones are added."""
 
     job: Job = field(default_factory=Job)
+    known: dict[tuple[int, str], Step] = field(default_factory=dict)
     leases: dict[int, dict[tuple[Any, ...], str]] = field(default_factory=dict)
     sets: dict[int, int] = field(default_factory=dict)
     carried: dict[str, dict[str, tuple[Any, Any]]] = field(default_factory=dict)
@@ -246,7 +249,10 @@ class Machine:
                     (value,) = each.takes["value"]
                     kept[subject(made[value])] = where[value]
                 if op in TOUCHES:
-                    steps.append(self._touching(each, where))
+                    step = self.known.get((number, each.name))
+                    if step is None:
+                        step = self.known[number, each.name] = self._touching(each, where)
+                    steps.append(step)
                     lanes[each.name] = steps[-1].lane
                 if op == "announce":
                     self.announced = number, each.name, "announced"

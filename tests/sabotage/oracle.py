@@ -154,17 +154,19 @@ def collision(steps: Sequence[Step]) -> str | None:
     return f"{steps[later].name} may touch {place} before {steps[earlier].name} is over"
 
 
-def beside_any_section(section: Section, several: bool = False) -> str | None:
-    """The same of one section behind any other, and before any other. `several`: of programs of several ranks.
+def beside_any_section(section: Section, several: bool = False, known: dict[tuple[int, str], Step] | None = None) -> str | None:
+    """The same of one section behind any other, and before any other. `several`: of programs of several ranks. `known`: steps
+    of sections that differ in waits and events alone (see `Machine`).
 
     What ran before may have touched every place in every way that the language has; of each such access only its own event
     says that it is over, and whatever its lane does from here on. What comes after waits for everything that is handed on
     and that it could collide with."""
     may_touch = MAY_TOUCH_OF_SEVERAL if several else MAY_TOUCH
-    steps = Machine().run(section, 0)
+    known = {} if known is None else known
+    steps = Machine(known=known).run(section, 0)
     touched = {place for step in steps for place in (*step.reads, *step.writes)}
     places = {place: Touched() for place in touched}
-    past, events, names, machine = dict.fromkeys(LANES, 0), dict[Any, int](), dict[int, str](), Machine()
+    past, events, names, machine = dict.fromkeys(LANES, 0), dict[Any, int](), dict[int, str](), Machine(known=known)
     bit = 1 << max(len(section), len(steps))
     for place in sorted(touched):
         for lane, access in sorted(may_touch.get(kind_of(place), ())):
@@ -279,12 +281,12 @@ class Oracle:
 def removable(section: Section, several: bool = False) -> list[str]:
     """Names of the waits and events that nobody would miss: without one of them (an event with its waits and leaves) the
     section still runs safely behind and before any other."""
-    found = []
+    found, known = list[str](), dict[tuple[int, str], Step]()
     for each in section:
         if each.op not in ("wait", "record", "enter"):
             continue
         rest = [other for other in section if other is not each and each.name not in other.takes.get("event", ())]
-        if beside_any_section(rest, several) is None:
+        if beside_any_section(rest, several, known) is None:
             found.append(each.name)
     return found
 
