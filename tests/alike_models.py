@@ -5,19 +5,43 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.frontend.capture import CapturedModel, capture
+from megacompile.frontend.templates import kept_graphs
 from megacompile.frontend.tracing.layers import LayerStack
 
 captured: dict[Hashable, CapturedModel] = {}
+#: How many differentiated graphs tests keep. All of them together make about three thousand.
+MOST_GRAPHS = 8192
 #: What a config says of the file that a model was read from, and of its weights, whose dtypes count by themselves.
 _OF_FILES = ("_name_or_path", "architectures", "dtype", "initializer_range", "torch_dtype", "transformers_version")
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # what every module has, and no setting
 _signature = inspect.signature(capture)
+
+
+def keep_graphs_of_all_tests(patch: pytest.MonkeyPatch) -> None:
+    """Half of the time of a capture goes into graphs that are kept in the user's cache folder, for as long as the code that
+    makes them stays as it is. It keeps fewer than all tests make, so that each would be forgotten before its test runs again.
+    The tests' graphs have a folder beside the user's, except where a test has a cache of its own."""
+    try:
+        users = cache_directory() / "graphs"
+    except CacheError:
+        return
+    path_of = kept_graphs._path_of
+
+    def found(asked: str) -> Path | None:
+        path = path_of(asked)
+        return users.with_name("graphs-of-tests") / path.name if path is not None and path.parent == users else path
+
+    patch.setattr(kept_graphs, "_path_of", found)
+    patch.setattr(kept_graphs, "MOST_GRAPHS", MOST_GRAPHS)
 
 
 def capture_once(model: nn.Module, **options: Any) -> CapturedModel:

@@ -116,6 +116,7 @@ def make_schedule() -> Callable[..., Compiled]:
 def shared_captures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "capture", alike_models.capture_once)
+        alike_models.keep_graphs_of_all_tests(patch)
         yield
 
 

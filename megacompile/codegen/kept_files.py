@@ -40,6 +40,8 @@ def keep(path: Path, contents: bytes, most: int) -> None:
 
 def _forget(folder: Path, most: int) -> None:
     """Leftovers of killed processes go this way too."""
+    if len(os.listdir(folder)) <= most:
+        return
     used: dict[Path, int] = {}
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):

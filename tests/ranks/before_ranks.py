@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import alike_models
 import peft  # noqa: F401
+import pytest
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 from rank_decoder import decoder
@@ -20,6 +21,7 @@ def capture(model: nn.Module, layers: str | None = None) -> None:
     api.analyse(model, StreamConfig.of(device="cpu"), "cpu", layers, None, fused_kernel(torch.device("cpu")))
 
 
+alike_models.keep_graphs_of_all_tests(pytest.MonkeyPatch())
 api.capture = alike_models.capture_once
 capture(build())
 for bf16 in (False, True):
