@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-families", action="store_true", help="judge every causal language model of transformers, not a "
                      "few, and run the tests that are marked on_demand")
     parser.addoption("--curve-steps", type=int, default=0, help="how many steps tests/parity/test_curves.py trains each family")
-    parser.addoption("--sabotage-programs", type=int, default=40, help="how many random programs tests/sabotage breaks; "
+    parser.addoption("--sabotage-programs", type=int, default=20, help="how many random programs tests/sabotage breaks; "
                      "from 500 on it also breaks goldens in many more ways")
     parser.addoption("--kill-moments", type=int, default=5, help="at how many random moments a training process is killed")
     parser.addoption("--interrupts", type=int, default=5, help="at how many lines Ctrl-C comes, in each kind of step")
