@@ -22,7 +22,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.trainers.adapters import add_adapter
 from megacompile.weights.bitsandbytes import adopt_bitsandbytes
 
-LORA = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+LORA = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
 MARKS = ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "quantization_method", "hf_quantizer")
 
 

@@ -188,15 +188,15 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._forget()
         for storage in self._storages((args, kwargs)):
-            if storage._cdata not in self.made:
-                self.given.setdefault(storage._cdata, StorageWeakRef(storage))
+            if storage._cdata not in self.made and not self._is_given(storage):
+                self.given[storage._cdata] = StorageWeakRef(storage)
         if func in OUR_OPS:
             with self:
                 result = OUR_OPS[func](*args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
         for storage in self._storages(result):
-            if storage._cdata not in self.made and storage._cdata not in self.given:
+            if storage._cdata not in self.made and not self._is_given(storage):
                 self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self.made.values()))
         return result
@@ -206,9 +206,12 @@ class LiveBytes(TorchDispatchMode):
         """Of what has memory: a tensor on the meta device describes another."""
         return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_meta)
 
+    def _is_given(self, storage: Any) -> bool:
+        known = self.given.get(storage._cdata)
+        return known is not None and not known.expired()
+
     def _forget(self) -> None:
         self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
-        self.given = {key: ref for key, ref in self.given.items() if not ref.expired()}
 
 
 @pytest.mark.parametrize("options", [

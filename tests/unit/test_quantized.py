@@ -22,7 +22,7 @@ from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
 from megacompile.weights.codes import FORMATS, FourBits
 from megacompile.weights.quantized_linear import QuantizedLinear
 
-LORA = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear")
+LORA = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"])
 PACKED = ".quant_state.bitsandbytes__nf4"
 
 
