@@ -233,12 +233,12 @@ def test_layers_above_frozen_ones_are_of_another_kind(removed: list[Mapping[str,
 def test_layers_with_adapters_are_alike(stored: str | None, removed: list[Mapping[str, str]]) -> None:
     """PEFT's adapters store the name of the layer that they belong to."""
     peft = pytest.importorskip("peft")
-    model = of_transformers("Qwen2Config", num_hidden_layers=4, hidden_size=64, intermediate_size=64)
+    model = of_transformers("Qwen2Config", num_hidden_layers=3, hidden_size=64, intermediate_size=64)
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     if stored is not None:
         model = megacompile.quantize(model, stored)
     assert described(capture(model)) == described(whole(model))
-    assert list(removed[0]) == [f"base_model.model.model.layers.{number}" for number in (2, 3)]
+    assert list(removed[0]) == ["base_model.model.model.layers.2"]
 
 
 def test_experts_in_pieces_are_repeated_piece_by_piece(removed: list[Mapping[str, str]]) -> None:

@@ -107,7 +107,7 @@ def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
         call: str, make: Callable[..., Any], without_disk: tiny_models.Shared, deferring: tiny_models.Shared,
         monkeypatch: pytest.MonkeyPatch) -> None:
     """At calls all over the update: in the first reads, the second ones, and the writes. Lion's moments are not updated after
-    its weights, so they are written with them."""
+    its weights, so they are written with them. Of a dozen calls, each kind of run takes other ones."""
     expected = trained(without_disk, True, make, steps=3)
     model = deferring.fresh()
     optimizer = make(model)
@@ -119,7 +119,8 @@ def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
         model.megacompile.synchronize()
     calls = len(made)
     assert calls > 10
-    for number in range(1, calls + 1, max(1, calls // 9)):
+    kinds = call == "preadv", make is lion, without_disk.plain.dtype == torch.bfloat16, model.megacompile.plan.state_slabs > 1
+    for number in range(1 + sum(kinds) % 4, calls + 1, max(4, calls // 3)):
         model = deferring.fresh()
         optimizer = make(model)
         step(model, optimizer, 0, whole=True)
