@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +24,7 @@ def _many_switches() -> Iterator[None]:
 
 
 def at_once(*calls: Callable[[], None]) -> None:
-    """Runs each in a thread of its own; raises the first error."""
+    """Runs each in a thread of its own; raises the first error. Fails after a minute, and says where each thread is."""
     errors: list[BaseException] = []
     begin = threading.Barrier(len(calls))
 
@@ -36,11 +38,15 @@ def at_once(*calls: Callable[[], None]) -> None:
     threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
+    limit = time.monotonic() + 60.0
     for thread in threads:
-        thread.join(60.0)
+        thread.join(max(0.0, limit - time.monotonic()))
     if errors:
         raise errors[0]
-    assert not any(thread.is_alive() for thread in threads)
+    if any(thread.is_alive() for thread in threads):
+        names, frames = {each.ident: each.name for each in threading.enumerate()}, sys._current_frames()
+        pytest.fail("\n".join(f"{names.get(ident)}:\n{''.join(traceback.format_stack(frame)[-4:])}"
+                              for ident, frame in frames.items()))
 
 
 @pytest.fixture
