@@ -14,11 +14,12 @@ from jobs import JOBS, USUAL, train_native
 from processes import start
 from torch import Tensor
 
-#: Run by two ranks in one job, which takes seconds to start; four ranks run those that shards of another size may break.
+#: Run by two ranks in one job, which takes seconds to start; four ranks, and on demand eight, run those that shards of another
+#: size may break.
 OF_FOUR = ("expert pieces", "uneven rows")
 AGAIN = ("qwen2|again", "sums on the host|reference")
 #: (ranks, job)
-ALL = [*((2, name) for name in JOBS), *((4, name) for name in OF_FOUR)]
+ALL = [*((2, name) for name in JOBS), *((ranks, name) for ranks in (4, 8) for name in OF_FOUR)]
 
 
 def chosen(jobs: Sequence[Any], usual: Callable[[Any], bool]) -> list[Any]:
@@ -50,7 +51,7 @@ def found_by(folder: Path, name: str, rank: int, kind: str = "") -> dict[str, An
     return found
 
 
-@pytest.mark.parametrize(("ranks", "name"), chosen(ALL, lambda job: job[0] == 4 or job[1] in USUAL))
+@pytest.mark.parametrize(("ranks", "name"), chosen(ALL, lambda job: job[0] == 4 or (job[0] == 2 and job[1] in USUAL)))
 def test_ranks_train_as_one_process_with_all_rows(trained: Callable[[int], Callable[..., Any]], ranks: int, name: str) -> None:
     expected = train_native(name, ranks)
     for rank in range(ranks):
