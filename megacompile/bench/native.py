@@ -54,6 +54,8 @@ def measure(given: argparse.Namespace) -> rows.Row:
     if not given.checkpointing and (given.checkpoint_layers is not None or given.keep):
         raise MegacompileError("--checkpoint-layers and --keep have no effect without checkpointing: add --checkpointing")
     model = random_model(given.shape, rows.layer_count(given), given.device).to(given.device)
+    if given.float8:
+        _convert_to_float8(model.model.layers, given.float8)
     prepare(model, given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     clip = None if given.no_clipping else given.max_grad_norm
@@ -91,8 +93,6 @@ def measure(given: argparse.Namespace) -> rows.Row:
 
 def prepare(model: Any, given: argparse.Namespace) -> None:
     layers = model.model.layers
-    if given.float8:
-        _convert_to_float8(layers, given.float8)
     if given.checkpointing:
         how: dict[str, Any] = dict(use_reentrant=False)
         if given.keep:

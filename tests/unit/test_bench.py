@@ -117,7 +117,7 @@ def test_checkpoints_of_native_rows_are_those_asked_for() -> None:
 def test_native_float8_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(MegacompileError, match="--float8 needs torchao"):
-        native.prepare(shapes.random_model("tiny", None, "cpu"), native.options().parse_args([*TINY, "--float8", "tensorwise"]))
+        row_of(native, "--float8", "tensorwise")
 
 
 def test_compute_alone_changes_no_weights_and_leaves_the_operations_as_they_were(model: Any) -> None:
