@@ -25,7 +25,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
 from megacompile.errors import MegacompileError
-from megacompile.ir.precision import ALIGNMENT
+from megacompile.ir.precision import ALIGNMENT, Float8
 
 _aten = torch.ops.aten
 ATTENTION = [_aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_cudnn_attention.default,
@@ -86,8 +86,8 @@ def measure(given: argparse.Namespace) -> rows.Row:
     return dict(
         layers=model.config.num_hidden_layers, micro_batch=given.micro_batch_size or given.batch, compiled=given.compile,
         float8=given.float8, checkpointing=given.checkpointing, checkpoint_layers=given.checkpoint_layers, keep=given.keep,
-        max_grad_norm=clip,
-        **rows.rates(model, given, found["step_s"]), **found, grad_norm=norm.item() if clip is not None else None,
+        max_grad_norm=clip, **rows.rates(model, given, found["step_s"]), **found,
+        grad_norm=norm.item() if clip is not None else None,
         peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0, setup_s=round(setup_s, 1))
 
 
@@ -112,10 +112,9 @@ def _convert_to_float8(layers: torch.nn.Module, recipe: str) -> None:
     except ImportError as error:
         raise MegacompileError(f"--float8 needs torchao ({error}): install it with pip install torchao") from None
 
-    def fits(module: torch.nn.Linear, name: str) -> bool:
-        return all(size % ALIGNMENT == 0 for size in module.weight.shape)
-
-    convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=fits)
+    every = Float8(min_features=ALIGNMENT)
+    convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name(recipe),
+                               module_filter_fn=lambda module, name: every.fits(*module.weight.shape))
 
 
 def main() -> None:

@@ -138,9 +138,9 @@ class SealedFolder:
     """A folder that this process uses. State: the lock, and the size and time of each file when it was last sealed."""
 
     def __init__(self, path: Path) -> None:
-        """Removes files that are not sealed or tell how a kernel was tuned and were changed, and all files if another sealed
-        one was changed. If other processes use the folder, raises `OSError` instead: they may be writing these files. Raises
-        `OSError` for other reasons too."""
+        """Removes files that are not sealed, and all files if a sealed one was changed. Of a changed file about tuning
+        (`_TUNED`) it removes that one alone. If other processes use the folder, raises `OSError` instead: they may be writing
+        these files. Raises `OSError` for other reasons too."""
         self.path = path
         for name in (_TABLE, _LOCK):
             with contextlib.suppress(FileNotFoundError):

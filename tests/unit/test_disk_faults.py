@@ -105,9 +105,9 @@ def deferring(without_disk: tiny_models.Shared, drive: Path, request: pytest.Fix
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
         call: str, make: Callable[..., Any], without_disk: tiny_models.Shared, deferring: tiny_models.Shared,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
     """At calls all over the update: in the first reads, the second ones, and the writes. Lion's moments are not updated after
-    its weights, so they are written with them. Of a dozen calls, each kind of run takes other ones."""
+    its weights, so they are written with them. Of a dozen calls, each kind of run takes other ones, and all on demand."""
     expected = trained(without_disk, True, make, steps=3)
     model = deferring.fresh()
     optimizer = make(model)
@@ -120,7 +120,8 @@ def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
     calls = len(made)
     assert calls > 10
     kinds = call == "preadv", make is lion, without_disk.plain.dtype == torch.bfloat16, model.megacompile.plan.state_slabs > 1
-    for number in range(1 + sum(kinds) % 4, calls + 1, max(4, calls // 3)):
+    some = range(1 + sum(kinds) % 4, calls + 1, max(4, calls // 3))
+    for number in range(1, calls + 1, max(1, calls // 9)) if pytestconfig.getoption("--all-families") else some:
         model = deferring.fresh()
         optimizer = make(model)
         step(model, optimizer, 0, whole=True)

@@ -30,7 +30,10 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(("options", "whole"), [
     ({}, False), ({}, True), ({"state_dtype": "bfloat16"}, True), ({"state_dtype": "8bit"}, False),
     ({"state_dtype": "8bit", "max_grad_norm": None}, True), ({"overlap": "backward", "max_grad_norm": None}, False),
-    ({"overlap": "backward", "max_grad_norm": None}, True)], ids=str)
+    ({"overlap": "backward", "max_grad_norm": None}, True),
+    *(pytest.param(*other, marks=pytest.mark.on_demand) for other in (
+        ({"state_dtype": "bfloat16"}, False), ({"state_dtype": "8bit"}, True),
+        ({"state_dtype": "8bit", "max_grad_norm": None}, False)))], ids=str)
 def test_ten_steps_have_the_bits_of_ten_steps_in_memory(
         options: dict[str, Any], whole: bool, without_disk: tiny_models.Shared, all_on_disk: tiny_models.Shared,
         some_on_disk: tiny_models.Shared) -> None:

@@ -143,9 +143,12 @@ def shared(request: pytest.FixtureRequest) -> Any:
 
 # ---------------------------------------------------------------- what fits
 
-def test_rows_fit_a_budget_or_not_and_smaller_ones_fit_smaller_budgets(schedule: Schedule, rows: tuple[StateRow, ...]) -> None:
+def test_rows_fit_a_budget_or_not_and_smaller_ones_fit_smaller_budgets(
+        schedule: Schedule, rows: tuple[StateRow, ...], pytestconfig: pytest.Config) -> None:
+    """Budgets between all sizes on demand."""
     sizes = sorted({row.host_bytes for row in rows})
-    for budget in (sizes[0] - 1, sizes[0], sizes[len(sizes) // 2] - 1, sizes[-1]):
+    some = sizes[0] - 1, sizes[0], sizes[len(sizes) // 2] - 1, sizes[-1]
+    for budget in (sizes[0] - 1, *sizes) if pytestconfig.getoption("--all-families") else some:
         text = schedule.outlook(host_memory=budget).text()
         found = re.findall(r"^(?:float32|bfloat16|8bit) .* (fits|does not fit) ", text, re.MULTILINE)
         assert found == ["fits" if row.host_bytes <= budget else "does not fit" for row in rows]
