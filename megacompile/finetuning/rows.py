@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.finetuning.chat import Encoded
+from megacompile.inputs.rounded_lengths import rounded
 from megacompile.losses import IGNORED
 
-#: Maximum number of widths that rows are padded to if they cannot be packed. Each width needs a program of its own.
-_WIDTHS = 8
 #: If all rows are shorter than the maximum length, batches are padded to a multiple of this number of tokens.
 _LENGTH_STEP = 64
 
@@ -149,24 +148,18 @@ class Order:
 
 @dataclass(frozen=True)
 class Padding:
-    """The sizes that batches are padded to, so that there are few shapes: to `rows` rows, and to the smallest of `widths` that
-    is large enough. By default to the longest row, which is enough for a model whose rows are packed. `mask`: whether batches
-    have an attention mask."""
+    """The sizes that batches are padded to: to `rows` rows, and to one of a few widths for rows of up to `longest` tokens
+    (`rounded`). By default to the batch's longest row, which is enough for a model whose rows are packed. `mask`: whether
+    batches have an attention mask."""
 
     rows: int = 0
-    widths: tuple[int, ...] = ()
+    longest: int = 0
     mask: bool = True
-
-    @classmethod
-    def to_few_shapes(cls, rows: int, length: int, mask: bool) -> Padding:
-        """Widths up to `length` in equal steps."""
-        widths = {-(-length * share // _WIDTHS) for share in range(1, _WIDTHS + 1)}
-        return cls(rows, tuple(sorted(widths)), mask)
 
     def size(self, lengths: Sequence[int]) -> tuple[int, int]:
         """The padded size (rows, tokens) of a batch of rows with these lengths."""
-        longest = max(lengths)
-        return max(self.rows, len(lengths)), min((width for width in self.widths if width >= longest), default=longest)
+        width = max(lengths)
+        return max(self.rows, len(lengths)), rounded(width, self.longest) if self.longest else width
 
 
 def collate(rows: Rows, indices: Sequence[int], padding: Padding = Padding()) -> Batch:

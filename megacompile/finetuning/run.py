@@ -180,7 +180,8 @@ def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) 
     if not reason:
         return Padding()
     console.print(f"rows are padded instead of packed: {reason}")
-    return Padding.to_few_shapes(batch, length, repacking.reads_padding(training=True))
+    repacking.usual = length  # padded batches have these widths already
+    return Padding(batch, length, repacking.reads_padding(training=True))
 
 
 def _optimizer(model: Any, settings: Settings, recipe: Recipe) -> StreamedOptimizer:

@@ -137,7 +137,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
     inputs = rows.inputs | {argument: value if of_pairs(served.types.get(argument)) else
                             _checked(name, argument, value, served.types.get(argument)) for argument, value in further.items()}
     if rows.layout is None and captures.repacking.enabled:
-        inputs, rows = _rounded(served, inputs, rows)
+        inputs, rows = _rounded(served, inputs, rows, captures.repacking.usual)
     found = _result(name, served.captured, served.types, inputs, key, options, rows)
     return replace(found, only_loss=wanted == Wanted.LOSS)
 
@@ -227,9 +227,9 @@ def _choose_capture(captures: Captures, rows: _Rows, training: bool) -> tuple[Ca
     return key_of(further), further
 
 
-def _rounded(served: Capture, inputs: dict[str, Tensor], rows: _Rows) -> tuple[dict[str, Tensor], _Rows]:
-    """The arguments of a batch that is not packed, padded to one of a few lengths if that changes no result."""
-    padding = padding_for(served.captured, served.types, inputs, rows.present)
+def _rounded(served: Capture, inputs: dict[str, Tensor], rows: _Rows, usual: int) -> tuple[dict[str, Tensor], _Rows]:
+    """The arguments of a batch that is not packed, padded to one of a few widths if that changes no result."""
+    padding = padding_for(served.captured, served.types, inputs, rows.present, usual)
     if padding is None:
         return inputs, rows
     return ({name: padded(name, tensor, padding, served.captured.labels) for name, tensor in inputs.items()},

@@ -53,7 +53,8 @@ class Wanted(enum.Enum):
 
 class Repacking:
     """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length; `alone`: no other rank trains
-    the model, so that rows are packed once.
+    the model, so that rows are packed once. `least`: the usual length of packed rows. `usual`: the length of the longest rows
+    that are not packed, which decides their widths (`rounded`); set it if it is known better than by the option `repack`.
 
     State: for each capture key, why attention does not read its packed batches (`_unread`), and whether the model counts
     positions from the start of a row (`_counted`). Both are found out when the first batch needs to know. `_told`: the reasons
@@ -62,7 +63,7 @@ class Repacking:
     def __init__(self, captures: Captures, option: bool | int, any_length: bool, alone: bool = True) -> None:
         self.captures = captures
         self.enabled = bool(option)
-        self.least = LENGTH if option is True else power_of_two(option)
+        self.least = self.usual = LENGTH if option is True else power_of_two(option)
         self._possible_shares = SHARES if any_length else ()
         self.shares = self._possible_shares if alone else ()
         self._unread: dict[CaptureKey, str] = {}

@@ -1,8 +1,8 @@
-"""Rounds up the length of batches that are not packed, so that uneven rows have few lengths: each needs a program of its own.
+"""Rounds up the length of batches that are not packed, so that uneven rows have few widths: each needs a program of its own.
 
-    batch [2, 300], not packed  ->  [2, 384], with padding on the right that no token sees and no loss counts
+    batch [2, 300], not packed  ->  [2, 512], with padding on the right that no token sees and no loss counts
 
-A length depends only on the batch, so a resumed run has the lengths of the interrupted one.
+A width depends only on the batch and on the usual length of rows, so a resumed run has the widths of the interrupted one.
 """
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from megacompile.losses import IGNORED
 
 #: Arguments that only some batches have. Zeros are right for padding: no mask shows it, and position 0 begins a sequence.
 MASK, POSITIONS = "attention_mask", "position_ids"
-#: From this length on, a power of two and the next have three rounded lengths between them; below, one.
-_FINER_FROM = 1024
 #: Multiples of this number of tokens are lengths that people choose.
 _CHOSEN = 256
+#: Widths, in sixteenths of the usual length. Each is at most twice the one before. They are finest where a step computes most,
+#: and have the powers of two that rows are often cut to.
+_SIXTEENTHS = (1, 2, 4, 6, 8, 10, 12, 16)
 
 
 @dataclass(frozen=True)
@@ -42,28 +43,37 @@ class RightPadding:
 
 
 def is_usual(length: int) -> bool:
-    """Whether rows of this length are left as they are: a power of two, or another length that people choose."""
+    """Whether rows of this length without padding are left as they are: a power of two, or another length that people
+    choose."""
     return length % _CHOSEN == 0 or power_of_two(length) == length
 
 
-def rounded(length: int) -> int:
-    """The length that rows of `length` tokens are padded to."""
-    if is_usual(length):
-        return length
-    top = power_of_two(length)
-    step = max(1, top // (8 if top > _FINER_FROM else 4))
-    return -(-length // step) * step
+def rounded(length: int, usual: int, rows: int = 1) -> int:
+    """The width that a batch is padded to whose longest row has `length` tokens. `usual`: the length of the longest rows of all
+    batches, or a guess.
+
+    Widths are parts of `usual`, or of two, four, ... times `usual` for longer rows. Batches of more than 16 rows may be
+    narrower than the least part: the longest of so many rows differ less, and a sixteenth would be much work if all of them
+    are short."""
+    while length > usual:
+        usual *= 2
+    width = next(width for part in _SIXTEENTHS if (width := usual * part // 16) >= length)
+    while width // 2 >= max(length, usual // rows):
+        width //= 2
+    return width
 
 
 def padding_for(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor],
-                present: BoolArray) -> RightPadding | None:
-    """How to pad a batch that is not packed; None if its length is a usual one, if all batches may have this length, or if
-    padding could change a result.
+                present: BoolArray, usual: int) -> RightPadding | None:
+    """How to pad a batch that is not packed; None if its length is a width, if all batches may have this length, or if padding
+    could change a result.
 
-    `inputs`: all arguments of the batch, and `types` of them; `present`: which positions hold a token."""
+    `inputs`: all arguments of the batch, and `types` of them; `present`: which positions hold a token; `usual`: as for
+    `rounded`."""
     rows, length = present.shape
-    wanted = rounded(length)
-    if wanted == length or (rows > 1 and present.all()) or not _is_invisible(captured, types, inputs):
+    wanted = rounded(length, usual, rows)
+    full = present.all() and (rows > 1 or is_usual(length))
+    if wanted == length or full or not _is_invisible(captured, types, inputs):
         return None
     # A token that sees none attends to all of them, in transformers, so padding on the left has other values in longer rows.
     if MASK in inputs and not present[:, 0].all():

@@ -203,7 +203,7 @@ def test_padding_that_only_labels_show_is_left_out_of_training(model: Any) -> No
 
 
 @pytest.mark.parametrize("why", ["holes", "a first token in left padding that is a target", "a mask of pairs"])
-def test_what_cannot_be_packed_is_computed_as_it_came(why: str, model: Any, native: Any) -> None:
+def test_what_cannot_be_packed_is_computed_with_its_padding(why: str, model: Any, native: Any) -> None:
     batch = padded([12, 5, 7])
     if why == "holes":
         batch["attention_mask"][0, 4] = 0
@@ -213,7 +213,7 @@ def test_what_cannot_be_packed_is_computed_as_it_came(why: str, model: Any, nati
         seen = torch.ones(12, 12, dtype=torch.bool).tril() & (batch["attention_mask"][:, None, None] > 0)
         batch["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     shape = model.megacompile.compiled(batch).shape
-    assert (shape.batch, shape.length) == (3, 12)
+    assert (shape.batch, shape.length) == (3, 128 if why == "holes" else 12)
     loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
 
@@ -496,10 +496,10 @@ def test_a_batch_that_is_not_packed_is_explained_with_its_reason(model: Any) -> 
     holes, left = dict(batch), {name: tensor.flip(1) for name, tensor in batch.items()}
     holes["attention_mask"] = batch["attention_mask"].clone()
     holes["attention_mask"][0, 4] = 0
-    assert said(model, holes).startswith("rows: 3 x 12, not packed: its attention_mask has holes")
+    assert said(model, holes).startswith("rows: 3 x 12, padded to 3 x 128, not packed: its attention_mask has holes")
     assert said(model, left) == "rows: 3 x 12, not packed: padding on the left predicts a target"
     assert (said(model, {**batch, "labels": batch["input_ids"]})
-            == "rows: 3 x 12, not packed: padding has labels other than -100")
+            == "rows: 3 x 12, padded to 3 x 128, not packed: padding has labels other than -100")
 
 
 def test_how_a_batch_without_labels_is_packed_is_explained_too(model: Any) -> None:
@@ -527,7 +527,7 @@ def test_layers_that_keep_a_model_from_being_packed_are_named() -> None:
     model = megacompile.stream(AutoModelForCausalLM.from_config(Lfm2Config(**sizes)), device="cpu")
     try:
         why = "not all layers are causal attention that streaming has kernels for (model.layers.0)"
-        assert said(model, padded([12, 5, 7])) == f"rows: 3 x 12, not packed: {why}"
+        assert said(model, padded([12, 5, 7])) == f"rows: 3 x 12, padded to 3 x 128, not packed: {why}"
         assert f"padded rows: computed with their padding, since {why}" in megacompile.explain_capture(model)
     finally:
         model.megacompile.close()

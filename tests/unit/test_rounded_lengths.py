@@ -21,6 +21,9 @@ from megacompile.errors import PaddingWarning
 from megacompile.inputs.rounded_lengths import is_usual, rounded
 from megacompile.trainer import Trainer
 
+#: The usual length of rows.
+LONGEST = 64
+
 
 @pytest.fixture(scope="module")
 def twins() -> Iterator[tuple[Any, Any]]:
@@ -29,7 +32,7 @@ def twins() -> Iterator[tuple[Any, Any]]:
     native = AutoModelForCausalLM.from_config(Lfm2Config(
         vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, pad_token_id=0, layer_types=["conv", "full_attention"])).train()
-    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", repack=LONGEST)
     yield model, native
     model.megacompile.close()
 
@@ -40,17 +43,23 @@ def right_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
-@given(st.integers(1, 40_000))
-def test_a_rounded_length_is_usual_or_one_of_few_and_at_most_half_as_long_again(length: int) -> None:
-    longer = rounded(length)
-    assert length <= longer <= max(1.5 * length, length + 1) and rounded(longer) == longer
-    assert longer == length or not is_usual(length)
+@given(st.integers(1, 40_000), st.integers(1, 9000), st.integers(1, 100))
+def test_a_width_holds_the_rows_and_is_at_most_half_as_long_again_unless_they_are_short(
+        length: int, usual: int, rows: int) -> None:
+    width = rounded(length, usual, rows)
+    assert length <= width and rounded(width, usual, rows) == rounded(width, usual, max(rows, 17)) == width
+    assert width <= max(1.5 * length + 1, usual / 4)
 
 
-def test_uneven_steps_have_at_most_eight_lengths() -> None:
-    """64 rows of instructions: the longest of them has 600 to 2,048 tokens."""
-    assert len({rounded(length) for length in range(600, 2049) if not is_usual(length)}) <= 8
-    assert len({rounded(length) for length in range(1, 2049) if not is_usual(length)}) <= 24
+@given(st.integers(1, 3000), st.integers(1, 16))
+def test_there_are_at_most_eight_widths(usual: int, rows: int) -> None:
+    assert len({rounded(length, usual, rows) for length in range(1, usual + 1)}) <= 8
+
+
+def test_widths_are_lengths_that_rows_are_often_cut_to() -> None:
+    widths = {rounded(length, 2048) for length in range(1, 8193)}
+    assert widths == {128, 256, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192}
+    assert rounded(30, 2048, rows=64) == 32 and rounded(30, 2048, rows=16) == 128
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -66,7 +75,7 @@ def test_rounded_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, A
     for each in twins:
         each.zero_grad()
     longest = max(*lengths, 7)
-    wanted = longest if set(lengths) == {7} else rounded(longest)  # rows of one length keep it
+    wanted = longest if set(lengths) == {7} else rounded(longest, LONGEST)  # rows of one length keep it
     assert model.megacompile.compiled(batch).shape.length == wanted
 
 
@@ -101,8 +110,37 @@ def test_rows_of_one_length_keep_it(twins: tuple[Any, Any]) -> None:
     assert twins[0].megacompile.compiled(tiny_models.batch(rows=1, length=21)).shape.length == 24
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["loop", "whole steps"])
+def test_thirty_steps_of_a_loop_have_at_most_eight_shapes_and_train_as_native_pytorch(
+        twins: tuple[Any, Any], whole: bool) -> None:
+    """Steps of one to four rows."""
+    native = copy.deepcopy(twins[1])
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", repack=LONGEST)
+    ours, theirs = megacompile.AdamW(model.parameters(), lr=1e-3), torch.optim.AdamW(native.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    widths = set()
+    for step in range(30):
+        lengths = torch.empty(1 + step % 4).log_normal_(2.5, 0.9, generator=generator).clamp(3, LONGEST).long().tolist()
+        batch = right_padded(lengths, seed=step)
+        expected = native(**batch, use_cache=False).loss
+        expected.backward()
+        theirs.step()
+        theirs.zero_grad()
+        if whole:
+            loss = model.megacompile.train_step(batch, ours)
+        else:
+            loss = model(**batch).loss
+            loss.backward()
+            ours.step()
+            ours.zero_grad()
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+        widths.add(model.megacompile.streamed.shapes.latest.shape.length)
+    assert 4 < len(widths) <= 8 and max(widths) <= LONGEST
+    model.megacompile.close()
+
+
 def test_thirty_steps_of_rows_that_are_not_packed_have_few_shapes(twins: tuple[Any, Any], tmp_path: Path) -> None:
-    model = megacompile.stream(copy.deepcopy(twins[1]), device="cpu")
+    model = megacompile.stream(copy.deepcopy(twins[1]), device="cpu", repack=LONGEST)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.empty(120).log_normal_(3.0, 0.8, generator=generator).clamp(3, 60).long().tolist()
     rows = [{"input_ids": torch.arange(length) % tiny_models.VOCABULARY} for length in lengths]

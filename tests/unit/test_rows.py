@@ -173,7 +173,7 @@ def test_packed_conversations_lose_nothing_and_know_where_they_begin() -> None:
     rows = pack_conversations(Rows.of([Encoded([1, 2], [True, True]), Encoded([3, 4, 5, 6], [False, False, True, True]),
                              Encoded([7, 8, 9], [False, True, True]), Encoded([10], [True])]), length=6)
     assert [rows.row(index)[0].tolist() for index in range(len(rows))] == [[3, 4, 5, 6, 1, 2], [7, 8, 9, 10]]
-    batch = collate(rows, [1, 0], Padding(rows=3, widths=(6,)))
+    batch = collate(rows, [1, 0], Padding(rows=3, longest=6))
     assert "attention_mask" not in batch, "a mask would say that a row holds one sequence"
     assert batch["input_ids"].tolist() == [[7, 8, 9, 10, 0, 0], [3, 4, 5, 6, 1, 2], [0] * 6]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
@@ -226,7 +226,7 @@ ROWS = Rows.of([Encoded([1, 2, 3], [False, True, True]), Encoded([4, 5], [False,
 
 
 def test_a_batch_is_padded_on_the_right_and_its_padding_is_not_learnt() -> None:
-    batch = collate(ROWS, [1, 0], Padding(rows=3, widths=(2, 4, 16)))
+    batch = collate(ROWS, [1, 0], Padding(rows=3, longest=32))
     assert batch["input_ids"].tolist() == [[4, 5, 0, 0], [1, 2, 3, 0], [0, 0, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 5, -100, -100], [-100, 2, 3, -100], [-100] * 4]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [0] * 4]
@@ -237,11 +237,12 @@ def test_batches_that_are_packed_are_padded_to_their_longest_row() -> None:
     assert collate(ROWS, [1, 0])["input_ids"].shape == (2, 3)
 
 
-@pytest.mark.parametrize(("which", "length", "width"), [(0, 16, 4), (2, 16, 10), (2, 9, 9), (1, 100, 13), (2, 100, 13)])
-def test_rows_that_cannot_be_packed_have_one_of_eight_widths(which: int, length: int, width: int) -> None:
-    padding = Padding.to_few_shapes(1, length, mask=True)
+@pytest.mark.parametrize(("which", "longest", "width"), [(0, 16, 4), (2, 16, 10), (2, 9, 9), (1, 100, 6), (2, 100, 12)])
+def test_rows_that_cannot_be_packed_have_one_of_eight_widths(which: int, longest: int, width: int) -> None:
+    padding = Padding(1, longest)
     assert collate(ROWS, [which], padding)["input_ids"].shape == (1, width)
-    assert len(padding.widths) <= 8 and max(padding.widths) == length
+    widths = {padding.size([length])[1] for length in range(1, longest + 1)}
+    assert len(widths) <= 8 and max(widths) == longest
 
 
 @pytest.mark.parametrize(("rows", "batch", "epochs"), [(10, 4, 2), (10, 4, 2.5), (3, 8, 3), (8, 4, 1)])
