@@ -1,7 +1,10 @@
 """Full garbage collections are short while a loop trains, and afterwards everything can be collected again."""
 from __future__ import annotations
 
+import contextlib
 import gc
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -15,7 +18,8 @@ import transformers
 
 import megacompile
 from megacompile import training
-from megacompile.system.long_lived import LongLived
+from megacompile.streaming.programs.shapes import Shapes
+from megacompile.system.long_lived import _EXCLUDED_AT_START, LongLived
 
 
 class Node:
@@ -82,6 +86,42 @@ def test_programs_that_a_step_adds_are_not_looked_at_again_and_no_step_waits_for
         dropped = weakref.ref(Node())
     gc.collect()
     assert dropped() is None
+
+
+def test_an_interpreter_excludes_few_objects_when_it_starts_and_then_what_stays_is_excluded(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts with 375 of them."""
+    script = "import gc; count = gc.get_freeze_count(); gc.freeze(); print(count, gc.get_freeze_count())"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    at_start, excluded = map(int, ran.stdout.split())
+    assert at_start <= _EXCLUDED_AT_START < excluded
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as patched:
+            patched.setattr(gc, "get_freeze_count", lambda: 375)
+            long_lived = stack.enter_context(LongLived(lambda: 1))
+        long_lived.after_step()
+        assert gc.get_freeze_count() > 100_000
+
+
+def test_no_collection_runs_while_a_program_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when later steps of other sizes get theirs. A full one would take several times as long as the program."""
+    collecting: list[bool] = []
+    planned = Shapes._planned
+
+    def noted(*given: Any) -> Any:
+        collecting.append(gc.isenabled())
+        return planned(*given)
+
+    monkeypatch.setattr(Shapes, "_planned", noted)
+    model = megacompile.stream(tiny_models.build(), device="cpu", repack=64)
+    optimizer = megacompile.AdamW(model.parameters())
+    for rows in (3, 4):
+        batch = tiny_models.batch(rows=rows, length=60)
+        batch["labels"][0, 40:] = -100
+        model.megacompile.train_step(batch, optimizer)
+        assert gc.isenabled()
+    assert len(collecting) > 2 and not any(collecting)
+    model.megacompile.close()
 
 
 def test_objects_that_others_have_excluded_stay_excluded() -> None:

@@ -26,6 +26,7 @@ from megacompile.planning.packed_plans import PackedPlans
 from megacompile.planning.planner import Choice, Planner
 from megacompile.runtime.kernels import Kernel
 from megacompile.streaming.programs.captures import ModelCaptures
+from megacompile.system.long_lived import collections_paused
 from megacompile.system.under_way import under_way
 from megacompile.verify.verifier import check_agreement
 from megacompile.weights.tiling import Tiling
@@ -184,7 +185,7 @@ class Shapes:
             return
         until, others = time.monotonic() + SECONDS_AHEAD, f"other sizes than {shape.batch} x {shape.length}"
         try:
-            with under_way(f"planning for {others}"):
+            with under_way(f"planning for {others}"), collections_paused():
                 for batch, length in self._likely_sizes(shape.batch, shape.length):
                     if time.monotonic() < until:
                         self._plan_one_ahead(replace(shape, batch=batch, length=length), keep)
@@ -267,7 +268,7 @@ class Shapes:
 
     def _compile(self, shape: Shape, choice: Choice | None) -> CompiledShape:
         planner = self.planner_for(shape.capture_key)
-        with under_way(f"planning {shape.batch} x {shape.length}"):
+        with under_way(f"planning {shape.batch} x {shape.length}"), collections_paused():
             return self._planned(shape, planner, choice or self._choice(shape, planner))
 
     def _choice(self, shape: Shape, planner: Planner) -> Choice:
