@@ -36,19 +36,26 @@ def log_probabilities_and_entropies(logits: Tensor, targets: Tensor) -> tuple[Te
 
 class _LogProbabilitiesAndEntropies(torch.autograd.Function):
     """PyTorch differentiates a `gather` by adding to a tensor of zeros, and `log_softmax` by a sum over the vocabulary. As
-    formulas both gradients are elementwise, so that a compiler reads the logits once and stores nothing of their size."""
+    formulas both gradients are elementwise, so that a compiler reads the logits twice forward and once backward, and stores
+    nothing of their size."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        known = scores.log_softmax(-1)
-        entropies = -(known.exp() * known).sum(-1)
-        ctx.save_for_backward(known, entropies, targets)
+        largest = scores.amax(-1, keepdim=True)
+        below = scores - largest
+        exponentials = below.exp()
+        sums = exponentials.sum(-1)
+        logarithms = sums.log()
+        entropies = logarithms - (exponentials * below).sum(-1) / sums
+        ctx.save_for_backward(scores, largest, logarithms, entropies, targets)
         ctx.set_materialize_grads(False)
-        return known.gather(-1, targets.clamp(min=0)[:, None])[:, 0], entropies
+        of_targets = scores.gather(-1, targets.clamp(min=0)[:, None])
+        return (of_targets - largest)[:, 0] - logarithms, entropies
 
     @staticmethod
     def backward(ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, None]:
-        known, entropies, targets = ctx.saved_tensors
+        scores, largest, logarithms, entropies, targets = ctx.saved_tensors
+        known = (scores - largest) - logarithms[:, None]
         probabilities, gradient = known.exp(), None
         if of_log_probs is not None:
             is_target = torch.arange(known.shape[-1], device=known.device) == targets.clamp(min=0)[:, None]

@@ -37,7 +37,7 @@ class SectionRunner:
         if section not in shape.kernels:
             served = self.shapes.captures.serve(shape.shape.capture_key)
             self.constants.add(served.captured.calls)
-            shape.kernels[section] = served.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
+            shape.kernels[section] = served.binder.bind(shape.program, section, shape.plan, shape.comes_again)
         self.running = shape
         batch = batch if batch is not None else Batch([], self.constants.on_device)
         held = (forward.values, forward.host) if forward is not None else ({}, {})

@@ -63,10 +63,9 @@ class Binder:
         """Number of compiled variants, counted for each batch and length."""
         return len(self.compiled) + self.variants_of_any_size
 
-    def bind(self, program: Program, section: str, plan: Plan, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
-        """The kernels of a section, by (call, op, micro-batch). Shapes that will not come again run uncompiled (`steady` False:
-        generation, where each shape is one token longer)."""
-        mode = "inductor" if self.compiling and steady else "eager"
+    def bind(self, program: Program, section: str, plan: Plan, comes_again: bool = True) -> dict[tuple[str, str, int], Kernel]:
+        """The kernels of a section, by (call, op, micro-batch). A shape that is not likely to come again runs uncompiled."""
+        mode = "inductor" if self.compiling and comes_again else "eager"
         calls = {c.name: c for c in self.captured.calls_for(plan.output)}
         kernels = {}
         with under_way(f"compiling kernels for {plan.batch} x {plan.length}"), collections_paused():

@@ -67,6 +67,12 @@ class CompiledShape:
     def program(self) -> Program:
         return self.compiled.program
 
+    @property
+    def comes_again(self) -> bool:
+        """Whether more batches of this shape are likely. A generation asks for logits of one more token each time."""
+        shape = self.shape
+        return shape.labels or shape.training or shape.packed or shape.output not in ("loss", LOGITS, ALL)
+
     @functools.cached_property
     def digest(self) -> str:
         """A hash of the program: ranks run together only if they have the same one."""
@@ -175,9 +181,9 @@ class Shapes:
 
     def plan_ahead(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> None:
         """Call this for each training step, once it has its program. At the second one of packed rows, makes programs for steps
-        of about the same size, which are likely to come, and compiles more code for their sizes where the loss is the model's
-        own. One step waits for them here; later, one step after another would. Does nothing if other models take part of the
-        budget: plans depend on how much they take at the time."""
+        of about the same size, which are likely to come, and compiles more code for their sizes. One step waits for them here;
+        later, one step after another would. Does nothing if other models take part of the budget: plans depend on how much they
+        take at the time."""
         if not (shape.packed and shape.training) or shape.lean:
             return
         self.packed_steps += 1
@@ -189,11 +195,10 @@ class Shapes:
                 for batch, length in self._likely_sizes(shape.batch, shape.length):
                     if time.monotonic() < until:
                         self._plan_one_ahead(replace(shape, batch=batch, length=length), keep)
-            if shape.labels:
-                with under_way(f"compiling kernels for {others}"):
-                    for each in [each for each in self.table.values() if not each.asked]:
-                        with contextlib.suppress(MegacompileError, torch.OutOfMemoryError):  # raised again if the shape comes
-                            self.captures.serve(each.shape.capture_key).binder.compile_ahead(each.program, each.plan)
+            with under_way(f"compiling kernels for {others}"):
+                for each in [each for each in self.table.values() if not each.asked]:
+                    with contextlib.suppress(MegacompileError, torch.OutOfMemoryError):  # raised again if the shape comes
+                        self.captures.serve(each.shape.capture_key).binder.compile_ahead(each.program, each.plan)
         finally:
             self.table[shape] = self.table.pop(shape)  # it stays the latest
 
