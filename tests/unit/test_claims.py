@@ -151,3 +151,16 @@ def test_the_table_of_optimizer_state_is_its_rows() -> None:
             for row in results("optimizer-speed.jsonl")}
     shown = {(*row[:4], *row[5:8]) for row in table_after("Optimizer state")}
     assert len(shown) >= 7 and shown <= kept
+
+
+def test_the_table_of_plans_with_a_disk_is_its_rows() -> None:
+    """Moments on disk keep 0.95 of the rate in memory, except for clipped float32 ones on the slower drives."""
+    rows = results("disk-plans.jsonl")
+    kept = {(row["moments"], "{read} / {write}".format(**row["drives_gb_s"]), str(row["disk_tiles"]),
+             "{read:.0f} / {write:.0f}".format(**row["disk_gb_per_step"]), f"{row['step_s']:.1f}", f"{row['in_memory_s']:.1f}",
+             f"{row['ratio']:.3f}", f"`{row['binds']}`") for row in rows if row["host_memory"] == "512GiB"}
+    assert {tuple(row) for row in table_after("Optimizer state on disk", 1)} == kept and len(kept) == 8
+    slower = {(row["moments"], row["drives_gb_s"]["read"]) for row in rows if row["ratio"] < 0.95}
+    assert slower == {("float32", 27)}
+    least = {row["host_memory"]: row["ratio"] for row in rows if row["ratio"] < 0.95}
+    assert f"{least['512GiB']:.3f}" in CLAIMS and min(row["ratio"] for row in rows if row["ratio"] > 0.95) >= 0.995

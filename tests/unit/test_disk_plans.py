@@ -13,8 +13,10 @@ import tiny_models
 import torch
 from disk_models import ROWS, SOME, TILES, adamw, streamed, trained, update_of
 from tiny_models import batch, same_bits
+from transformers import AutoModelForCausalLM
 
 import megacompile
+from megacompile.bench.shapes import config
 from megacompile.errors import DiskError, InsufficientMemoryError, MegacompileError, ProgramError, UnsupportedError
 from megacompile.ir.plan import STATE_SLABS
 from megacompile.ir.program import Lane
@@ -164,6 +166,17 @@ def test_moments_on_disk_are_updated_after_all_weights_where_the_next_forward_wo
     assert "are read twice and written in each step" in slow.explain()
     assert not planned(1e12, 1e12).plan.deferred_moments
     assert not planned(6e9, 2e9, deferred_moments=False).plan.deferred_moments
+
+
+def test_layers_of_a_70b_model_with_smaller_moments_on_four_drives_keep_the_rate_in_memory() -> None:
+    """As `benchmarks/disk_plans.py` finds for all 80 layers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config("llama-70b", 8), dtype=torch.bfloat16)
+    in_memory, on_disk = (
+        megacompile.schedule(model, batch=64, length=1024, hardware="h200", whole_step=True, optim="adamw_bf16", **options)
+        for options in ({"host_memory": "1TiB"}, {"host_memory": "74GiB", "disk": "/nvme/state"}))
+    assert len(on_disk.plan.disk_state) > len(on_disk.tiling.layouts) / 2 and not in_memory.plan.disk_state
+    assert in_memory.simulate().step_s >= 0.95 * on_disk.simulate().step_s
 
 
 def test_as_few_slabs_are_chosen_as_leave_a_step_as_fast() -> None:
