@@ -173,8 +173,8 @@ def test_layers_of_a_70b_model_with_smaller_moments_on_four_drives_keep_the_rate
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config("llama-70b", 8), dtype=torch.bfloat16)
     in_memory, on_disk = (
-        megacompile.schedule(model, batch=64, length=1024, hardware="h200", whole_step=True, optim="adamw_bf16", **options)
-        for options in ({"host_memory": "1TiB"}, {"host_memory": "74GiB", "disk": "/nvme/state"}))
+        megacompile.schedule(model, batch=64, length=1024, hardware="h200", whole_step=True, optim="adamw_bf16",
+                             host_memory=there, disk=disk) for there, disk in (("1TiB", None), ("74GiB", "/nvme/state")))
     assert len(on_disk.plan.disk_state) > len(on_disk.tiling.layouts) / 2 and not in_memory.plan.disk_state
     assert in_memory.simulate().step_s >= 0.95 * on_disk.simulate().step_s
 
