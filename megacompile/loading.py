@@ -85,11 +85,7 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
     model = _empty_model(source, config, known or torch.bfloat16)
     model.requires_grad_(trainable)
     config._name_or_path = model.name_or_path = str(source)  # the files of an adapter refer to the model by this name
-    if adapter is None and trainable:
-        require_host_memory(least_bytes(model))
-    else:  # the adapter adds little, and is counted later
-        require_host_memory(sum(p.nbytes for p in model.parameters()) if stored_as is None else
-                            least_bytes_quantized(model, stored_as))
+    require_host_memory(_least_bytes(model, stored_as, frozen=adapter is not None or not trainable))
     if commit is not None:
         folder = _fetch(str(source), commit, FILE_PATTERNS)
     files = weight_files(folder)
@@ -115,6 +111,15 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         model.eval()
         filled = functools.partial(fill, sources=coded, reader=reader)
         return attach(model, filled, stream_config, layers, example)
+
+
+def _least_bytes(model: nn.Module, stored_as: Format | None, frozen: bool) -> int:
+    """Host bytes that the model takes at least. An adapter of a frozen model adds little, and is counted later."""
+    if not frozen:
+        return least_bytes(model)
+    if stored_as is not None:
+        return least_bytes_quantized(model, stored_as)
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 # -------------------------------------------------------------------- finding the files

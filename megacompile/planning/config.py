@@ -150,6 +150,15 @@ class StreamConfig:
     reference: bool = False
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_sizes_and_flags()
+        self._check_tile_lists()
+        self._check_disk()
+        self._check_passes()
+        self._check_processes()
+        check_device(self.device)
+
+    def _check_numbers(self) -> None:
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least)
@@ -158,6 +167,25 @@ class StreamConfig:
         check_residuals(self.residuals, self.checkpoint_interval)
         if self.host_checkpoints not in (None, True, False):
             check_whole("host_checkpoints", self.host_checkpoints, 0)
+        if not isinstance(self.repack, bool):
+            check_whole("repack", self.repack)
+        timeout = self.stall_timeout
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+            raise MegacompileError(f"stall_timeout must be a number of seconds above 0, or None, not {timeout!r}")
+
+    def _check_sizes_and_flags(self) -> None:
+        if self.dtype not in (None, torch.float32, torch.bfloat16):
+            raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
+        for size in (self.device_memory, self.pinned_memory, self.host_memory):
+            parse_bytes(size)
+        for name in ("compile", "dynamic", "deferred_moments", "distributed", "reference"):
+            if getattr(self, name) not in (None, True, False):
+                raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.loss is not None and not callable(self.loss):
+            raise MegacompileError(f"loss must be a function of logits and of other batch arguments by name, not {self.loss!r}")
+
+    def _check_tile_lists(self) -> None:
+        """Also makes a tuple of a single name."""
         for option in LISTS:
             names = getattr(self, option)
             if isinstance(names, str) and names != "all":
@@ -167,39 +195,30 @@ class StreamConfig:
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {shortened(repr(names))}")
         # "all" means all tiles that the others do not name.
         check_disjoint({option: names for option in LISTS_OF_UPDATED if (names := getattr(self, option)) not in ("all", None)})
+
+    def _check_disk(self) -> None:
         if self.disk is not None and (not isinstance(self.disk, str | os.PathLike) or not os.fspath(self.disk)):
             raise MegacompileError(f"disk must be the path of a folder on a local drive, not {shortened(repr(self.disk))}")
         if self.disk is None and self.disk_state:
             raise MegacompileError("disk_state names tiles whose moments are on disk, but no disk is given: add disk, a folder "
                                    "on a local drive")
-        if not isinstance(self.repack, bool):
-            check_whole("repack", self.repack)
-        timeout = self.stall_timeout
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
-            raise MegacompileError(f"stall_timeout must be a number of seconds above 0, or None, not {timeout!r}")
-        if self.dtype not in (None, torch.float32, torch.bfloat16):
-            raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
+
+    def _check_passes(self) -> None:
+        """Also makes a recipe of the name of a precision."""
         check_pipeline(self.passes)
         check_template_pipeline(self.template_passes)
         object.__setattr__(self, "precision", precision_of(self.precision))
         if self.precision is not None and float8.name not in [each.name for each in self.template_passes]:
             raise MegacompileError("precision has no effect without the template pass float8: make template_passes from "
                                    "TEMPLATE_PIPELINE, or leave precision out")
-        parse_bytes(self.device_memory)
-        parse_bytes(self.pinned_memory)
-        parse_bytes(self.host_memory)
-        for name in ("compile", "dynamic", "deferred_moments", "distributed", "reference"):
-            if getattr(self, name) not in (None, True, False):
-                raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")
+
+    def _check_processes(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise MegacompileError(f"mesh must be a DeviceMesh, not a {type(self.mesh).__name__}: make one with "
                                    "torch.distributed.init_device_mesh, or leave mesh out")
         if self.mesh is not None and self.distributed is False:
             raise MegacompileError("distributed=False trains with this process alone, and a mesh is for several: leave out one "
                                    "of the two")
-        if self.loss is not None and not callable(self.loss):
-            raise MegacompileError(f"loss must be a function of logits and of other batch arguments by name, not {self.loss!r}")
-        check_device(self.device)
 
     @property
     def recipe(self) -> Float8 | None:

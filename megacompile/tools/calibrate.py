@@ -59,21 +59,7 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
     host_bytes = _working_set(scale, available_host_bytes())
     compute = _Compute(backend, scale)
     say("reserving host memory, and building the host kernels if necessary")
-    activities = _activities(backend, host_bytes)
-    try:
-        alone = {}
-        for lane, activity in activities.items():
-            say(f"measuring {_WORK[lane]}")
-            alone[lane] = _together(backend, {lane: activity}, SHORT_S * scale)[lane]
-        beside = {}
-        for names in _TOGETHER:
-            say(f"measuring {' with '.join(_WORK[Lane(name)] for name in names)}")
-            chosen = {Lane(name): activities[Lane(name)] for name in names}
-            found = _together(backend, chosen, SHORT_S * scale)
-            beside[" ".join(names)] = {str(lane): min(1.0, found[lane] / alone[lane]) for lane in chosen}
-    finally:
-        for activity in activities.values():
-            activity.close()
+    alone, beside = _lanes(backend, _activities(backend, host_bytes), SHORT_S * scale, say)
     cuda = backend.device.type == "cuda"
     source = f"measured with torch {torch.__version__}" + (f", CUDA {torch.version.cuda}" if cuda else "")
     gemm = {}
@@ -102,6 +88,27 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
         adam_formats=adam_formats,
         host_memory=control_groups.host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else control_groups.host_bytes())
+
+
+def _lanes(backend: Backend, activities: Mapping[Lane, _Activity], seconds: float,
+           say: Say) -> tuple[dict[Lane, float], dict[str, dict[str, float]]]:
+    """The rate of each lane alone, and for lanes that work at the same time the share of it that each keeps, by their names.
+    Closes the activities."""
+    try:
+        alone = {}
+        for lane, activity in activities.items():
+            say(f"measuring {_WORK[lane]}")
+            alone[lane] = _together(backend, {lane: activity}, seconds)[lane]
+        beside = {}
+        for names in _TOGETHER:
+            say(f"measuring {' with '.join(_WORK[Lane(name)] for name in names)}")
+            chosen = {Lane(name): activities[Lane(name)] for name in names}
+            found = _together(backend, chosen, seconds)
+            beside[" ".join(names)] = {str(lane): min(1.0, found[lane] / alone[lane]) for lane in chosen}
+    finally:
+        for activity in activities.values():
+            activity.close()
+    return alone, beside
 
 
 def _rate(call: Callable[[], object], units: float, seconds: float, synchronize: Callable[[], None],
