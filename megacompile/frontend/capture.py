@@ -25,6 +25,7 @@ from megacompile.ir.plan import PLAIN, CaptureKey
 from megacompile.ir.precision import Float8
 from megacompile.system.long_lived import collections_paused
 from megacompile.system.under_way import under_way
+from megacompile.torch_compat.core import lazy_graph_modules
 
 __all__ = ["CapturedModel", "CpuTarget", "capture"]
 
@@ -70,7 +71,7 @@ def capture(
 def _captured(state: CaptureState, watch: Watch | None = None) -> CapturedModel:
     """The result of all steps."""
     started = time.perf_counter()
-    with collections_paused():
+    with collections_paused(), lazy_graph_modules():
         run_steps(STEPS, state, watch)
     others = Recapture(state.plain, state.layers, state.example, state.traced_example, state.template_passes, state.target,
                        state.loss, state.patches, state.validity)

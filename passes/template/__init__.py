@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from megacompile.ir.precision import Float8
+from megacompile.torch_compat.core import LazyGraphModule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,6 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of `module` to rewrite. Nodes and their `meta` are copied, attributes are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    copy = fx.GraphModule(module, graph)
+    copy = LazyGraphModule(module, graph)
     copy.meta.update(module.meta)
     return copy

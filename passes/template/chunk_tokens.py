@@ -23,6 +23,7 @@ from megacompile.ir.token_loop import TokenLoop, Tokens, Total, total_dtype
 from megacompile.ir.tokenwise import TAKING_SIZES, Layout, is_size, is_view, packet, tensors
 from megacompile.passes.template import Target
 from megacompile.passes.template.stretches import Stretches
+from megacompile.torch_compat.core import LazyGraphModule
 
 name = "chunk_tokens"
 level = "variant"
@@ -77,7 +78,7 @@ class _Rewrite:
             if _is_constant(node) and not node.users:
                 self.graph.erase_node(node)  # only loops read it
         attributes = {n.target: getattr(self.module, str(n.target)) for n in self.graph.find_nodes(op="get_attr")}
-        result = fx.GraphModule({**attributes, **self.loops}, self.graph)
+        result = LazyGraphModule({**attributes, **self.loops}, self.graph)
         result.meta.update(self.module.meta)
         return result
 
@@ -197,7 +198,7 @@ class _Body:
                 returned.append(copies[node])
                 self.outputs.append(_tokens(layout, node.meta["val"]) or Total(product=False))
         graph.output(tuple(returned))
-        self.module = fx.GraphModule({}, graph)
+        self.module = LazyGraphModule({}, graph)
 
 
 def _is_constant(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ import errno
 import functools
 import json
 import os
+import shutil
 import tempfile
 import threading
 import warnings
@@ -39,13 +40,17 @@ PLAN = Plan(8, 16, (4, 4), saved_layers=3, waves=2, pinned=False, residuals="att
             placements=Placements.named(("a", "b"), resident_state=("b",), host_sums=("c", "a")))
 
 
+def use(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("MEGACOMPILE_CACHE", str(folder / "cache"))
+    patch.setenv("XDG_CONFIG_HOME", str(folder / "configuration"))
+    patch.setattr(seal, "_key", lambda: bytes(range(32)))
+    patch.setattr(planner, "question", plan_questions.question)
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder; that of plans below it is not made yet."""
-    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
-    monkeypatch.setattr(seal, "_key", lambda: bytes(range(32)))
-    monkeypatch.setattr(planner, "question", plan_questions.question)
+    use(tmp_path, monkeypatch)
     return tmp_path / "cache"
 
 
@@ -315,9 +320,20 @@ OTHERS: dict[str, Callable[[Any], tuple[Planner, dict[str, Any]]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def kept(analysis: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that holds the plan of `make(analysis)`."""
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        use(folder, patch)
+        assert choose(make(analysis))[1] == 1
+    return folder / "cache"
+
+
 @pytest.mark.parametrize("changed", OTHERS)
-def test_another_key_is_searched_again(changed: str, analysis: Any) -> None:
-    assert choose(make(analysis))[1] == 1
+def test_another_key_is_searched_again(changed: str, analysis: Any, kept: Path, cache: Path) -> None:
+    shutil.copytree(kept, cache)
+    assert choose(make(analysis))[1] == 0
     other, step = OTHERS[changed](analysis)
     assert choose(other, **step)[1] == 1
     again, step = OTHERS[changed](analysis)

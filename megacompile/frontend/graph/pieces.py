@@ -23,6 +23,7 @@ from megacompile.frontend.graph.split import NUMBERS, Section, needs_gradient, o
 from megacompile.frontend.graph.totals import MODES, writes
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.layer_calls import source_line
+from megacompile.torch_compat.core import LazyGraphModule
 
 _WHOLE = "keep the experts whole (expert_pieces=1)"
 
@@ -144,7 +145,7 @@ class _Cut:
         has_gradient = self.section.has_gradient if stage == self.last else [needs_gradient(n) for n in results]
         own = next((s.name for s in sources if stage and s.name in self.rows), None)
         return dataclasses.replace(self.section, name=own.rpartition(".")[0] if own else self.section.name,
-                                   graph=fx.GraphModule(self.section.graph, graph), sources=sources,
+                                   graph=LazyGraphModule(self.section.graph, graph), sources=sources,
                                    has_gradient=list(has_gradient), carried=list(carried), layer=self.section.name,
                                    share=self._share(own) if own else Fraction(1))
 

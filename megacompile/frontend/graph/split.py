@@ -19,6 +19,7 @@ from megacompile.frontend.tracing.layer_calls import LayerCall, check_chain, lay
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
 from megacompile.ir.precision import Float8
+from megacompile.torch_compat.core import LazyGraphModule
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -173,7 +174,7 @@ def _layer_section(
     region = _region(model, call.node)
     modules |= {f"layer_{n.target}": getattr(region, n.target) for n in region.graph.find_nodes(op="get_attr")}
     graph.output(owned(graph, [copies[n] for n in results]))
-    return Section(call.layer, fx.GraphModule(modules, graph), sources, [needs_gradient(n) for n in results],
+    return Section(call.layer, LazyGraphModule(modules, graph), sources, [needs_gradient(n) for n in results],
                    [True] * len(results), visit=call.visit, own_names=call.own_names)
 
 
@@ -210,7 +211,7 @@ def extract(
     """`nodes` in a graph of their own; what they read from outside becomes a placeholder."""
     graph, copies, sources = _copied(model, nodes, results, source_of)
     graph.output(owned(graph, [copies[n] for n in results]))
-    return Section(name, fx.GraphModule(model.graph, graph), sources,
+    return Section(name, LazyGraphModule(model.graph, graph), sources,
                    [needs_gradient(n) for n in results], [n in carried for n in results])
 
 

@@ -22,7 +22,7 @@ from megacompile.frontend.templates.refused_ops import line_of_mutation, refuse_
 from megacompile.frontend.templates.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS, raise_foreign
 from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
-from megacompile.torch_compat.core import FakeTensorMode, get_decompositions
+from megacompile.torch_compat.core import FakeTensorMode, LazyGraphModule, get_decompositions
 
 #: Decompositions of losses into ops that are known to treat each token alone.
 LOSSES_OF_TOKENS = get_decompositions([torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward])
@@ -100,7 +100,7 @@ def with_results(section: Section, positions: Sequence[int]) -> Section:
     (results,) = (section.graph.graph.output_node().args)
     graph.graph_copy(section.graph.graph, copies)
     graph.output(tuple(copies[results[i]] for i in positions))  # type: ignore[index]
-    return dataclasses.replace(section, graph=fx.GraphModule(section.graph, graph), sources=list(section.sources),
+    return dataclasses.replace(section, graph=LazyGraphModule(section.graph, graph), sources=list(section.sources),
                                has_gradient=[section.has_gradient[i] for i in positions],
                                carried=[section.carried[i] for i in positions])
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.graph.split import Section, needs_gradient, owned
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
-from megacompile.torch_compat.core import builtin_linear
+from megacompile.torch_compat.core import LazyGraphModule, builtin_linear
 
 #: Outputs of programs: only the last hidden state; and those of all layers, with the logits.
 LAST, ALL = "last_hidden_state", "hidden_states"
@@ -127,5 +127,5 @@ def _with_results(section: Section, results: Sequence[fx.Node]) -> Section:
     for node in placeholders:
         if not node.users:
             graph.erase_node(node)
-    return Section(section.name, fx.GraphModule(section.graph, graph), sources, [needs_gradient(n) for n in results],
+    return Section(section.name, LazyGraphModule(section.graph, graph), sources, [needs_gradient(n) for n in results],
                    [False] * len(results))

@@ -14,7 +14,7 @@ from megacompile.frontend.templates.device_results import correct_results
 from megacompile.frontend.templates.kept_graphs import functional_graph
 from megacompile.torch_compat import aot
 from megacompile.torch_compat.aot import min_cut_rematerialization_partition
-from megacompile.torch_compat.core import FakeTensorMode
+from megacompile.torch_compat.core import FakeTensorMode, LazyGraphModule
 
 # A lean cut: with these bans of the partitioner off, cheap elementwise chains are recomputed instead of saved.
 _LEAN = {
@@ -170,7 +170,7 @@ def cut_graph(joint: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequenc
             copy.meta["val"] = node.meta["val"]
         returned.append(copy)
     graph.output(tuple(returned))
-    return fx.GraphModule(joint, graph)
+    return LazyGraphModule(joint, graph)
 
 
 def replace_unit_tangent(module: fx.GraphModule, tangents: int) -> None:

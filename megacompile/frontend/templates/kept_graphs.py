@@ -28,7 +28,7 @@ from megacompile.codegen.kept_files import keep, read_kept
 from megacompile.errors import MegacompileError
 from megacompile.torch_compat import aot
 from megacompile.torch_compat.aot import aot_export_joint_simple, read_graph, written_graph
-from megacompile.torch_compat.core import FakeTensorMode, HigherOrderOperator, OpOverload, OpOverloadPacket
+from megacompile.torch_compat.core import FakeTensorMode, HigherOrderOperator, LazyGraphModule, OpOverload, OpOverloadPacket
 from megacompile.torch_compat.symbols import known_of
 
 #: How many graphs are kept, those that were used last: a model has about ten for each kind of batch.
@@ -72,7 +72,7 @@ def _lean(made: Any) -> fx.GraphModule:
     graph.output(graph.graph_copy(made.graph, copies))
     for old, new in copies.items():
         new.meta = {name: old.meta[name] for name in _META if name in old.meta}
-    return fx.GraphModule(made, graph)
+    return LazyGraphModule(made, graph)
 
 
 def _find(path: Path, fakes: FakeTensorMode) -> fx.GraphModule | None:

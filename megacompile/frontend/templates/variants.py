@@ -23,7 +23,7 @@ from megacompile.frontend.templates.joint import tolerate_strides
 from megacompile.frontend.templates.symbolic_sizes import CodeForAnySize, Runnable, SymbolicSizes
 from megacompile.frontend.templates.template import BATCH, Variant
 from megacompile.ir.token_loop import TokenLoop, token_loops
-from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
+from megacompile.torch_compat.core import FakeTensorMode, LazyGraphModule, enable_python_dispatcher, make_fx
 from megacompile.torch_compat.symbols import ShapeEnv
 
 _UNCOMPILED = "stream(model, compile=False) runs it op by op"
@@ -138,7 +138,7 @@ def _compile_loops(variant: Variant, example_args: Sequence[Tensor | int | None]
         loops[node.target] = loop.with_kernels({
             count: _compile_body(variant, loop, batch, length, count, device, inductor) for count in loop.counts(length)})
     attributes = {n.target: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
-    compiled = fx.GraphModule({**attributes, **loops}, graph.graph)
+    compiled = LazyGraphModule({**attributes, **loops}, graph.graph)
     return compiled.forward
 
 
