@@ -2,21 +2,24 @@
 
     python benchmarks/accuracy.py                 # a few minutes on a CPU
     python benchmarks/accuracy.py --seeds 5 --device cuda
+    python benchmarks/accuracy.py --bf16 --optim adamw_8bit --optim-args master=bfloat16
 
 For each seed, trains a small Qwen2 from the same weights on the same batches, once with plain PyTorch (torch.optim.AdamW) and
-once streamed (whole steps, updates on the host). Accuracy is the fraction of held-out problems whose generated answer is
+once streamed (whole steps, updates on the host, with AdamW or the optimizer that is given). Weights are fp32; with --bf16 those
+of the streamed model are bf16. Accuracy is the fraction of held-out problems whose generated answer is
 exactly right. Exit code 1 if the two accuracies differ by more than those of different seeds.
 """
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +30,10 @@ import megacompile
 from megacompile import training
 from megacompile.finetuning.chat import Encoded
 from megacompile.finetuning.rows import Order, Rows, collate
+from megacompile.streaming.optimizer.names import OPTIMIZERS, optimizer_named
 
 BATCH, LENGTH, LARGEST = 64, 32, 12
+ADAMW: dict[str, Any] = dict(lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
 NAMES, THINGS = ("Ada", "Ben", "Eva", "Tom"), ("apples", "books", "coins", "pens")
 #: Each problem with the function that gives its answer.
 STORIES = (
@@ -99,17 +104,23 @@ def train(model: Any, optimizer: Any, learn: Rows, steps: int, seed: int) -> Non
     training.train(model.train(), optimizer, batches, steps, schedule=schedule)
 
 
-def compare(seed: int, steps: int, device: str) -> tuple[float, float, float]:
+def chosen_optimizer(name: str, written: str | None) -> Callable[..., torch.optim.Optimizer]:
+    """Makes the streamed model's optimizer, with the options of AdamW that it has. Raises `ArgumentError`."""
+    named = optimizer_named(name)
+    return functools.partial(named.kind, **named.arguments(ADAMW, written))
+
+
+def compare(seed: int, steps: int, device: str, make: Callable[..., torch.optim.Optimizer],
+            bf16: bool) -> tuple[float, float, float]:
     """The (untrained, native, streamed) accuracy for a seed."""
     learn, held_out = split(seed)
     rows, plain = Rows.of(map(encode, learn)), small_qwen2(seed)
     streamed = copy.deepcopy(plain)
     plain.to(device)
     untrained = exact_match(plain, held_out)
-    options: dict[str, Any] = dict(lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
-    train(plain, torch.optim.AdamW(plain.parameters(), **options), rows, steps, seed)
-    streamed = megacompile.stream(streamed, device=device)
-    train(streamed, megacompile.AdamW(streamed.parameters(), **options), rows, steps, seed)
+    train(plain, torch.optim.AdamW(plain.parameters(), **ADAMW), rows, steps, seed)
+    streamed = megacompile.stream(streamed.bfloat16() if bf16 else streamed, device=device)
+    train(streamed, make(streamed.parameters()), rows, steps, seed)
     streamed.megacompile.close()  # a plain model again
     return untrained, exact_match(plain, held_out), exact_match(streamed, held_out)
 
@@ -124,15 +135,20 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     parser.add_argument("--steps", type=int, default=300, help="training steps for each model (default: 300)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw", help="the streamed model's optimizer (default: adamw)")
+    parser.add_argument("--optim-args", help='more of its options, such as "master=bfloat16"')
+    parser.add_argument("--bf16", action="store_true", help="the streamed model has bf16 weights (default: fp32)")
     options = parser.parse_args()
+    make = chosen_optimizer(options.optim, options.optim_args)
+    streamed = ", ".join(filter(None, ("streamed", "bf16 weights" if options.bf16 else "", options.optim, options.optim_args)))
     begin, found = time.perf_counter(), []
     for seed in range(options.seeds):
-        found.append(compare(seed, options.steps, options.device))
+        found.append(compare(seed, options.steps, options.device, make, options.bf16))
         print(f"seed {seed}: untrained {found[-1][0]:.1%}, native {found[-1][1]:.1%}, streamed {found[-1][2]:.1%} "
               f"({time.perf_counter() - begin:.0f} s)", flush=True)
     columns = list(zip(*found, strict=True))
     table = [(name, f"{statistics.mean(each):.1%}", f"{statistics.stdev(each):.1%}", *(f"{x:.1%}" for x in each))
-             for name, each in zip(("untrained", "native PyTorch", "streamed"), columns, strict=True)]
+             for name, each in zip(("untrained", "native PyTorch", streamed), columns, strict=True)]
     headers = ["exact match", "mean", "deviation", *(f"seed {seed}" for seed in range(options.seeds))]
     print(tabulate(table, headers, tablefmt="github"))
     return 0 if agree(columns[1], columns[2]) else 1

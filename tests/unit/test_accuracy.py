@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import megacompile
+from megacompile.errors import ArgumentError
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,3 +50,12 @@ def test_an_answer_counts_only_if_it_is_the_whole_answer(accuracy: dict[str, Any
     ((0.8, 0.9, 1.0), True), ((0.79, 0.81, 0.95), True), ((0.7, 0.6, 0.8), False)])
 def test_means_agree_within_the_spread_of_seeds(accuracy: dict[str, Any], streamed: tuple[float, ...], expected: bool) -> None:
     assert accuracy["agree"]((0.8, 0.9, 1.0), streamed) is expected
+
+
+def test_the_streamed_optimizer_is_the_one_that_is_named(accuracy: dict[str, Any]) -> None:
+    make, adamw = accuracy["chosen_optimizer"], accuracy["ADAMW"]
+    assert make("adamw", None).func is megacompile.AdamW and make("adamw", None).keywords == {**adamw, "state_dtype": "float32"}
+    assert make("adamw_8bit", "master=bfloat16").keywords == {**adamw, "state_dtype": "8bit", "master": "bfloat16"}
+    assert make("muon", "lr=1e-3").func is megacompile.Muon and make("muon", "lr=1e-3").keywords["lr"] == 1e-3
+    with pytest.raises(ArgumentError, match="'masters=bfloat16' is not an option of AdamW"):
+        make("adamw", "masters=bfloat16")
