@@ -37,6 +37,13 @@ class Compiled:
     def program(self) -> Program:
         return next(reversed(self.stages.values()))
 
+    def resized(self, model: Program, plan: Plan) -> Compiled:
+        """What the pipeline makes of `model`, which differs from this program's only in its sizes, under a plan with as many
+        micro-batches and the same choices. Sizes of slots must not depend on those of micro-batches."""
+        made = {stage: program.evolve(calls=model.calls, micro_batches=plan.micro_batches)
+                for stage, program in self.stages.items()}
+        return Compiled(made | {model.stage: model}, self.log)
+
 
 def compile_program(model: Program, plan: Plan, pipeline: Sequence[Pass],
                     say: Callable[[str], None] | None = None, verify_stages: bool = True) -> Compiled:

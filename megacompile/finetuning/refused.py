@@ -43,7 +43,7 @@ REFUSED: dict[str, str] = {
     "neftune_noise_alpha": "noise on embeddings is not supported: leave it out",
     "trust_remote_code": "code that comes with a model is not run: leave it out, or stream() the model in a script",
     "tensorboard": "give --report-to tensorboard",
-    "group_by_length": "batches are packed, or padded to one of a few lengths, without grouping: leave it out",
+    "group_by_length": "batches are packed, or grouped by length within a step: leave it out",
     "dataset_text_field": "texts are read from the column `text`: rename your column, or give --format",
     "do_train": "this command always trains: leave it out",
     "completion_only_loss": "only the assistant's messages are learned: leave it out",

@@ -213,6 +213,26 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         """What `holds_at` has found, by length."""
         return {}
 
+    def most_rows(self, length: int, limit: int) -> int:
+        """A number of rows of this length, of `limit` and its halves, of which the captured graphs hold. 0 if they do not hold
+        of one row. Heads may have further conditions."""
+        if (length, limit) not in self._most_rows:
+            self._most_rows[length, limit] = next(filter(
+                lambda rows: rows == 0 or self._takes(rows, length), (limit >> bit for bit in range(limit.bit_length() + 1))))
+        return self._most_rows[length, limit]
+
+    @functools.cached_property
+    def _most_rows(self) -> dict[tuple[int, int], int]:
+        """What `most_rows` has found."""
+        return {}
+
+    def _takes(self, batch: int, length: int) -> bool:
+        try:
+            self.check_shape(batch, length)
+        except UnsupportedError:
+            return False
+        return True
+
     def reads_batches_as(self, other: CapturedModel) -> bool:
         """Whether batches are read, padded and split alike for both captures of a model, in training and in evaluation."""
         def facts(captured: CapturedModel) -> tuple[Any, ...]:

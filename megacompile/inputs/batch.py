@@ -17,6 +17,7 @@ from megacompile.frontend.batches.pairs import described, of_pairs
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import LENGTH, TemplateInput
 from megacompile.inputs.captures import Capture, Captures
+from megacompile.inputs.grouped_rows import GroupedRows
 from megacompile.inputs.images import arrange_images, images_of_each
 from megacompile.inputs.packed_layout import BoolArray, Layout
 from megacompile.inputs.packing import further_arguments
@@ -41,7 +42,7 @@ class BatchArguments:
     batch if the batch was packed. `rows`, `length`: their sizes. `key`: the capture that serves them. `has_labels`: whether
     all labels were passed. `loss_denominator`: the number of target tokens that the loss is divided by, or None without labels.
     `logits_to_keep`: the number of last positions to return logits for, 0 for all. `hidden_states`: whether the hidden states
-    of all layers were requested. `layout`: how the caller's batch was packed or padded, or None.
+    of all layers were requested. `layout`: how the caller's batch was packed, padded or grouped, or None.
     `useful_tokens`: the number of the caller's tokens that are not padding. `not_packed`: the reason why the batch was not
     packed, or "". `counted`: the loss denominator was counted in the batch, and not given by the caller. `only_loss`: the
     caller reads no values of tokens."""
@@ -54,7 +55,7 @@ class BatchArguments:
     loss_denominator: Tensor | None
     logits_to_keep: int = 0
     hidden_states: bool = False
-    layout: Layout | RightPadding | None = None
+    layout: Layout | RightPadding | GroupedRows | None = None
     useful_tokens: int = 0
     not_packed: str = ""
     counted: bool = True
@@ -66,6 +67,11 @@ class BatchArguments:
         if self.layout is not None:
             return self.layout.size
         return self.rows, self.length
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """Rows and length of each group of rows; empty if all rows are computed with the same length."""
+        return self.layout.groups if isinstance(self.layout, GroupedRows) and len(self.layout.groups) > 1 else ()
 
     def packed(self, tensor: Tensor) -> Tensor:
         """A tensor [batch, length, ...] of the caller, rearranged in the same way as `inputs`."""
@@ -103,7 +109,7 @@ class _Rows:
 
     inputs: dict[str, Tensor]
     further: dict[str, Tensor]
-    layout: Layout | RightPadding | None
+    layout: Layout | RightPadding | GroupedRows | None
     present: BoolArray
     not_packed: str
 
@@ -129,15 +135,16 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
     if differentiating and first.captured.labels and set(first.captured.labels) <= inputs.keys():
         wanted = Wanted.LOSS
     rows = _pack(name, captures, given, inputs, model.training, wanted)
-    if differentiating and rows.not_packed:
-        captures.repacking.warn(rows.not_packed, rows.present)
     key, further = _choose_capture(captures, rows, model.training)
     served = captures.serve(key)
     captures.check_modes(served.captured)
     inputs = rows.inputs | {argument: value if of_pairs(served.types.get(argument)) else
                             _checked(name, argument, value, served.types.get(argument)) for argument, value in further.items()}
     if rows.layout is None and captures.repacking.enabled:
-        inputs, rows = _rounded(served, inputs, rows, captures.repacking.usual)
+        inputs, rows = _rounded(served, inputs, rows, captures.repacking)
+    if differentiating and rows.not_packed:
+        computed = rows.layout.tokens if isinstance(rows.layout, GroupedRows) else rows.present.size
+        captures.repacking.warn(rows.not_packed, int(rows.present.sum()), computed)
     found = _result(name, served.captured, served.types, inputs, key, options, rows)
     return replace(found, only_loss=wanted == Wanted.LOSS)
 
@@ -227,9 +234,11 @@ def _choose_capture(captures: Captures, rows: _Rows, training: bool) -> tuple[Ca
     return key_of(further), further
 
 
-def _rounded(served: Capture, inputs: dict[str, Tensor], rows: _Rows, usual: int) -> tuple[dict[str, Tensor], _Rows]:
-    """The arguments of a batch that is not packed, padded to one of a few widths if that changes no result."""
-    padding = padding_for(served.captured, served.types, inputs, rows.present, usual)
+def _rounded(served: Capture, inputs: dict[str, Tensor], rows: _Rows,
+             repacking: Repacking) -> tuple[dict[str, Tensor], _Rows]:
+    """The arguments of a batch that is not packed, padded to one of a few widths or grouped by length, if that changes no
+    result."""
+    padding = padding_for(served.captured, served.types, inputs, rows.present, repacking.usual, repacking.grouping)
     if padding is None:
         return inputs, rows
     return ({name: padded(name, tensor, padding, served.captured.labels) for name, tensor in inputs.items()},

@@ -22,6 +22,7 @@ from megacompile.frontend.templates.segment_sources import calls_blind_to
 from megacompile.frontend.templates.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.templates.template import TemplateInput
 from megacompile.inputs.captures import Captures
+from megacompile.inputs.grouped_rows import GroupedRows, Grouping
 from megacompile.inputs.packed_layout import LENGTH, SHARES, BoolArray, Layout, Span, array_of, lay_out, power_of_two, spans_of
 from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, is_usual
 from megacompile.ir.plan import CaptureKey, Shape
@@ -53,8 +54,9 @@ class Wanted(enum.Enum):
 
 class Repacking:
     """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length; `alone`: no other rank trains
-    the model, so that rows are packed once. `least`: the usual length of packed rows. `usual`: the length of the longest rows
-    that are not packed, which decides their widths (`rounded`); set it if it is known better than by the option `repack`.
+    the model, so that rows are packed once, and grouped if they are not packed (`grouping`). `least`: the usual length of
+    packed rows. `usual`: the length of the longest rows that are not packed, which decides their widths (`rounded`); set it if
+    it is known better than by the option `repack`.
 
     State: for each capture key, why attention does not read its packed batches (`_unread`), and whether the model counts
     positions from the start of a row (`_counted`). Both are found out when the first batch needs to know. `_told`: the reasons
@@ -66,6 +68,8 @@ class Repacking:
         self.least = self.usual = LENGTH if option is True else power_of_two(option)
         self._possible_shares = SHARES if any_length else ()
         self.shares = self._possible_shares if alone else ()
+        few_or_any = Grouping.ANY_NUMBER if any_length else Grouping.FEW_NUMBERS
+        self.grouping = few_or_any if alone else Grouping.NONE
         self._unread: dict[CaptureKey, str] = {}
         self._counted: dict[CaptureKey, bool] = {}
         self._told: set[str] = set()
@@ -118,9 +122,10 @@ class Repacking:
         """The layout of the sequences of all ranks, of which each computes as many rows."""
         return lay_out(spans, size, self.least, self._possible_shares, ranks)
 
-    def warn(self, reason: str, present: BoolArray) -> None:
-        """Call this for a training batch that is not packed. Warns of each reason once if much of the batch is padding."""
-        share = 1 - float(present.mean())
+    def warn(self, reason: str, useful: int, computed: int) -> None:
+        """Call this for a training batch that is not packed. Warns of each reason once if much of the batch is padding:
+        `computed` tokens, of which some are `useful`."""
+        share = 1 - useful / computed
         if self.enabled and reason not in self._told and share >= _MUCH_PADDING:
             self._told.add(reason)
             remedy = _REMEDIES.get(reason, "group rows of similar length to compute less of it")
@@ -160,13 +165,18 @@ class Repacking:
         IDs."""
         return self.known_refusal or self.unread(self.captures.capture_key((POSITIONS,), training))
 
-    def outlook(self, shape: Shape, layout: Layout | RightPadding | None = None, refusal: str = "") -> str:
+    def outlook(self, shape: Shape, layout: Layout | RightPadding | GroupedRows | None = None,
+                refusal: str = "") -> str:
         """A line that says how the rows of a training batch are packed, or why they are not. `shape`: the shape that runs. For
         a given batch, `layout` is how it was packed or padded, and `refusal` the reason if it was not packed."""
         size = f"{shape.batch} x {shape.length}"
         if isinstance(layout, RightPadding):
             rows, length = layout.size
             return f"rows: {rows} x {length}, padded to {size}, not packed: {refusal}"
+        if isinstance(layout, GroupedRows):
+            rows, length = layout.size
+            groups = listed([f"{count} x {each}" for count, each in layout.groups], 12)
+            return f"rows: {rows} x {length}, grouped by length into {groups}, not packed: {refusal}"
         if layout is not None:
             rows, length = layout.size
             tokens = layout.filled.numel()

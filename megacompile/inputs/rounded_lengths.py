@@ -14,11 +14,14 @@ from torch import Tensor
 
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import LENGTH, TemplateInput
+from megacompile.inputs.grouped_rows import TOKENS_OF_A_GROUP, GroupedRows, Grouping, grouped, lengths_of_rows, of_length
 from megacompile.inputs.packed_layout import BoolArray, power_of_two
+from megacompile.ir.plan import FULL_TOKENS
 from megacompile.losses import IGNORED
 
 #: Arguments that only some batches have. Zeros are right for padding: no mask shows it, and position 0 begins a sequence.
 MASK, POSITIONS = "attention_mask", "position_ids"
+
 #: Multiples of this number of tokens are lengths that people choose.
 _CHOSEN = 256
 #: Widths, in sixteenths of the usual length. Each is at most twice the one before. They are finest where a step computes most,
@@ -35,7 +38,7 @@ class RightPadding:
 
     def pack(self, tensor: Tensor, filling: int = 0) -> Tensor:
         """Values [rows, length, ...] of the batch, with `filling` after them."""
-        return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, self.length - self.size[1]), value=filling)
+        return of_length(tensor, self.length, filling)
 
     def unpack(self, values: Tensor) -> Tensor:
         """Values of the padded batch without those of the padding. Differentiable."""
@@ -64,23 +67,42 @@ def rounded(length: int, usual: int, rows: int = 1) -> int:
 
 
 def padding_for(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor],
-                present: BoolArray, usual: int) -> RightPadding | None:
-    """How to pad a batch that is not packed; None if its length is a width, if all batches may have this length, or if padding
-    could change a result.
+                present: BoolArray, usual: int, grouping: Grouping) -> RightPadding | GroupedRows | None:
+    """How to pad a batch that is not packed; None if its length is a width and one group is best, if all batches may have this
+    length, or if padding could change a result.
 
     `inputs`: all arguments of the batch, and `types` of them; `present`: which positions hold a token; `usual`: as for
     `rounded`."""
     rows, length = present.shape
     wanted = rounded(length, usual, rows)
     full = present.all() and (rows > 1 or is_usual(length))
-    if wanted == length or full or not _is_invisible(captured, types, inputs):
+    if full or not _is_invisible(captured, types, inputs):
         return None
     # A token that sees none attends to all of them, in transformers, so padding on the left has other values in longer rows.
     if MASK in inputs and not present[:, 0].all():
         return None
-    if not (captured.holds_at(length) and captured.holds_at(wanted)):
+    if grouping is not Grouping.NONE and (found := _grouped(captured, inputs, present, usual, grouping)) is not None:
+        return found
+    if wanted == length or not (captured.holds_at(length) and captured.holds_at(wanted)):
         return None
     return RightPadding((rows, length), wanted)
+
+
+def _grouped(captured: CapturedModel, inputs: Mapping[str, Tensor], present: BoolArray, usual: int,
+             grouping: Grouping) -> GroupedRows | None:
+    """The groups of a batch's rows; None if they save less than a group costs."""
+    rows, length = present.shape
+    if rows * length <= 2 * TOKENS_OF_A_GROUP:
+        return None
+    lengths = lengths_of_rows(present, [inputs[name] for name in captured.labels if name in inputs])
+    most_rows = {width: captured.most_rows(width, max(1, FULL_TOKENS // width)) for width in {
+        rounded(each, usual) for each in {*lengths}}}
+    widths = {width: most for width, most in most_rows.items() if most}
+    if max(most_rows) not in widths or not captured.most_rows(max(widths), 1):
+        return None
+    found = grouped((rows, length), lengths, widths, grouping)
+    saved = rows * rounded(length, usual, rows) - found.tokens
+    return found if saved >= TOKENS_OF_A_GROUP * len(found.groups) else None
 
 
 def _is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> bool:
@@ -96,11 +118,13 @@ def _is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], i
     return captured.masks_hide and (captured.causal or MASK in inputs)
 
 
-def padded(name: str, tensor: Tensor, padding: RightPadding, labels: tuple[str, ...]) -> Tensor:
+def padded(name: str, tensor: Tensor, padding: RightPadding | GroupedRows, labels: tuple[str, ...]) -> Tensor:
     """A batch argument of the padded batch, [rows, padded length, ...]."""
     if name in labels:
         return padding.pack(tensor, IGNORED)
     if name in (MASK, POSITIONS):
         return padding.pack(tensor)
-    more = tensor[:, -1:].expand(-1, padding.length - padding.size[1], *tensor.shape[2:])  # values that occur
-    return torch.cat([tensor, more], dim=1)
+    if padding.length > padding.size[1]:
+        more = tensor[:, -1:].expand(-1, padding.length - padding.size[1], *tensor.shape[2:])  # values that occur
+        tensor = torch.cat([tensor, more], dim=1)
+    return padding.pack(tensor)

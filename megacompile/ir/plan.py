@@ -52,7 +52,9 @@ class Shape:
     A `lean` program keeps none of the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
     `Plan`). A `whole_step` is one program for a step; otherwise forward, backward and update are sections. `output` is what the
     epilogue returns: the model's "loss" (without labels only its logits), or a head's outputs, which the caller differentiates:
-    "logits", or the name of a function of tokens. The last five select the model's capture (`CaptureKey`)."""
+    "logits", or the name of a function of tokens. `group_rows` and `group_lengths`: where rows are grouped by length, the rows
+    of each group and the tokens that each of these rows is computed with; empty: all rows have `length` tokens. The last five
+    fields select the model's capture (`CaptureKey`)."""
 
     batch: int
     length: int
@@ -62,11 +64,23 @@ class Shape:
     update: str = "step"
     whole_step: bool = False
     output: str = "loss"
+    group_rows: tuple[int, ...] = ()
+    group_lengths: tuple[int, ...] = ()
     further: tuple[str, ...] = ()
     evaluating: bool = False
     without_adapters: bool = False
     images: int = 1
     traced_length: int = 0
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """Rows and length of each group of rows."""
+        return tuple(zip(self.group_rows, self.group_lengths, strict=True)) or ((self.batch, self.length),)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed, padding included."""
+        return sum(rows * length for rows, length in self.groups)
 
     @property
     def capture_key(self) -> CaptureKey:
@@ -97,9 +111,10 @@ def check_residuals(residuals: str | None, checkpoint_interval: int | None) -> N
 class Plan:
     """How one batch shape is trained.
 
-    `micro_batches` gives the sequences of each micro-batch, in order. A whole step runs in `waves`, consecutive shares of the
-    micro-batches that each go forward and back. Templates compute the ops that treat each token alone on `token_chunk`
-    positions of a micro-batch at a time; 0: on all at once. `output`: see `Shape`.
+    `micro_batches` gives the sequences of each micro-batch, in order, and `lengths` their tokens; empty: all have `length`
+    tokens. A whole step runs in `waves`, consecutive shares of the micro-batches that each go forward and back. Templates
+    compute the ops that treat each token alone on `token_chunk` positions of a micro-batch at a time; 0: on all at once.
+    `output`: see `Shape`.
 
     Recomputation: a block of `checkpoint_interval` layers lies between two activation checkpoints. The last `saved_layers`
     layers keep all their residuals and are not recomputed; with `residuals` "attention" they keep only attention's results and
@@ -144,6 +159,21 @@ class Plan:
     ranks: int = 1
     hosts: int = 1
     state_slabs: int = STATE_SLABS
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Sequences and length of each micro-batch."""
+        return tuple((rows, self.length_of(mb)) for mb, rows in enumerate(self.micro_batches))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a step of one rank computes, padding included."""
+        return sum(rows * length for rows, length in self.sizes)
+
+    def length_of(self, mb: int) -> int:
+        """Tokens of a sequence of this micro-batch."""
+        return self.lengths[mb] if self.lengths else self.length
 
     @property
     def processes(self) -> int:
@@ -168,6 +198,10 @@ class Plan:
         if sum(self.micro_batches) != self.batch or min(self.micro_batches, default=0) < 1:
             raise MegacompileError(f"micro-batches of {shortened(str(self.micro_batches))} are not a split of {self.batch} "
                                    "sequences")
+        if self.lengths and (len(self.lengths) != len(self.micro_batches) or min(self.lengths) < 1
+                             or max(self.lengths) != self.length):
+            raise MegacompileError(f"lengths of {shortened(str(self.lengths))} do not belong to {len(self.micro_batches)} "
+                                   f"micro-batches: give each its own, the longest of them {self.length}, or leave lengths out")
         if not 1 <= self.waves <= len(self.micro_batches):
             raise MegacompileError(f"{len(self.micro_batches)} micro-batches cannot go in {self.waves} waves: plan fewer waves "
                                    "or smaller micro-batches")

@@ -105,7 +105,8 @@ class CallSpec:
     """One use of a template: the prologue, each layer, the epilogue, in order.
 
     `weightless` lists the variants that read no weights (an embedding's backward needs only indices). `output_bytes` is the
-    size of its output for one sequence."""
+    size of its output for one sequence; `bytes_of_each` the same for one sequence of each micro-batch, if micro-batches have
+    sequences of different lengths."""
 
     name: str
     role: str  # "prologue", "layer", "epilogue"
@@ -113,6 +114,7 @@ class CallSpec:
     tiles: tuple[str, ...]
     weightless: tuple[str, ...] = ()
     output_bytes: int = 0
+    bytes_of_each: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,9 @@ class Program:
         """Bytes that a node's value takes in a slot: a tile, or a call's output for one micro-batch."""
         if argument(node, "tile") is not None:
             return self.tiles[argument(node, "tile")].bytes_of(op_of(node).result or "", self.ranks)
-        sequences: int = self.micro_batches[argument(node, "mb")]
-        return self.call(argument(node, "call")).output_bytes * sequences
+        mb: int = argument(node, "mb")
+        call = self.call(argument(node, "call"))
+        return (call.bytes_of_each[mb] if call.bytes_of_each else call.output_bytes) * self.micro_batches[mb]
 
     def moved_bytes(self, node: fx.Node) -> int:
         """Bytes that a node copies from one memory to another."""

@@ -98,8 +98,8 @@ class StreamConfig:
             which says what each lane is doing; None: no limit. Half an hour is longer than any instruction takes.
         repack: whether the rows of a padded batch are packed into rows of one length, where that changes only the time; a
             number: the usual length of these rows in tokens (rounded up to a power of two; 2048 by default). They are longer if
-            a sequence is, and may be up to a quarter shorter. Rows that cannot be packed are padded to one of eight widths,
-            parts of this length. False: every batch is computed as it comes.
+            a sequence is, and may be up to a quarter shorter. Rows that cannot be packed are grouped by length, and each group
+            is padded to one of eight widths, parts of this length. False: every batch is computed as it comes.
         distributed: whether this process trains the model together with the other processes of torch.distributed's default
             group (torchrun). None: where there are several processes.
         mesh: a `DeviceMesh` of all ranks. One dimension: the ranks, all on one host, have shards of one copy of the model. Two:

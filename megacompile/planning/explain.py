@@ -1,11 +1,13 @@
 """Candidate plans side by side: predicted memory and time of each, before anything runs."""
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from megacompile.errors import listed
 from megacompile.ir.plan import Plan, kept_residuals
 from megacompile.ir.program import Lane, Program, place_kind, places
 from megacompile.ir.slots import Family
@@ -117,19 +119,20 @@ class Outlook:
         assert planner.simulator is not None, "nothing is known of the machine"
         hardware = planner.simulator.durations.hardware
         parameters = sum(layout.parameters for layout in planner.tiling.layouts.values())
-        operations = planner.tiling.operations() * plan.batch * plan.length
+        operations = planner.tiling.operations() * plan.tokens
         trained = sum(layout.parameters for layout in planner.tiling.layouts.values() if layout.trainable)
         frozen = f", {trained:,} of them trained" if trained < parameters else ""
         update = ", updates on arrival of gradients" if plan.update == "arrival" else ""
         several = f" on each of {plan.gpus}" if plan.processes > 1 else ""
-        lines = [f"{plan.batch} x {plan.length} tokens a step{several}{update}, {parameters:,} parameters{frozen}",
+        lengths = f" (micro-batches of {_in_words(plan)})" if plan.lengths else ""
+        lines = [f"{plan.batch} x {plan.length} tokens a step{lengths}{several}{update}, {parameters:,} parameters{frozen}",
                  f"rates of {hardware.name}: {hardware.source}", "",
                  _verdict("device", chosen.device_bytes, planner.device_bytes),
                  _verdict("host", self.host_needed, self.host_budget)]
         if self.plan.disk_state:
             lines += [self._disk(disk_rating)]
         if chosen.times is not None:
-            step, rate = chosen.times, self.useful * plan.batch * plan.length / chosen.times.step_s
+            step, rate = chosen.times, self.useful * plan.tokens / chosen.times.step_s
             whole = f" ({rate:,.0f} on each of {plan.gpus})" if plan.processes > 1 else ""
             tokens = "useful tokens" if self.useful < 1 else "tokens"
             lines += [f"speed: {step.step_s:.3f} s a step, {plan.processes * rate:,.0f} {tokens}/s{whole}, "
@@ -143,10 +146,10 @@ class Outlook:
                   f"{plan.length} tokens fit the device", "",
                   _host_table(self.host_parts, parameters), ""]
         if self.states:
-            lines += [state_table(self.states, plan.ranks * plan.batch * plan.length, self.host_budget), ""]
+            lines += [state_table(self.states, plan.ranks * plan.tokens, self.host_budget), ""]
         if chosen.times is not None:
             lines += [chosen.times.table(), ""]
-        return "\n".join([*lines, _table(self.candidates, plan, operations, planner.layers)])
+        return "\n".join([*lines, _table(self.candidates, plan, planner.tiling.operations(), planner.layers)])
 
 
     def _disk(self, rating: int | None) -> str:
@@ -175,6 +178,12 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
                    planner.largest_batch(chosen.length, chosen.update), tuple(state_rows(planner, chosen, whole_step)), useful)
 
 
+def _in_words(plan: Plan) -> str:
+    """The micro-batches of a plan whose lengths differ: "1 x 2048, 2 of 4 x 512"."""
+    counts = Counter(plan.sizes)
+    return listed([f"{f'{count} of ' if count > 1 else ''}{rows} x {length}" for (rows, length), count in counts.items()], 12)
+
+
 def _verdict(memory: str, needed: int, there: int) -> str:
     """A line that says whether the plan fits this memory."""
     return f"{memory}: {'fits' if needed <= there else 'does not fit'}, {format_bytes(needed)} of {format_bytes(there)}"
@@ -188,11 +197,13 @@ def _host_table(parts: Mapping[str, int], parameters: int) -> str:
 
 
 def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Sequence[str]) -> str:
+    """`operations`: of a step, for each token."""
     rows: list[tuple[object, ...]] = []
     for each in found:
         plan, times = each.plan, each.times
+        size = f"{min(plan.micro_batches)} to {max(plan.micro_batches)}" if plan.lengths else str(plan.micro_batches[0])
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
-        sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves,
+        sizes = (plan.checkpoint_interval, f"{size}{chunked}", plan.waves,
                  kept_residuals(plan.saved_layers, plan.residuals), len(plan.from_host(layers)), len(plan.host_sums),
                  f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
                  "after weights" if plan.deferred_moments else "",
@@ -204,7 +215,7 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Se
         parts = ", ".join(f"{lane} {seconds / times.step_s:.0%}" for seconds, lane in critical
                           if seconds >= 0.01 * times.step_s)
         rows.append(("->" if plan == chosen else "", *sizes, f"{times.step_s:.3f}",
-                     f"{operations / times.step_s / 1e12:.3g}", f"{times.occupancy(Lane.COMPUTE):.0%}",
+                     f"{operations * plan.tokens / times.step_s / 1e12:.3g}", f"{times.occupancy(Lane.COMPUTE):.0%}",
                      str(times.binds), parts))
     header = ["", "K", "micro-batch", "waves", "saved layers", "host checkpoints", "host sums", "updated there", "moments",
               "device GiB", "host GiB", "step s", "TFLOPS", "compute busy", "binds", "critical"]

@@ -42,8 +42,8 @@ FIELDS: Mapping[str, schema.Rule] = {
                      "ranks", "hosts", "state_slabs"), _count),
     **dict.fromkeys((*LISTS, "update_order"), _tiles),
     **dict.fromkeys(("pinned", "deferred_moments"), schema.flag),
-    "micro_batches": schema.sequence(_count), "update": schema.one_of(UPDATES), "residuals": schema.one_of(RESIDUALS),
-    "output": _name,
+    **dict.fromkeys(("micro_batches", "lengths"), schema.sequence(_count)),
+    "update": schema.one_of(UPDATES), "residuals": schema.one_of(RESIDUALS), "output": _name,
 }
 _FILE = schema.record({"plan": schema.record(FIELDS),
                        "free": schema.record({}, optional=dict.fromkeys(ALIKE, schema.whole(0, 2**63 - 1)))})

@@ -41,9 +41,22 @@ def checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> lis
     """Bytes of each checkpoint that one forward keeps in host memory, in the order in which they are stashed."""
     layers = tiling.differentiated(captured.calls)
     begins = plan.from_host([call.name for call in layers])
-    sizes = [cost.checkpoint_bytes(captured.templates[before.template], plan.length)
-             for before, layer in pairwise(layers) if layer.name in begins]
-    return [size * plan.micro_batches[mb] for size in sizes for mb in plan.wave(0)]  # the first wave is the largest
+    templates = [captured.templates[before.template] for before, layer in pairwise(layers) if layer.name in begins]
+    return [rows * cost.checkpoint_bytes(template, length) for template in templates for rows, length in _largest_wave(plan)]
+
+
+def _largest_wave(plan: Plan) -> list[tuple[int, int]]:
+    """Rows and length of the micro-batches of a wave that needs as much memory as any: the first one. Where lengths differ, its
+    micro-batches have as many tokens as the largest ones of all waves."""
+    count, sizes = len(plan.wave(0)), plan.sizes
+    if plan.waves == 1 or not plan.lengths:
+        return [*sizes[:count]]
+    return sorted(sizes, key=lambda size: size[0] * size[1])[-count:]
+
+
+def _largest(plan: Plan) -> list[tuple[int, int]]:
+    """Rows and length of the micro-batches of which one needs most: the first, or where lengths differ, each."""
+    return [*dict.fromkeys(plan.sizes)] if plan.lengths else [plan.sizes[0]]
 
 
 def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str, int]:
@@ -131,15 +144,14 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     """The peak of a forward and its backward. It is one of these moments: the last forwards; the loss (or the outputs that the
     caller gets, and the epilogue's backward); the first backward of layers that kept their residuals; that of layers that are
     recomputed; that of the prologue. `fused`: templates run compiled."""
-    length, largest = plan.length, plan.micro_batches[0]
     templates, layer_calls = captured.templates, tiling.differentiated(captured.calls)
     below = captured.calls[1:len(captured.calls) - 1 - len(layer_calls)]  # layers without a backward
     kinds = {call.template: templates[call.template] for call in (*below, *layer_calls)}
-    there = [plan.micro_batches[mb] for mb in plan.wave(0)]  # the first wave is the largest
-    hidden = {name: sum(cost.output_bytes(layer, rows, length) for rows in there) for name, layer in kinds.items()}
-    residuals = {name: sum(cost.residual_bytes(layer, rows, length, plan.residuals) for rows in there)
+    there = _largest_wave(plan)
+    hidden = {name: sum(cost.output_bytes(layer, *size) for size in there) for name, layer in kinds.items()}
+    residuals = {name: sum(cost.residual_bytes(layer, *size, plan.residuals) for size in there)
                  for name, layer in kinds.items()}
-    shared = sum(cost.output_bytes(templates["prologue"], rows, length) for rows in there)
+    shared = sum(cost.output_bytes(templates["prologue"], *size) for size in there)
     names, block = [call.template for call in layer_calls], plan.checkpoint_interval
     recomputing = max(0, len(names) - plan.saved_layers)
     given = _given(captured, plan)
@@ -151,7 +163,7 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
         checkpoints += hidden[names[recomputing - 1]]
     if below:  # the input of the first block
         checkpoints += hidden[below[-1].template]
-    outputs = [] if plan.output == "loss" else _outputs(captured, plan)
+    outputs, joined = ([], 0) if plan.output == "loss" else _outputs(captured, plan)
     if outputs and recomputing == len(names):  # the epilogue's input
         checkpoints += hidden[captured.calls[-2].template]
     # A layer that keeps its residuals also keeps its output, which the next layer's backward reads. All of these are freed
@@ -162,7 +174,8 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
         return _peak(captured, template, variant, plan, fused)
 
     saving, recomputed = names[recomputing:], names[:recomputing]
-    inside = max(cost.residual_bytes(t, largest, length) + cost.output_bytes(t, largest, length) for t in kinds.values())
+    inside = max(cost.residual_bytes(layer, *size) + cost.output_bytes(layer, *size)
+                 for layer in kinds.values() for size in _largest(plan))
     workspace = {
         "forward": max([*(peak(name, "forward_saving") for name in {*saving}),
                         *(peak(name, "forward") for name in {*recomputed, *(call.template for call in below)}),
@@ -174,13 +187,13 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
         "prologue": peak("prologue", "recompute_backward")}
     epilogue = captured.calls_for(plan.output)[-1].template
     if outputs:
-        workspace["outputs"] = sum(outputs[:-1]) + max(peak(epilogue, "outputs"), _joined(outputs))
+        workspace["outputs"] = sum(outputs[:-1]) + max(peak(epilogue, "outputs"), joined and outputs[-1] + joined)
         workspace["epilogue"] = peak(epilogue, "recompute_backward")
     else:
         workspace["loss"] = peak(epilogue, "loss")
     activations = {**dict.fromkeys(workspace, kept), "recompute": checkpoints, "prologue": given + shared + on_the_way}
     for moment in ("epilogue", "backward", "recompute", "prologue") if outputs else ():
-        activations[moment] += 2 * sum(outputs)  # the caller's outputs and their gradient
+        activations[moment] += 2 * (joined or sum(outputs))  # the caller's outputs and their gradient
     slots, accumulators = slot_bytes(captured, tiling, plan), accumulator_bytes(tiling, plan, layer_calls)
     moments = [Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace]
     products = max((tiling.layouts[tile].product_bytes for tile in plan.resident_state), default=0)
@@ -219,13 +232,13 @@ def _complete(tiling: Tiling) -> list[set[str]]:
 def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
     """The peak of a forward without gradients, whose result is the logits (or values of tokens) of the whole batch."""
     prologue, epilogue = captured.templates["prologue"], captured.calls_for(plan.output)[-1].template
-    hidden = sum(cost.output_bytes(prologue, rows, plan.length) for rows in plan.micro_batches)
-    outputs = _outputs(captured, plan)
+    hidden = sum(cost.output_bytes(prologue, rows, plan.length) for rows in plan.micro_batches)  # all states may be joined
+    outputs, joined = _outputs(captured, plan)
     kept = len(captured.calls) + 1 if plan.output == ALL else 3  # all hidden states, and one in addition to its parts
     before = max(_peak(captured, call.template, "forward", plan, fused) for call in captured.calls[:-1])
     last = _peak(captured, epilogue, "evaluate" if plan.output == "loss" else "outputs", plan, fused)
     activations = _given(captured, plan) + kept * hidden + sum(outputs[:-1])
-    return Estimate(slot_bytes(captured, tiling, plan), 0, activations, max(before, last, _joined(outputs)))
+    return Estimate(slot_bytes(captured, tiling, plan), 0, activations, max(before, last, joined and outputs[-1] + joined))
 
 
 def _given(captured: CapturedModel, plan: Plan) -> int:
@@ -235,18 +248,19 @@ def _given(captured: CapturedModel, plan: Plan) -> int:
     return 2 * plan.batch * plan.length * (patches + plan.length * captured.pair_bytes)
 
 
-def _outputs(captured: CapturedModel, plan: Plan) -> list[int]:
-    """Bytes of the epilogue's outputs for each micro-batch."""
+def _outputs(captured: CapturedModel, plan: Plan) -> tuple[list[int], int]:
+    """Bytes of the epilogue's outputs for each micro-batch, and of those of the whole batch where they are joined, with
+    shorter rows padded to the longest; else 0."""
     template = captured.templates[captured.calls_for(plan.output)[-1].template]
-    if plan.output != "loss":
-        return [cost.output_bytes(template, rows, plan.length) for rows in plan.micro_batches]
-    variant = template.variant("outputs" if "outputs" in template.variant_names else "evaluate")
-    return [cost.result_bytes(template, variant, rows, plan.length) for rows in plan.micro_batches]
 
+    def size(rows: int, length: int) -> int:
+        if plan.output != "loss":
+            return cost.output_bytes(template, rows, length)
+        variant = template.variant("outputs" if "outputs" in template.variant_names else "evaluate")
+        return cost.result_bytes(template, variant, rows, length)
 
-def _joined(outputs: list[int]) -> int:
-    """Bytes that concatenating outputs takes in addition to all of them but the last."""
-    return outputs[-1] + sum(outputs) if len(outputs) > 1 else 0
+    joined = sum(size(rows, plan.length) for rows in plan.micro_batches)
+    return [size(*each) for each in plan.sizes], joined if len(plan.micro_batches) > 1 else 0
 
 
 def _elements(layout: TileLayout) -> int:
@@ -259,7 +273,7 @@ def _sum(tiling: Tiling, tiles: set[str]) -> int:
 
 
 def _peak(captured: CapturedModel, template: str, variant: str, plan: Plan, fused: bool) -> int:
-    """Peak bytes of a variant for the first micro-batch, which is the largest."""
-    found, rows = captured.templates[template], plan.micro_batches[0]
-    cut = found.variant(variant, found.chunk(rows, plan.token_chunk), plan.residuals)
-    return cost.peak_bytes(found, cut, rows, plan.length, fused)
+    """Peak bytes of a variant for the micro-batch that needs most."""
+    found = captured.templates[template]
+    return max(cost.peak_bytes(found, found.variant(variant, found.chunk(rows, plan.token_chunk), plan.residuals), rows, length,
+                               fused) for rows, length in _largest(plan))

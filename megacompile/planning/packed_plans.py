@@ -1,12 +1,13 @@
-"""Plans of packed rows: searched once, and derived for the rows that a step has.
+"""Plans of packed rows, and of rows in groups of similar length: searched once, and derived for the rows that a step has.
 
-A search simulates dozens of programs and takes seconds, while steps of packed rows differ only in the number and length of
-their rows. So a plan is searched for full micro-batches of the usual length, and a step with other rows takes all its other
-choices. The last rows form micro-batches of powers of two, so that kernels are compiled for few sizes. Where kernels serve any
-size, all micro-batches have about the same number of rows instead.
+A search simulates dozens of programs and takes seconds, while such steps differ only in the number and length of their rows. So
+a plan is searched for full micro-batches of the usual length, and a step with other rows takes all its other choices. The last
+rows form micro-batches of powers of two, so that kernels are compiled for few sizes. Where kernels serve any size, all
+micro-batches have about the same number of rows instead. Each group of rows has micro-batches of its own.
 """
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from dataclasses import replace
@@ -30,7 +31,7 @@ class PackedPlans:
         self._instead: dict[Shape, Shape] = {}
 
     def choose(self, planner: Planner, shape: Shape) -> Choice:
-        """The plan of a training step of packed rows. Raises as `Planner.choose`.
+        """The plan of a training step of packed rows, or of groups of rows. Raises as `Planner.choose`.
 
         It depends on the shape and not on earlier steps: a resumed run, whose first step has another number of rows, gives the
         same bits as one that was not interrupted."""
@@ -43,19 +44,36 @@ class PackedPlans:
                     return found
             except InsufficientMemoryError:  # usual rows may be longer than those of this step
                 pass
+        if shape.group_rows:
+            return self._of_groups(planner, shape)
         found = self._derived(planner, shape, shape.length)
         assert found is not None, "a plan for no fewer rows fits, and so do its choices for these"
         return found
+
+    def _of_groups(self, planner: Planner, shape: Shape) -> Choice:
+        """The plan of groups of rows where there is none for full micro-batches of the usual length: with the choices of a plan
+        for full micro-batches of the longest row, or else for the same rows without groups; or this plan itself."""
+        with contextlib.suppress(InsufficientMemoryError):
+            if (found := self._derived(planner, shape, shape.length)) is not None:
+                return found
+        plain = replace(shape, group_rows=(), group_lengths=())
+        base, answers = self._searched.get(plain), Counter[str]()
+        if base is None or base.resident_state != planner.resident_state():
+            choice = _search(planner, plain)
+            base = self._searched[plain] = choice.plan
+            planner, answers = planner.after(choice), choice.answers
+        plans = derived(base, shape, self.balanced, planner.config.micro_batch_size, planner.config.waves)
+        return Choice(next(filter(planner.fits, plans), base), planner.stateful, answers)
 
     def _derived(self, planner: Planner, shape: Shape, length: int) -> Choice | None:
         """Searches for a plan for full micro-batches of rows of this length, and returns a plan with its choices for the step.
         Returns None if the step's rows are too long for such a plan, if it computes some tokens of each row at a time, or if
         no such plan fits. With the length of the step's own rows, a plan always fits."""
         full = max(1, FULL_TOKENS // length)
-        rows = -(-shape.batch * shape.length // length)
+        rows = -(-shape.tokens // length)
         # About as much work as the step, which decides how much of the update is hidden; or at least as much.
         counts = _power_of_two_in(max(1, rows // full)), -(-rows // full)
-        alike, enough = (replace(shape, batch=full * count, length=length) for count in counts)
+        alike, enough = (replace(shape, batch=full * count, length=length, group_rows=(), group_lengths=()) for count in counts)
         answers = Counter[str]()
         if alike not in self._instead:
             choice = self._with_room(planner, alike)
@@ -69,7 +87,7 @@ class PackedPlans:
                 choice = _search(planner, wanted)
                 base = self._searched[wanted] = choice.plan
                 planner, answers = planner.after(choice), answers + choice.answers
-            if not (plans := derived(base, shape, self.balanced)):
+            if not (plans := derived(base, shape, self.balanced, planner.config.micro_batch_size, planner.config.waves)):
                 return None
             for plan in plans:
                 if planner.fits(plan):
@@ -94,13 +112,16 @@ class PackedPlans:
         self._searched[more], self._instead[usual] = roomy.plan, more
         return replace(roomy, answers=choice.answers + roomy.answers)
 
-    def in_few_sizes(self, plan: Plan) -> Plan:
-        """The plan of an evaluation with micro-batches of powers of two, or `balanced` ones, none larger than it has."""
+    def in_few_sizes(self, plan: Plan, shape: Shape, most: int | None = None) -> Plan:
+        """The plan of an evaluation with micro-batches of powers of two, or `balanced` ones, none larger than it has. Groups of
+        rows have their own, of at `most` so many rows."""
+        if shape.group_rows:
+            micro_batches, lengths = _parts_of_groups(shape, max(plan.micro_batches) * plan.length, self.balanced, most)
+            return plan if plan.token_chunk else replace(plan, micro_batches=micro_batches, lengths=lengths)
         size = max(plan.micro_batches)
         if self.balanced:
             return replace(plan, micro_batches=_balanced(plan.batch, size))
-        size = _power_of_two_in(size)
-        return replace(plan, micro_batches=(size,) * (plan.batch // size) + _powers_of_two(plan.batch % size))
+        return replace(plan, micro_batches=_in_powers_of_two(plan.batch, _power_of_two_in(size)))
 
     def clear(self) -> None:
         self._searched.clear()
@@ -111,26 +132,52 @@ def _search(planner: Planner, wanted: Shape) -> Choice:
     return planner.choose(wanted.batch, wanted.length, True, wanted.update, wanted.whole_step, wanted.output)
 
 
-def derived(base: Plan, shape: Shape, balanced: bool = False) -> list[Plan]:
+def derived(base: Plan, shape: Shape, balanced: bool = False, most: int | None = None, waves: int | None = None) -> list[Plan]:
     """Plans with the choices of `base` for a shape with other rows. Empty if a micro-batch of `base` is shorter than a row.
 
     Micro-batches have as many tokens as those of `base`, and smaller ones of powers of two follow; or they are `balanced`, as
     few as possible, and in later plans a few more, which need less memory. For a whole step, the first plan has about as many
-    tokens per wave as `base`, the second at most as many micro-batches per wave."""
-    size = max(base.micro_batches) * base.length // shape.length
+    tokens per wave as `base`, the second at most as many micro-batches per wave. Micro-batches of groups of rows have at `most`
+    so many rows, and go in so many `waves`, if these are given."""
+    tokens = max(base.micro_batches) * base.length
+    size = tokens // shape.length
     if size == 0 or (base.token_chunk and base.length != shape.length):  # a chunk is some tokens of each row
         return []
+    divisions: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    if shape.group_rows:
+        divisions = [_parts_of_groups(shape, each, balanced, most) for each in (tokens, tokens // 2) if each >= shape.length]
+    elif balanced:
+        divisions = [(each, ()) for each in _divisions(shape.batch, size)]
+    else:
+        divisions = [(_in_powers_of_two(shape.batch, size), ())]
     plans = []
-    for micro_batches in _divisions(shape.batch, size) if balanced else [
-            (size,) * (shape.batch // size) + _powers_of_two(shape.batch % size)]:
-        alike = round(shape.batch * shape.length * base.waves / (base.batch * base.length))
+    for micro_batches, lengths in divisions:
+        alike = round(shape.tokens * base.waves / base.tokens)
         no_more = math.ceil(len(micro_batches) * base.waves / len(base.micro_batches))
         counts = (alike, no_more) if shape.whole_step else (1,)
+        if shape.whole_step and shape.group_rows and waves is not None:
+            counts = (waves,)
         in_one = base.placements.placed(Updated.FROM_HOST_SUMS, ())
-        plans += [replace(base, batch=shape.batch, length=shape.length, micro_batches=micro_batches, waves=waves,
-                          placements=base.placements if waves > 1 else in_one)
-                  for waves in (min(max(1, count), len(micro_batches)) for count in counts)]
+        plans += [replace(base, batch=shape.batch, length=shape.length, micro_batches=micro_batches, lengths=lengths,
+                          waves=count, placements=base.placements if count > 1 else in_one)
+                  for count in (min(max(1, count), len(micro_batches)) for count in counts)]
     return list(dict.fromkeys(plans))
+
+
+def _parts_of_groups(shape: Shape, tokens: int, balanced: bool, most: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The micro-batches of a plan for groups of rows, and their lengths. Each has rows of one group: at most so many `tokens`,
+    of which a row has no more, and at `most` so many rows."""
+    sizes: list[tuple[int, int]] = []
+    for rows, length in shape.groups:
+        size = min(tokens // length, most or rows)
+        parts = _balanced(rows, size) if balanced else _in_powers_of_two(rows, _power_of_two_in(size))
+        sizes += [(part, length) for part in parts]
+    return tuple(rows for rows, _ in sizes), tuple(length for _, length in sizes)
+
+
+def _in_powers_of_two(number: int, size: int) -> tuple[int, ...]:
+    """`number` in parts of this size, then in the powers of two that add up to the rest, the largest first."""
+    return (size,) * (number // size) + _powers_of_two(number % size)
 
 
 def _divisions(number: int, size: int) -> list[tuple[int, ...]]:

@@ -54,6 +54,10 @@ class StepSimulator:
     cautious: dict[tuple[Plan, bool], float] = field(default_factory=dict)
     _latest: tuple[tuple[Plan, bool], Program] | None = None
 
+    def with_caution(self, caution: float) -> StepSimulator:
+        """This simulator, or one with another share of the host's rates."""
+        return self if caution == self.caution else replace(self, caution=caution, cautious={})
+
     def times(self, plan: Plan, whole_step: bool) -> StepTimes:
         """The times of a training step under a plan."""
         key = plan, whole_step
@@ -131,7 +135,7 @@ class StepSimulator:
 
     def _made(self, plan: Plan, whole_step: bool) -> Program:
         captured = self.durations.captured
-        specs = self.tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length)
+        specs = self.tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length, plan.lengths)
         of_loss = plan.output == "loss"
         program = model_program(specs, self.tiling.tiles(), plan.batch, of_loss, whole_step, differentiable=not of_loss)
         for each in self.passes:
@@ -176,9 +180,9 @@ class StepSimulator:
         runs |= dict.fromkeys(layers[recomputed:], ("forward_saving", "backward"))
         runs[calls[-1].name] = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
         forwards, total = {call.name: 0.0 for call in calls}, 0.0
-        for mb, rows in enumerate(plan.micro_batches):
+        for mb, size in enumerate(plan.sizes):
             for call in calls:
-                seconds = [self.durations.seconds(call.template, variant, rows, plan.length, plan.token_chunk, plan.residuals)
+                seconds = [self.durations.seconds(call.template, variant, *size, plan.token_chunk, plan.residuals)
                            for variant in runs[call.name]]
                 total += sum(seconds)
                 forwards[call.name] += seconds[0] if plan.wave_of(mb) == 0 else 0.0

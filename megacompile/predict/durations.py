@@ -168,8 +168,9 @@ class Durations:
     def _node(self, program: Program, node: fx.Node, plan: Plan) -> float:
         op, hardware = op_of(node).name, self.hardware
         if op in TEMPLATE_OPS:
-            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], plan.length,
-                                plan.token_chunk, plan.residuals)
+            mb = argument(node, "mb")
+            return self.seconds(argument(node, "template"), op, program.micro_batches[mb], plan.length_of(mb), plan.token_chunk,
+                                plan.residuals)
         tile: Any = program.tiles.get(argument(node, "tile") or "")
         ranks = program.ranks
         others = (ranks - 1) / ranks
@@ -218,16 +219,17 @@ class Durations:
             case "reduce":  # reads FP32, writes gradients, and reads them for their norms
                 return self._through_memory((4 * self.layouts[tile.name].elements + 2 * tile.gradient_bytes) / ranks)
             case "scale":
-                return self._through_memory(2 * self._held(program, operands(node, "value")[0], plan.length))
+                return self._through_memory(2 * self._held(program, operands(node, "value")[0], plan))
         return 0.0
 
     def _through_memory(self, count: float) -> float:
         return max(count / self.hardware.memory_bandwidth, self.hardware.launch_s)
 
-    def _held(self, program: Program, value: fx.Node, length: int) -> int:
+    def _held(self, program: Program, value: fx.Node, plan: Plan) -> int:
         """Bytes of the accumulators, or of the gradient of a micro-batch's hidden states, that a lease keeps."""
         if (tile := argument(value, "tile")) is not None:
             return 4 * self.layouts[tile].elements
-        sequences = program.micro_batches[argument(value, "mb")]
-        return cost.output_bytes(self.captured.templates[program.calls[0].template], sequences, length)
+        mb = argument(value, "mb")
+        template = self.captured.templates[program.calls[0].template]
+        return cost.output_bytes(template, program.micro_batches[mb], plan.length_of(mb))
 

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.kernels import Activation, Batch
 from megacompile.streaming.dropout_seed import positions
 
+K = TypeVar("K", bound=Hashable)
+
 
 def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: Mapping[str, Tensor],
              inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, seed: int | None,
@@ -26,12 +29,12 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
     moved = {name: tensor.to(backend.device, copy=True) for name, tensor in inputs.items()}
     if loss_denominator is not None:
         loss_denominator = loss_denominator.to(device=backend.device, dtype=torch.float32, copy=True)
-    random = None if seed is None else positions(seed, captured, plan.micro_batches, all_rows.first, all_rows.total,
-                                                 backend.device)
+    random = None if seed is None else positions(seed, captured, plan, all_rows.first, all_rows.total, backend.device)
     shares = torch.tensor([n / all_rows.total for n in plan.micro_batches]).to(backend.device) if captured.is_averaged else None
     totals = _totals_of(backend, captured, all_rows.inputs)
-    backend.enter([*moved.values(), *(t for t in (loss_denominator, random, shares, *totals) if t is not None)])
-    micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in _cuts(plan)]
+    micro_batches = _cut(plan, moved)
+    read = [tensor for inputs in micro_batches for tensor in inputs.values()] if plan.lengths else [*moved.values()]
+    backend.enter([*read, *(t for t in (loss_denominator, random, shares, *totals) if t is not None)])
     return Batch(micro_batches, constants, loss_denominator, shares, totals, random)
 
 
@@ -94,16 +97,19 @@ def send_gradients(backend: Backend, plan: Plan, batch: Batch, gradients: Sequen
     moved = [gradient.to(backend.device).contiguous() for gradient in gradients]
     if plan.output != "loss" and plan.processes > 1:
         moved = [gradient / plan.processes for gradient in moved]
-    backend.enter(moved)
     if plan.output == "loss":
         (batch.scale,) = moved
     else:
-        batch.output_gradients = [tuple(gradient[a:b] for gradient in moved) for a, b in _cuts(plan)]
+        batch.output_gradients = [tuple(part.values()) for part in _cut(plan, dict(enumerate(moved)))]
+        moved = [gradient for part in batch.output_gradients for gradient in part] if plan.lengths else moved
+    backend.enter(moved)
 
 
-def _cuts(plan: Plan) -> list[tuple[int, int]]:
-    """First and last row of each micro-batch."""
-    return list(itertools.pairwise(itertools.accumulate(plan.micro_batches, initial=0)))
+def _cut(plan: Plan, whole: Mapping[K, Tensor]) -> list[dict[K, Tensor]]:
+    """The rows of each micro-batch. Those of shorter rows are copied, since kernels read contiguous memory."""
+    rows = itertools.pairwise(itertools.accumulate(plan.micro_batches, initial=0))
+    return [{name: tensor[a:b, :plan.length_of(mb)].contiguous() if plan.lengths else tensor[a:b]
+             for name, tensor in whole.items()} for mb, (a, b) in enumerate(rows)]
 
 
 def _columns(values: Sequence[Activation]) -> list[tuple[Tensor, ...]]:
@@ -116,4 +122,15 @@ def _total(losses: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+    """The rows of all parts, with zeros after shorter ones."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(tuple(parts))
+    rows, longest = sum(len(part) for part in parts), max(parts, key=lambda part: part.shape[1])
+    joined = longest.new_zeros(rows, *longest.shape[1:])
+    first = 0
+    for part in parts:
+        joined[first:first + len(part), :part.shape[1]] = part
+        first += len(part)
+    return joined

@@ -327,7 +327,7 @@ class Handle:
             rows = streamed.captures.repacking.outlook(shape.shape)
         else:
             rows = streamed.captures.repacking.outlook(shape.shape, given.layout, given.not_packed)
-            useful = given.useful_tokens / (shape.plan.batch * shape.plan.length)
+            useful = given.useful_tokens / shape.plan.tokens
         if not shape.shape.training:
             return rows
         served = streamed.captures.serve(shape.shape.capture_key)

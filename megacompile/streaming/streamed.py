@@ -377,6 +377,7 @@ class Streamed:
         """The shape of a batch in the user's loop, with the optimizer that it has now."""
         output = self.captured.main_output if output == "loss" else output
         return Shape(given.rows, given.length, output == "loss" and given.has_labels, training,
+                     group_rows=tuple(rows for rows, _ in given.groups), group_lengths=tuple(each for _, each in given.groups),
                      update=self.optimizer_in_backward.update_at if training else "step", output=output,
                      **vars(self.captures.key_at(given.key, given.length)))
 
@@ -386,7 +387,7 @@ class Streamed:
         seed = self.together.seed(captured, all_rows)
         batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, given.inputs, loss_denominator, seed, all_rows)
         batch.useful_tokens = given.useful_tokens
-        batch.computed_tokens = shape.plan.batch * shape.plan.length * self.together.size  # of all ranks, like useful_tokens
+        batch.computed_tokens = shape.plan.tokens * self.together.size  # of all ranks, like useful_tokens
         return batch
 
     def close(self) -> None:

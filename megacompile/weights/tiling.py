@@ -199,12 +199,16 @@ class Tiling:
                            layout.state_bytes, layout.visit_bytes, layout.disk_bytes if name in self.on_disk else 0)
                 for name, layout in self.layouts.items()}
 
-    def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int) -> tuple[CallSpec, ...]:
-        """The calls as schedules for sequences of `length` tokens see them."""
+    def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int,
+                   lengths: Sequence[int] = ()) -> tuple[CallSpec, ...]:
+        """The calls as schedules for sequences of `length` tokens see them. `lengths`: those of each micro-batch if they
+        differ."""
         layers = {call.template for call in calls[1:-1]}
-        handed_on = {name: cost.checkpoint_bytes(templates[name], length) for name in layers}
+        handed_on = {name: (cost.checkpoint_bytes(templates[name], length),
+                            tuple(cost.checkpoint_bytes(templates[name], each) for each in lengths)) for name in layers}
         return tuple(replace(spec, template=call.template, weightless=_weightless(templates[call.template]),
-                             output_bytes=handed_on.get(call.template, 0))
+                             output_bytes=handed_on.get(call.template, (0, ()))[0],
+                             bytes_of_each=handed_on.get(call.template, (0, ()))[1])
                      for spec, call in zip(self._chain(), calls, strict=True))
 
     def _layers(self) -> list[tuple[str, ...]]:

@@ -32,7 +32,7 @@ AnySize: TypeAlias = tuple[Variant, int | None]
 @dataclass
 class Binder:
     """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length). With `symbolic_sizes`, also
-    variants of packed rows that serve any number of rows, by (variant, length) with None for any length; each with the sizes
+    variants of uneven rows that serve any number of rows, by (variant, length) with None for any length; each with the sizes
     that inductor tuned for (None: the variant cannot serve any). `inductor` counts compilations.
     `usual_rows`, `usual_length`: the packed rows to tune for; `usual_rows` None: the rows of full kernels."""
 
@@ -74,7 +74,7 @@ class Binder:
                 if op in TEMPLATE_OPS:
                     call, mb = calls[argument(node, "call")], argument(node, "mb")
                     at(f"{call.template}, {op}")
-                    kernels[call.name, op, mb] = self._kernel(program, call, op, program.micro_batches[mb], plan, mode)
+                    kernels[call.name, op, mb] = self._kernel(program, call, op, mb, plan, mode)
         return kernels
 
     def compile_ahead(self, program: Program, plan: Plan) -> None:
@@ -95,8 +95,9 @@ class Binder:
                 if codes and None not in codes.values() and UNITS in can_be_symbols(batch, plan.length):
                     self._with_symbols(template, variant, batch, plan.length, (BATCH, UNITS))
 
-    def _kernel(self, program: Program, call: Call, op: str, batch: int, plan: Plan, mode: str) -> Kernel:
+    def _kernel(self, program: Program, call: Call, op: str, mb: int, plan: Plan, mode: str) -> Kernel:
         template = self.captured.templates[call.template]
+        batch, length = program.micro_batches[mb], plan.length_of(mb)
         variant = _variant(template, op, batch, plan)
         tiles = program.call(call.name).tiles
         trainable = [t for t in tiles if program.tiles[t].trainable]
@@ -109,9 +110,10 @@ class Binder:
             else:
                 assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
                 carried[source.index] = gradient.results[0]
-        function = self._for_any_size(template, variant, batch, plan.length, mode)
+        uneven = self.captured.key.packed or bool(plan.lengths)
+        function = self._for_any_size(template, variant, batch, length) if uneven and mode == "inductor" else None
         return Kernel(
-            function or self._compile(template, variant, batch, plan.length, mode),
+            function or self._compile(template, variant, batch, length, mode),
             tuple(self._input(call, i) for i in range(len(call.sources))),
             variant.outputs, variant.residuals, sum(template.has_gradient), tuple(parameters),
             tuple(carried[i] for i in sorted(carried)))
@@ -123,10 +125,9 @@ class Binder:
             return Input("parameter", source.name, self.tiling.tiles_of[call.name].index(tile), position)
         return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
 
-    def _for_any_size(self, template: Template, variant: Variant, batch: int, length: int,
-                      mode: str) -> Callable[..., Any] | None:
+    def _for_any_size(self, template: Template, variant: Variant, batch: int, length: int) -> Callable[..., Any] | None:
         """Code for `batch` rows of `length` that also serves other sizes. None if that is impossible or disabled."""
-        if not (self.symbolic_sizes and self.captured.key.packed and mode == "inductor"):
+        if not self.symbolic_sizes:
             return None
         # A variant that fixes the length may still serve any number of rows.
         possible = can_be_symbols(batch, length)

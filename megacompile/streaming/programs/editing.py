@@ -10,6 +10,7 @@ refused. The verifier proves the rest, together with the programs of all other s
 """
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -74,6 +75,7 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
     if plan.output != shape.output:
         raise ProgramError(f'the plan has output="{shortened(plan.output)}", but the shape has "{shortened(shape.output)}": '
                            "write the same in both")
+    _check_groups(shape, plan)
     further, parameters = [argument_of(each) for each in shape.further], shapes.captured.forward_arguments
     if len(set(further)) < len(further) or not parameters.issuperset(further):
         raise ProgramError(f"the shape has the additional batch arguments {listed(further)}: name each once, from "
@@ -98,6 +100,20 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
     if plan.saved_layers > layers:
         raise ProgramError(f"the plan keeps residuals of {plan.saved_layers} layers, and the model has {layers}: print the "
                            "program again with model.megacompile.text(batch)")
+
+
+def _check_groups(shape: Shape, plan: Plan) -> None:
+    """Raises `ProgramError` for groups that are not those of a batch, and for micro-batches that cut off tokens of theirs."""
+    counts = shape.group_rows
+    if counts and (len(counts) != len(shape.group_lengths) or sum(counts) != shape.batch
+                   or max(shape.group_lengths) != shape.length) or (shape.group_lengths and not counts):
+        raise ProgramError(f"groups of {shortened(str(counts))} rows with {shortened(str(shape.group_lengths))} tokens are not "
+                           f"those of a batch of {shape.batch} x {shape.length}: leave the shape as printed")
+    wanted = [length for rows, length in shape.groups for _ in range(rows)]
+    given = [length for rows, length in plan.sizes for _ in range(rows)]
+    if any(map(operator.lt, given, wanted)):
+        raise ProgramError(f"the plan's lengths {shortened(str(plan.lengths))} cut off tokens of the shape's groups: leave "
+                           "them as printed")
 
 
 def _check_size(program: Program, model: Program) -> None:

@@ -7,8 +7,9 @@ import hashlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -20,10 +21,12 @@ from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.ir.program import Program, Slot, places, slot_family
 from megacompile.ir.slots import Family
-from megacompile.passes.manager import Compiled, compile_program
+from megacompile.passes import PIPELINE
+from megacompile.passes.manager import Compiled, Pass, compile_program
 from megacompile.planning.memory import Estimate
 from megacompile.planning.packed_plans import PackedPlans
 from megacompile.planning.planner import Choice, Planner
+from megacompile.planning.step_time import UNEVEN_CAUTION
 from megacompile.runtime.kernels import Kernel
 from megacompile.streaming.programs.captures import ModelCaptures
 from megacompile.system.long_lived import collections_paused
@@ -251,12 +254,12 @@ class Shapes:
         if not shape.labels and shape.output in ("loss", LOGITS) and not captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(captured.labels)}")
-        for rows in set(plan.micro_batches):
+        for rows, length in dict.fromkeys(plan.sizes):
             try:
-                captured.check_shape(rows, shape.length, shape.output)
+                captured.check_shape(rows, length, shape.output)
             except UnsupportedError as error:
-                if why := self.captures.why_not_at(shape.capture_key, shape.length):
-                    raise UnsupportedError(f"{error}\nanother capture, for {shape.length} tokens, failed: {why}") from error
+                if why := self.captures.why_not_at(shape.capture_key, length):
+                    raise UnsupportedError(f"{error}\nanother capture, for {length} tokens, failed: {why}") from error
                 raise
         if len(plan.micro_batches) > 1 and shape.labels and not captured.has_loss_denominator:
             raise UnsupportedError(
@@ -267,7 +270,7 @@ class Shapes:
                 "the model computes with several sequences of a batch at once, so that micro-batches would change what it "
                 f"computes: give micro_batch_size={shape.batch} or smaller batches, or let no row read another; in "
                 f"{captured.across_rows}")
-        specs = self.tiling.call_specs(captured.calls_for(shape.output), captured.templates, shape.length)
+        specs = self.tiling.call_specs(captured.calls_for(shape.output), captured.templates, shape.length, plan.lengths)
         return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, shape.whole_step,
                              differentiable=shape.training and shape.output != "loss", hidden_states=shape.output == ALL)
 
@@ -277,14 +280,18 @@ class Shapes:
             return self._planned(shape, planner, choice or self._choice(shape, planner))
 
     def _choice(self, shape: Shape, planner: Planner) -> Choice:
-        packed = shape.packed and planner.splits(shape.output)
-        if packed and shape.training:
+        uneven = (shape.packed or shape.group_rows) and planner.splits(shape.output)
+        if shape.group_rows and planner.simulator is not None:
+            planner = replace(planner, simulator=planner.simulator.with_caution(UNEVEN_CAUTION))
+        if uneven and shape.training:
             choice = self.packed.choose(planner, shape)
         else:
             choice = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
         plan = choice.plan
-        if packed and not shape.training and planner.config.micro_batch_size is None:
-            plan = self.packed.in_few_sizes(plan)
+        if uneven and not shape.training and (shape.group_rows or planner.config.micro_batch_size is None):
+            parts = self.packed.in_few_sizes(plan, shape, planner.config.micro_batch_size)
+            plan = parts if planner.estimate(parts, False).total <= max(
+                planner.estimate(plan, False).total, planner.device_bytes - planner.margin_bytes) else plan
         if shape.lean:
             plan = replace(plan, saved_layers=planner.config.saved_layers or 0)
         return replace(choice, plan=plan)
@@ -295,9 +302,22 @@ class Shapes:
         plan = choice.plan
         model = self.model_program(shape, plan)
         alike = any(known.shape.capture_key == shape.capture_key and known.shape.training for known in self.table.values())
-        compiled = compile_program(model, plan, planner.config.passes, verify_stages=not (shape.packed and alike))
+        compiled = self._resized(shape, plan, model, planner.config.passes) or compile_program(
+            model, plan, planner.config.passes, verify_stages=not ((shape.packed or shape.group_rows) and alike))
         check_agreement(compiled.program, [s.program for s in self.table.values()])
         return CompiledShape(shape, plan, planner.estimate(plan, shape.training), compiled)
+
+    def _resized(self, shape: Shape, plan: Plan, model: Program, passes: Sequence[Pass]) -> Compiled | None:
+        """The program of other groups of rows for these, if there is one with as many micro-batches: nodes and slots are the
+        same for any sizes. Only the slots of checkpoints depend on sizes, and what the user's own passes make."""
+        if not shape.group_rows or plan.host_checkpoints or passes != PIPELINE:
+            return None
+        purpose, choices = _without_sizes(shape, plan)
+        for known in self.table.values():
+            if known.shape.group_rows and not known.loaded and len(known.plan.micro_batches) == len(plan.micro_batches) and (
+                    _without_sizes(known.shape, known.plan) == (purpose, choices)):
+                return known.compiled.resized(model, plan)
+        return None
 
     def _forget(self, keep: Collection[CompiledShape]) -> None:
         """Drops the shapes longest unused, and the variants that were compiled for them alone."""
@@ -307,10 +327,16 @@ class Shapes:
             return
         for each in unused:
             del self.table[each.shape]
-        used = {(size, s.plan.length) for s in self.table.values() for size in s.plan.micro_batches}
-        packed = {s.plan.length for s in self.table.values() if s.shape.packed}
+        used = {size for s in self.table.values() for size in s.plan.sizes}
+        uneven = {length for s in self.table.values() if s.shape.packed or s.plan.lengths for _, length in s.plan.sizes}
         for served in self.captures:
             for key in [k for k in served.binder.compiled if k[2:4] not in used]:
                 del served.binder.compiled[key]
-            for any_size in [k for k in served.binder.for_any_size if not packed or k[1] not in {None, *packed}]:
+            for any_size in [k for k in served.binder.for_any_size if not uneven or k[1] not in {None, *uneven}]:
                 del served.binder.for_any_size[any_size]
+
+
+def _without_sizes(shape: Shape, plan: Plan) -> tuple[Shape, dict[str, Any]]:
+    """What a shape and a plan say besides the number and length of rows."""
+    purpose = replace(shape, batch=1, length=1, group_rows=(), group_lengths=())
+    return purpose, plan.values() | dict(batch=1, length=1, micro_batches=(), lengths=())
