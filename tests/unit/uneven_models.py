@@ -1,0 +1,55 @@
+"""Short uneven rows, and a model whose batches are never packed, so that these rows are grouped by length."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import tiny_models
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Lfm2Config
+
+import megacompile
+from megacompile.inputs import grouped_rows, rounded_lengths
+from megacompile.inputs.rounded_lengths import rounded
+from megacompile.ir.plan import FULL_TOKENS
+
+#: The usual length of rows.
+LONGEST = 64
+#: What a group costs in these tests, in tokens: their rows are short.
+COST = 16
+UNEVEN = [5, 60, 9, 3, 30, 8, 7, 12, 2, 15]
+
+
+def lower_the_cost(monkeypatch: Any) -> None:
+    """Lets rows as short as these be grouped."""
+    for module in (grouped_rows, rounded_lengths):
+        monkeypatch.setattr(module, "TOKENS_OF_A_GROUP", COST)
+
+
+def build() -> Any:
+    """A model with a convolution over tokens, whose batches are never packed."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Lfm2Config(
+        vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0, layer_types=["conv", "full_attention", "conv"])).train()
+
+
+def stream(native: Any, **options: Any) -> Any:
+    return megacompile.stream(copy.deepcopy(native), device="cpu", repack=LONGEST, **options)
+
+
+def right_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    ids = tiny_models.batch(seed, rows=len(lengths), length=max(lengths))["input_ids"]
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def uneven(seed: int, rows: int = 12, longest: int = LONGEST) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.empty(rows).log_normal_(2.0, 0.8, generator=generator).clamp(2, longest).long().tolist()
+    return [longest, *lengths[1:]]
+
+
+def widths_of(lengths: list[int], usual: int) -> dict[int, int]:
+    return {width: max(1, FULL_TOKENS // width) for width in {rounded(each, usual) for each in lengths}}
