@@ -120,7 +120,7 @@ def test_no_collection_runs_while_a_program_is_made(monkeypatch: pytest.MonkeyPa
         batch["labels"][0, 40:] = -100
         model.megacompile.train_step(batch, optimizer)
         assert gc.isenabled()
-    assert len(collecting) > 2 and not any(collecting)
+    assert len(collecting) >= 2 and not any(collecting)  # more, if no other model keeps the second step from planning ahead
     model.megacompile.close()
 
 
