@@ -82,6 +82,7 @@ def throw_at(model: Any, victim: fx.Node | Callable[[fx.Node], bool]) -> None:
 
 
 def lane_threads() -> set[threading.Thread]:
+    gc.collect()  # a model that another test has forgotten ends its threads now, and not between two looks
     return {t for t in threading.enumerate() if t.name.startswith("megacompile")}
 
 
