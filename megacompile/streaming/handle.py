@@ -93,7 +93,7 @@ class Handle:
         Raises `UnsupportedError` if a trained parameter would get no gradient: a trained head that nothing else uses."""
         given = self._of_mapping("last_hidden_state", batch, {})
         captured = self._captured(given)
-        left_out = sorted(captured.left_out_of(LAST) & set(self.streamed.gradients))
+        left_out = sorted(captured.left_out_of(LAST) & self.streamed.gradients.keys())
         if left_out and self._differentiates():
             raise UnsupportedError(f"{left_out[0]} is trained and would get no gradient from the last hidden state: stream the "
                                    "model without its head (AutoModel), freeze it before stream(), or call under "

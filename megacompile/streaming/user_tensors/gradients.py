@@ -33,7 +33,7 @@ class Gradients(Mapping[str, Tensor]):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
         self._stored: dict[str, Tensor] = {}
-        self._names = [s.name for tile in store.tiles.values() for s in tile.layout.slices if s.trainable]
+        self._names = {s.name: None for tile in store.tiles.values() for s in tile.layout.slices if s.trainable}  # in order
         self.parameters, self._tiling, self._store = parameters, tiling, store
         self._lent: dict[str, Lent] = {}
         self._noted: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # what `.grad` was, and its version
@@ -44,6 +44,9 @@ class Gradients(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._stored[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # also before tiles hold gradients
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
