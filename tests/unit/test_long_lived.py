@@ -113,14 +113,15 @@ def test_no_collection_runs_while_a_program_is_made(monkeypatch: pytest.MonkeyPa
         return planned(*given)
 
     monkeypatch.setattr(Shapes, "_planned", noted)
-    model = megacompile.stream(tiny_models.build(), device="cpu", repack=64)
+    # With a budget of its own, the model plans ahead whatever models other tests keep.
+    model = megacompile.stream(tiny_models.build(), device="cpu", repack=64, device_memory="1GiB")
     optimizer = megacompile.AdamW(model.parameters())
     for rows in (3, 4):
         batch = tiny_models.batch(rows=rows, length=60)
         batch["labels"][0, 40:] = -100
         model.megacompile.train_step(batch, optimizer)
         assert gc.isenabled()
-    assert len(collecting) >= 2 and not any(collecting)  # more, if no other model keeps the second step from planning ahead
+    assert len(collecting) > 2 and not any(collecting)
     model.megacompile.close()
 
 
