@@ -1,12 +1,13 @@
 """Plans and programs of rows that are grouped by length: derived without a search, and shared."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from uneven_models import LONGEST, UNEVEN, build, lower_the_cost, right_padded, stream, uneven, widths_of
+import uneven_models
+from tiny_models import right_padded
+from uneven_models import LONGEST, UNEVEN, lower_the_cost, stream, uneven, widths_of
 
 import megacompile
 from megacompile.errors import MegacompileError, ProgramError
@@ -17,18 +18,8 @@ from megacompile.planning.packed_plans import PackedPlans
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.hardware import Hardware
 
-
-@pytest.fixture(autouse=True)
-def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower_the_cost(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def twins() -> Iterator[tuple[Any, Any]]:
-    native = build()
-    model = stream(native)
-    yield model, native
-    model.megacompile.close()
+short_rows = pytest.fixture(autouse=True)(lower_the_cost)
+twins = pytest.fixture(scope="module")(uneven_models.twins)
 
 
 def test_a_plan_has_a_length_for_each_micro_batch() -> None:

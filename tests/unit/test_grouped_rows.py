@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,12 @@ import tiny_models
 import torch
 import trained
 import transformers
+import uneven_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import right_padded
 from torch import Tensor, nn
-from uneven_models import LONGEST, UNEVEN, build, lower_the_cost, right_padded, stream, uneven, widths_of
+from uneven_models import LONGEST, UNEVEN, build, lower_the_cost, step_of_both, stream, uneven, widths_of
 
 import megacompile
 from megacompile.errors import PaddingWarning
@@ -26,18 +27,8 @@ from megacompile.inputs.rounded_lengths import RightPadding, padding_for, rounde
 from megacompile.ir.plan import FULL_TOKENS
 from megacompile.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower_the_cost(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def twins() -> Iterator[tuple[Any, Any]]:
-    native = build()
-    model = stream(native)
-    yield model, native
-    model.megacompile.close()
+short_rows = pytest.fixture(autouse=True)(lower_the_cost)
+twins = pytest.fixture(scope="module")(uneven_models.twins)
 
 
 # ---------------------------------------------------------------- groups
@@ -112,21 +103,10 @@ def test_grouped_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, A
 def test_steps_of_uneven_rows_train_as_native_pytorch(options: dict[str, Any], whole: bool) -> None:
     native = build()
     model = stream(native, **options)
-    ours, theirs = megacompile.AdamW(model.parameters(), lr=1e-3), torch.optim.AdamW(native.parameters(), lr=1e-3)
+    optimizers = megacompile.AdamW(model.parameters(), lr=1e-3), torch.optim.AdamW(native.parameters(), lr=1e-3)
     for step in range(5):
         batch = right_padded(uneven(step), seed=step)
-        expected = native(**batch, use_cache=False).loss
-        expected.backward()
-        theirs.step()
-        theirs.zero_grad()
-        if whole:
-            loss = model.megacompile.train_step(batch, ours)
-        else:
-            loss = model(**batch).loss
-            loss.backward()
-            ours.step()
-            ours.zero_grad()
-        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+        step_of_both(model, native, optimizers, batch, whole)
         plan = model.megacompile.plan
         assert len(set(plan.lengths)) > 1 and plan.tokens < 0.6 * plan.batch * plan.length
         assert max(plan.micro_batches) <= options.get("micro_batch_size", 12)

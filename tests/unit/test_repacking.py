@@ -178,9 +178,7 @@ def test_padded_rows_train_as_native_pytorch_trains_them(batch: dict[str, Tensor
 
 
 def padded(lengths: list[int], **changes: Any) -> dict[str, Tensor]:
-    ids = tiny_models.batch(7, rows=len(lengths), length=max(lengths))["input_ids"]
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask, **changes}
+    return tiny_models.right_padded(lengths, seed=7, **changes)
 
 
 def test_padded_batches_of_any_length_share_few_shapes(model: Any) -> None:

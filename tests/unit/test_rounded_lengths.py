@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +10,19 @@ import pytest
 import tiny_models
 import torch
 import trained
+import uneven_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_models import right_padded
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Lfm2Config
+from uneven_models import LONGEST, step_of_both, stream
 
 import megacompile
 from megacompile.errors import PaddingWarning
 from megacompile.inputs.rounded_lengths import is_usual, rounded
 from megacompile.trainer import Trainer
 
-#: The usual length of rows.
-LONGEST = 64
-
-
-@pytest.fixture(scope="module")
-def twins() -> Iterator[tuple[Any, Any]]:
-    """A model with a convolution over tokens, whose batches are never packed: streamed and native."""
-    torch.manual_seed(0)
-    native = AutoModelForCausalLM.from_config(Lfm2Config(
-        vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, pad_token_id=0, layer_types=["conv", "full_attention"])).train()
-    model = megacompile.stream(copy.deepcopy(native), device="cpu", repack=LONGEST)
-    yield model, native
-    model.megacompile.close()
-
-
-def right_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
-    ids = tiny_models.batch(seed, rows=len(lengths), length=max(lengths))["input_ids"]
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+twins = pytest.fixture(scope="module")(uneven_models.twins)
 
 
 @given(st.integers(1, 40_000), st.integers(1, 9000), st.integers(1, 100))
@@ -115,32 +97,21 @@ def test_thirty_steps_of_a_loop_have_at_most_eight_shapes_and_train_as_native_py
         twins: tuple[Any, Any], whole: bool) -> None:
     """Steps of one to four rows."""
     native = copy.deepcopy(twins[1])
-    model = megacompile.stream(copy.deepcopy(native), device="cpu", repack=LONGEST)
-    ours, theirs = megacompile.AdamW(model.parameters(), lr=1e-3), torch.optim.AdamW(native.parameters(), lr=1e-3)
+    model = stream(native)
+    optimizers = megacompile.AdamW(model.parameters(), lr=1e-3), torch.optim.AdamW(native.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     widths = set()
     for step in range(30):
         lengths = torch.empty(1 + step % 4).log_normal_(2.5, 0.9, generator=generator).clamp(3, LONGEST).long().tolist()
         batch = right_padded(lengths, seed=step)
-        expected = native(**batch, use_cache=False).loss
-        expected.backward()
-        theirs.step()
-        theirs.zero_grad()
-        if whole:
-            loss = model.megacompile.train_step(batch, ours)
-        else:
-            loss = model(**batch).loss
-            loss.backward()
-            ours.step()
-            ours.zero_grad()
-        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+        step_of_both(model, native, optimizers, batch, whole)
         widths.add(model.megacompile.streamed.shapes.latest.shape.length)
     assert 4 < len(widths) <= 8 and max(widths) <= LONGEST
     model.megacompile.close()
 
 
 def test_thirty_steps_of_rows_that_are_not_packed_have_few_shapes(twins: tuple[Any, Any], tmp_path: Path) -> None:
-    model = megacompile.stream(copy.deepcopy(twins[1]), device="cpu", repack=LONGEST)
+    model = stream(twins[1])
     generator = torch.Generator().manual_seed(0)
     lengths = torch.empty(120).log_normal_(3.0, 0.8, generator=generator).clamp(3, 60).long().tolist()
     rows = [{"input_ids": torch.arange(length) % tiny_models.VOCABULARY} for length in lengths]

@@ -53,9 +53,7 @@ def streamed(dynamic: bool | None) -> Any:
 
 
 def padded(lengths: list[int]) -> dict[str, Tensor]:
-    ids = tiny_models.batch(7, rows=len(lengths), length=max(lengths))["input_ids"]
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    return tiny_models.right_padded(lengths, seed=7)
 
 
 def filling(rows: int) -> dict[str, Tensor]:

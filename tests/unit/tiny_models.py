@@ -32,6 +32,13 @@ def batch(seed: int = 0, rows: int = 3, length: int = 9) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def right_padded(lengths: list[int], seed: int = 0, **changes: Any) -> dict[str, Tensor]:
+    """Rows of these lengths, padded on the right to the longest one: input_ids, labels and attention_mask, int64."""
+    ids = batch(seed, rows=len(lengths), length=max(lengths))["input_ids"]
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask, **changes}
+
+
 class Shared:
     """One streamed model and its plain twin. State: their initial weights."""
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import tiny_models
@@ -39,10 +40,29 @@ def stream(native: Any, **options: Any) -> Any:
     return megacompile.stream(copy.deepcopy(native), device="cpu", repack=LONGEST, **options)
 
 
-def right_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
-    ids = tiny_models.batch(seed, rows=len(lengths), length=max(lengths))["input_ids"]
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+def twins() -> Iterator[tuple[Any, Any]]:
+    """The model, streamed and native. A fixture of modules."""
+    native = build()
+    model = stream(native)
+    yield model, native
+    model.megacompile.close()
+
+
+def step_of_both(model: Any, native: Any, optimizers: tuple[Any, Any], batch: dict[str, Tensor], whole: bool) -> None:
+    """Trains both models for a step, the streamed one as a loop or as a whole step. Their losses must be equal."""
+    ours, theirs = optimizers
+    expected = native(**batch, use_cache=False).loss
+    expected.backward()
+    theirs.step()
+    theirs.zero_grad()
+    if whole:
+        loss = model.megacompile.train_step(batch, ours)
+    else:
+        loss = model(**batch).loss
+        loss.backward()
+        ours.step()
+        ours.zero_grad()
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-5)
 
 
 def uneven(seed: int, rows: int = 12, longest: int = LONGEST) -> list[int]:
