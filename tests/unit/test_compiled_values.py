@@ -16,9 +16,8 @@ ROWS, LENGTH = 4, 24
 
 def batch(lengths: list[int]) -> tuple[dict[str, Tensor], Tensor]:
     """Rows padded on the right, and their targets."""
-    ids = tiny_models.batch(11, rows=len(lengths), length=LENGTH)["input_ids"]
-    mask = (torch.arange(LENGTH) < torch.tensor(lengths)[:, None]).long()
-    return dict(input_ids=ids, attention_mask=mask), next_tokens(ids.masked_fill(mask == 0, IGNORED))
+    padded = tiny_models.right_padded(lengths, seed=11)
+    return padded, next_tokens(padded.pop("labels"))
 
 
 def kernels(model: Any) -> int:

@@ -35,7 +35,7 @@ def planner_of(model: Any, device_bytes: int) -> Any:
     streamed = model.megacompile.streamed
     simulator = simulator_of(streamed.captured, streamed.tiling, Hardware.find("h200"), True)
     return replace(streamed.shapes.planner, simulator=simulator, budget_bytes=device_bytes, margin_bytes=0, keep_residuals=True,
-                   keeping=False, taken_bytes=0)  # models of other tests may live
+                   keeping=False, taken_bytes=0, stateful=None)  # whatever other tests made
 
 
 def test_memory_and_time_of_a_plan_are_those_of_its_micro_batches(twins: tuple[Any, Any]) -> None:
@@ -48,8 +48,7 @@ def test_memory_and_time_of_a_plan_are_those_of_its_micro_batches(twins: tuple[A
             assert each(plan) == each(same)
         assert planner.estimate(shorter).total < planner.estimate(plan).total
         assert planner.estimate(shorter, False).total < planner.estimate(plan, False).total
-        shorter_s, plan_s = (planner.simulator.times(each, True).step_s for each in (shorter, plan))
-        assert shorter_s <= plan_s * (1 + 1e-9)  # sums in another order
+        assert planner.simulator.times(shorter, True).step_s <= planner.simulator.times(plan, True).step_s
         assert planner.host_parts(shorter)["checkpoints"] <= planner.host_parts(plan)["checkpoints"]
 
 
