@@ -34,6 +34,10 @@ SHAPES: dict[str, dict[str, Any]] = {
                          num_key_value_heads=8, head_dim=64, sliding_window=128),
     "mistral-7b": dict(model_type="mistral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                        num_attention_heads=32, num_key_value_heads=8, sliding_window=4096),
+    # Convolutions over tokens in ten of its layers, so that rows of uneven length are not packed.
+    "lfm2-1b": dict(model_type="lfm2", vocab_size=65536, hidden_size=2048, intermediate_size=12288, num_hidden_layers=16,
+                    num_attention_heads=32, num_key_value_heads=8, block_auto_adjust_ff_dim=True,
+                    layer_types=["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)]),
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
                  num_key_value_heads=2),
     # Layers of the 7B shape, 1 to 5 times as wide. The vocabulary is small, so that the layers dominate.
@@ -46,6 +50,8 @@ ORIGINAL_BYTES = 2
 
 def config(shape: str, layers: int | None = None) -> Any:
     sizes = dict(SHAPES[shape]) | ({"num_hidden_layers": layers} if layers else {})
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][:sizes["num_hidden_layers"]]
     return AutoConfig.for_model(sizes.pop("model_type", "qwen2"), **sizes, max_position_embeddings=2**20,
                                 tie_word_embeddings=False)
 

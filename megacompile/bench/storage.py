@@ -7,25 +7,33 @@ Writes a model with random weights as safetensors files and removes them from th
 threads, for the rate of the disk. Removes them from the cache again and loads them with `megacompile.from_pretrained`; the rate
 of loading does not include the model's capture. With `--save`, times steps without a save, and steps during a save of
 `CheckpointWriter`. The slow-down includes the time for which `save` itself blocks training.
+
+Under torchrun, all processes load the files and save the state of one copy of the model:
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/storage.py --shape qwen2-32b --layers 12 --folder /scratch --save
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import megacompile
 from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
 from megacompile.bench.step import gib, resident_bytes
 from megacompile.checkpoint.writer import CheckpointWriter
+from megacompile.planning.process_group import process_count, rank_in_job
 from megacompile.weights.filling import READERS
 
 _CHUNK_BYTES = 16 << 20
@@ -41,14 +49,16 @@ def options() -> argparse.ArgumentParser:
 
 
 def measure(given: argparse.Namespace) -> rows.Row:
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        weights = Path(folder, "model")
-        random_model(given.shape, rows.layer_count(given), given.device).save_pretrained(weights, max_shard_size="2GB")
-        files = sorted(weights.glob("*.safetensors"))
-        size = sum(file.stat().st_size for file in files)
-        empty_cache(files)
-        disk_s = seconds(lambda: read(files))
-        empty_cache(files)
+    with shared_folder(given) as folder:
+        weights, disk_s = folder / "model", 0.0
+        if rank_in_job() == 0:
+            random_model(given.shape, rows.layer_count(given), given.device).save_pretrained(weights, max_shard_size="2GB")
+            files = sorted(weights.glob("*.safetensors"))
+            empty_cache(files)
+            disk_s = seconds(lambda: read(files))
+            empty_cache(files)
+        wait_for_all()
+        size = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
         before = resident_bytes()
         begun = time.perf_counter()
         model = megacompile.from_pretrained(weights, device=given.device, micro_batch_size=given.micro_batch_size,
@@ -58,11 +68,37 @@ def measure(given: argparse.Namespace) -> rows.Row:
         row = dict(
             layers=model.config.num_hidden_layers, parameters=sum(p.numel() for p in model.parameters()),
             files_gib=gib(size), disk_s=round(disk_s, 6), load_s=round(load_s, 2),
-            capture_s=round(capture_s, 2), disk_gb_per_s=rate(size, disk_s), load_gb_per_s=rate(size, load_s - capture_s),
+            capture_s=round(capture_s, 2), disk_gb_per_s=rate(size, disk_s) if disk_s else None,
+            load_gb_per_s=rate(size, load_s - capture_s),
             resident_set_gib=gib(resident_bytes() - before), losses=[])
-        row |= saving(model, Path(folder, "checkpoints"), given) if given.save else {}
+        row |= saving(model, folder / "checkpoints", given) if given.save else {}
         model.megacompile.close()
     return row
+
+
+@contextlib.contextmanager
+def shared_folder(given: argparse.Namespace) -> Iterator[Path]:
+    """A temporary folder that all processes use. The first one makes and removes it."""
+    if process_count() > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if given.device == "cuda" else "gloo")
+    with contextlib.ExitStack() as owned:
+        made = [owned.enter_context(tempfile.TemporaryDirectory(dir=given.folder)) if rank_in_job() == 0 else None]
+        if process_count() > 1:
+            dist.broadcast_object_list(made, device=torch.device("cpu"))
+        yield Path(str(made[0]))
+        wait_for_all()
+
+
+def wait_for_all() -> None:
+    anywhere(False)
+
+
+def anywhere(here: bool) -> bool:
+    """Whether a flag is set in any process. All of them must ask."""
+    flag = torch.tensor([here], dtype=torch.int32)
+    if process_count() > 1:
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def seconds(action: Any) -> float:
@@ -119,7 +155,7 @@ def saving(model: Any, folder: Path, given: argparse.Namespace) -> rows.Row:
         writer.save()
         fixed_s = time.perf_counter() - begun
         beside = [step()]
-        while writer.saving:
+        while anywhere(writer.saving):
             beside.append(step())
         saved = writer.wait()
         assert saved is not None, "close() would have raised"

@@ -32,3 +32,15 @@ def test_a_row_of_uneven_lengths_counts_the_useful_tokens_of_both_ranks(tmp_path
     assert sum(row["useful_tokens"]) == row["stats"]["useful_tokens"]
     assert sum(row["computed_tokens"]) == row["stats"]["computed_tokens"] >= row["stats"]["useful_tokens"]
     assert not job.errors(1).count('"system"')
+
+
+@pytest.mark.on_demand
+def test_two_ranks_load_and_save_one_copy_of_a_model(tmp_path: Path) -> None:
+    arguments = ["--shape", "tiny", "--layers", "2", "--batch", "3", "--length", "16", "--steps", "2", "--warm-up", "1",
+                 "--uncompiled", "--device", "cpu", "--save", "--folder", str(tmp_path),
+                 "--append", str(tmp_path / "rows.jsonl")]
+    job = start(ROOT / "benchmarks" / "storage.py", 2, tmp_path / "job", arguments)
+    assert job.wait() == [0, 0], job.errors(0) + job.errors(1)
+    row, = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert row["options"]["gpus"] == 2 and row["save_s"] > row["save_returned_s"] > 0 and row["load_s"] > row["capture_s"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "rows.jsonl"], "it leaves nothing on the disk"
