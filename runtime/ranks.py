@@ -43,6 +43,8 @@ _FIRST_S, _LONGEST_S = 2e-5, 1e-3
 _CHUNK_BYTES = 1 << 26
 #: How often a wait looks at the board, in seconds.
 _LOOK_S = 0.05
+#: How long what a rank has sent may be on its way, in seconds.
+_ARRIVING_S = 0.2
 #: How long a process may take to end once it has closed its connections, in seconds.
 _ENDING_S = 5.0
 #: The limit of groups that wait for as long as the others work.
@@ -171,7 +173,12 @@ class Ranks:
             pause = min(2 * pause, _LONGEST_S)
             if now - looked > _LOOK_S:
                 looked = now
-                self.check(failures=not patient)
+                try:
+                    self.check(failures=not patient)
+                except RankError:  # which the other rank may have met after it did its part of this wait
+                    if _soon(done):
+                        return
+                    raise
             if self.timeout_s is not None and not patient and now - begun > self.timeout_s:
                 late = "" if self.board is None else self.board.late_ranks()
                 raise RankError(f"rank {self.rank} has waited for {self.timeout_s:g} s{late}: find out what the other ranks "
@@ -290,6 +297,16 @@ class Ranks:
         self.exchanges.close()
         for group in self._own_groups:
             self.end_group(group)
+
+
+def _soon(done: Callable[[], bool]) -> bool:
+    """Whether `done` is true within `_ARRIVING_S`."""
+    limit = time.monotonic() + _ARRIVING_S
+    while not done():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(_LONGEST_S)
+    return True
 
 
 def connect(device: torch.device, timeout_s: float | None, peer_copies: bool | None = None, mesh: Rows | None = None) -> Ranks:
