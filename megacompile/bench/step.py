@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import os
 import time
 from collections.abc import Iterator
@@ -42,6 +41,7 @@ import megacompile
 from megacompile import picture
 from megacompile.bench import rows
 from megacompile.bench.disk_rows import of_the_disk
+from megacompile.bench.kept_model import KeptModel
 from megacompile.bench.shapes import random_model
 from megacompile.errors import MegacompileError
 from megacompile.ir.plan import RESIDUALS
@@ -126,55 +126,33 @@ _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident
 _YES = {"yes": True, "no": False}
 
 
-class Models:
-    """Streams the model of a row. Consecutive rows that differ only in plan and batch share a model.
+class Models(KeptModel):
+    """State, beside that of all: `before`, the resident bytes of the process before the model was streamed."""
 
-    State: the model of the last row, the options that it was `made` for, and the number of rows that `used` it."""
+    COMMON = MODEL
 
     def __init__(self) -> None:
-        self.model: Any = None
-        self.made: tuple[Any, ...] = ()
-        self.used = 0
-        self.before = 0  # resident bytes of the process before the model was streamed
+        super().__init__()
+        self.before = 0
 
-    def of(self, given: argparse.Namespace) -> Any:
-        """The streamed model, with the plan of a row."""
-        planned = {name: getattr(given, name) for name in _PLANNED}
-        planned["resident"] = tuple(given.resident)
+    def planned(self, given: argparse.Namespace) -> dict[str, Any]:
+        found = {name: getattr(given, name) for name in _PLANNED}
+        found["resident"] = tuple(given.resident)
         for name in ("resident_state", "visiting_state"):
-            planned[name] = "all" if planned[name] == ["all"] else planned[name]
-        planned["deferred_moments"] = _YES.get(given.deferred_moments)
-        made = tuple(tuple(value) if isinstance(value := getattr(given, name), list) else value for name in MODEL)
-        if self.model is not None and made == self.made:
-            self.used += 1
-            self.model.megacompile.replan(**planned)
-            return self.model
-        self.close()
-        self.made, self.used = made, 1
+            found[name] = "all" if found[name] == ["all"] else found[name]
+        found["deferred_moments"] = _YES.get(given.deferred_moments)
+        return found
+
+    def streamed(self, given: argparse.Namespace, planned: dict[str, Any]) -> Any:
         model = random_model(given.shape, rows.layer_count(given), given.device, given.lora, given.quantize)
         if given.device == "cuda":
             torch.cuda.empty_cache()
         self.before = resident_bytes()
-        self.model = megacompile.stream(model, device=given.device, pinned_memory=given.pinned_memory,
-                                        host_memory=given.host_memory, disk=given.disk, state_slabs=given.state_slabs,
-                                        disk_state="all" if given.disk_state == ["all"] else given.disk_state,
-                                        compile=False if given.uncompiled else None,
-                                        peer_copies=False if given.nccl else None, precision=given.precision, **planned)
-        return self.model
-
-    def close(self) -> None:
-        """Closes the model, if there is one."""
-        model, self.model = self.model, None
-        if model is not None:
-            model.megacompile.close()
-        del model
-        gc.collect()  # otherwise its tiles may still be there while the next model is made
-
-    def __enter__(self) -> Models:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return megacompile.stream(model, device=given.device, pinned_memory=given.pinned_memory,
+                                  host_memory=given.host_memory, disk=given.disk, state_slabs=given.state_slabs,
+                                  disk_state="all" if given.disk_state == ["all"] else given.disk_state,
+                                  compile=False if given.uncompiled else None,
+                                  peer_copies=False if given.nccl else None, precision=given.precision, **planned)
 
 
 def measure(given: argparse.Namespace, models: Models) -> rows.Row:

@@ -6,7 +6,8 @@
 
 A step has `--batch` rows, padded to the longest one as default collators do. Tokens per second do not count padding. Native is
 `transformers.Trainer` with weights, gradients and a fused bf16 AdamW on the device; it accumulates over micro-batches. Prints
-one JSON line.
+one JSON line. One process measures rows that `--then` separates. Rows of megacompile use one model if only their data, training
+API and device memory budget differ.
 
 Under torchrun, each GPU trains on `--batch` rows of its own, and the row counts the tokens of all of them:
 
@@ -15,6 +16,7 @@ Under torchrun, each GPU trains on `--batch` rows of its own, and the row counts
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -38,6 +40,7 @@ from transformers import PreTrainedTokenizerFast
 
 import megacompile
 from megacompile.bench import clocks, native, rows
+from megacompile.bench.kept_model import KeptModel
 from megacompile.bench.rows import significant
 from megacompile.bench.shapes import config, parameters, random_model
 from megacompile.bench.step_clock import Clock, collections, step_fields
@@ -216,13 +219,40 @@ WAYS = dict(trainer=through_trainer, sft=through_sft, loop=through_loop, native=
 
 # ---------------------------------------------------------------- a row
 
-def measure(given: argparse.Namespace) -> rows.Row:
+class Models(KeptModel):
+    """State, beside that of all: `stream_s`, the seconds that the last `stream` took."""
+
+    COMMON = ("shape", "layers", "device", "micro_batch_size", "dynamic")
+
+    def planned(self, given: argparse.Namespace) -> dict[str, Any]:
+        return dict(device_memory=given.device_memory)
+
+    def streamed(self, given: argparse.Namespace, planned: dict[str, Any]) -> Any:
+        model = random_model(given.shape, rows.layer_count(given), given.device)
+        began = time.perf_counter()
+        model = megacompile.stream(model, device=given.device, micro_batch_size=given.micro_batch_size, dynamic=given.dynamic,
+                                   **planned)
+        self.stream_s = round(time.perf_counter() - began, 2)
+        return model
+
+
+def native_model(given: argparse.Namespace) -> Any:
+    model = random_model(given.shape, rows.layer_count(given), given.device)
+    model.set_attn_implementation(given.attention)
+    model = model.to(given.device)
+    native.prepare(model, given)
+    return model
+
+
+def measure(given: argparse.Namespace, models: Models) -> rows.Row:
+    if given.cold or given.through in ("train", "native"):
+        models.close()  # before anything else needs its memory, and its kernels would not be cold
     with tempfile.TemporaryDirectory() as folder:
         if given.cold and given.cache is not None and given.cache.exists():
             raise MegacompileError(f"{given.cache} exists, but --cold needs an empty cache: give another --cache")
         if given.cold or given.cache is not None:
             os.environ["MEGACOMPILE_CACHE"] = str(given.cache or f"{folder}/cache")
-        return _of_command(given, Path(folder)) if given.through == "train" else _measure(given, folder)
+        return _of_command(given, Path(folder)) if given.through == "train" else _measure(given, folder, models)
 
 
 def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:
@@ -266,25 +296,21 @@ def row_of_log(given: argparse.Namespace, log: Path, whole: float) -> rows.Row:
         losses=[entry["loss"] for entry in entries], **step_fields(given.warm_up, times, useful, computed))
 
 
-def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
+def _measure(given: argparse.Namespace, folder: str, models: Models) -> rows.Row:
     native_run, cuda = given.through == "native", given.device == "cuda"
     began = time.perf_counter()
-    model = random_model(given.shape, rows.layer_count(given), given.device)
-    made = time.perf_counter()
     with work_done() as preparing:
-        if native_run:
-            model.set_attn_implementation(given.attention)
-            model = model.to(given.device)
-            native.prepare(model, given)
-        else:
-            model = megacompile.stream(model, device=given.device, device_memory=given.device_memory,
-                                       micro_batch_size=given.micro_batch_size, dynamic=given.dynamic)
+        model = native_model(given) if native_run else models.of(given)
     streamed = time.perf_counter()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     fed = feed(given, model.config.vocab_size)
-    clock = (Clock(torch.cuda.synchronize if cuda else lambda: None) if native_run else
-             Clock(computed=lambda: model.megacompile.streamed.step.tokens.computed))
+    if native_run:
+        clock = Clock(torch.cuda.synchronize if cuda else lambda: None)
+    else:
+        counted = model.megacompile.streamed.step.tokens
+        before = counted.computed  # by other rows
+        clock = Clock(computed=lambda: counted.computed - before)
     with clocks.sampled(given.device) as sampled, collections() as collected, work_done() as training:
         losses = WAYS[given.through](given, model, fed, folder, clock)
     times, warm = clock.times, clock.warm_up(given.warm_up)
@@ -298,7 +324,8 @@ def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
         padding=round(1 - sum(tokens) / sum(padded), 4), tflops=significant(6e-12 * active * rate),
         parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
         losses=losses, **step_fields(warm, times, tokens, computed), steps_timed=clock.steps,
-        stream_s=round(streamed - made, 2), setup_s=round(streamed - began, 1),
+        **({} if native_run else dict(stream_s=models.stream_s, rows_of_the_model=models.used)),
+        setup_s=round(streamed - began, 1),
         preparing_s=_seconds(preparing), training_s=_seconds(training),
         collections_s=[(round(end - clock.began, 3), round(seconds, 3)) for end, seconds in collected],
         stats={name: value for name, value in stats.items() if isinstance(value, int | float)},
@@ -311,7 +338,8 @@ def _seconds(done: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    rows.main("uneven", options(), measure)
+    with Models() as models:
+        rows.main("uneven", options(), functools.partial(measure, models=models))
 
 
 if __name__ == "__main__":

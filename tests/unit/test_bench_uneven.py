@@ -23,8 +23,8 @@ TINY = ["--shape", "tiny", "--layers", "2", "--batch", "6", "--steps", "2", "--w
         "--logging-steps", "1"]
 
 
-def row_of(*arguments: str) -> dict[str, Any]:
-    return dict(rows.finished(uneven.measure(uneven.options().parse_args([*TINY, *arguments]))))
+def row_of(*arguments: str, models: uneven.Models | None = None) -> dict[str, Any]:
+    return dict(rows.finished(uneven.measure(uneven.options().parse_args([*TINY, *arguments]), models or uneven.Models())))
 
 
 def test_all_trainers_see_the_same_rows_and_count_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +46,19 @@ def test_steps_that_are_not_logged_count_as_much_as_others() -> None:
     each, together = row_of(), row_of("--logging-steps", "5")
     assert each["steps_timed"] == [1, 1, 1] and together["steps_timed"] == [1, 2]
     assert together["computed_tokens"] == [each["computed_tokens"][0], round(statistics.mean(each["computed_tokens"][1:]))]
+
+
+def test_rows_that_differ_in_data_trainer_and_budget_share_a_model_and_count_their_own_tokens() -> None:
+    with uneven.Models() as models:
+        first, second = row_of(models=models), row_of("--device-memory", "1GiB", models=models)
+        full = row_of("--through", "loop", "--data", "full", "--batch", "64", models=models)
+        assert [row["rows_of_the_model"] for row in (first, second, full)] == [1, 2, 3]
+        assert first["useful_tokens"] == second["useful_tokens"] and first["computed_tokens"] == second["computed_tokens"]
+        assert full["padding"] == 0 and full["useful_tokens"] == full["computed_tokens"]
+        model = models.model
+        row_of("--through", "native", models=models)
+        assert models.model is None, "native training needs the memory"
+        assert row_of(models=models)["losses"] == first["losses"] and models.model is not model
 
 
 @pytest.mark.parametrize("way", ["loop", "sft", "train"])
