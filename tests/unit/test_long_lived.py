@@ -52,7 +52,7 @@ def test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed(
         assert early() is None, "garbage does not stay"
         count = gc.get_freeze_count()
         long_lived.after_step()
-        assert gc.get_freeze_count() == count > len(kept), "nothing new has been made"
+        assert count >= gc.get_freeze_count() > len(kept), "nothing new has been made"
         late = weakref.ref(Node())
         begun = time.thread_time()
         gc.collect()
