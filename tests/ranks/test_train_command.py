@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_tokenizer
+import torch
 from processes import PATHS, free_port
+from rich.console import Console
 from tiny_models import build
 
 from megacompile.finetuning.reports import LOG, read_log
@@ -86,6 +89,7 @@ def test_two_hosts_that_torchrun_starts_have_the_curve_of_one_process_and_write_
     assert_same_curve(two, one)
 
 
+@pytest.mark.on_demand  # (test_fine_tuning.py stops one process by a signal in every run)
 def test_a_signal_stops_all_processes_after_a_step_and_saves(source: Path, tmp_path: Path) -> None:
     process = start(source, "--steps", 100000, "--gpus", 2, "--output", tmp_path / "run")
     log = tmp_path / "run" / LOG
@@ -116,13 +120,16 @@ def test_a_process_that_is_killed_ends_the_command(source: Path, tmp_path: Path)
 
 
 def test_too_few_gpus_or_rows_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     from megacompile.errors import ArgumentError
+    from megacompile.finetuning import preparation
     from megacompile.finetuning.launch import check_gpus
+    from megacompile.finetuning.settings import Settings
+    from megacompile.tools.lora import Lora
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ArgumentError, match="--gpus 2 needs 2 GPUs, and this machine has 1: give --gpus 1"):
         check_gpus(2, None)
     check_gpus(2, "cpu")
-    printed = finished(start(source, "--steps", 1, "--batch", 1, "--gpus", 2), 2)
-    assert "--batch 1 has fewer sequences than GPUs (2): give --batch 2 or more" in printed
+    monkeypatch.setattr(preparation, "process_count", lambda: 2)
+    with pytest.raises(ArgumentError, match=r"--batch 1 has fewer sequences than GPUs \(2\): give --batch 2 or more"):
+        preparation.prepare(str(source), [str(source / "rows.jsonl")], Settings(batch=1, steps=1, length=64), Lora(),
+                            Console(file=StringIO()))

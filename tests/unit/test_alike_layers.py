@@ -206,7 +206,8 @@ def test_layers_are_removed_that_are_like_others(model: type[Model], kept: int, 
 
 
 @pytest.mark.parametrize(("kind", "changes", "kept", "further"), [
-    ("Qwen2Config", {}, 2, ()), ("LlamaConfig", dict(attention_dropout=0.1), 2, ("attention_mask",)),
+    pytest.param("Qwen2Config", {}, 2, (), marks=pytest.mark.on_demand),
+    ("LlamaConfig", dict(attention_dropout=0.1), 2, ("attention_mask",)),
     ("Gemma3TextConfig", WINDOWED, 3, ("position_ids",)),
     pytest.param("Gemma3TextConfig", WINDOWED, 3, ("attention_mask",), marks=pytest.mark.on_demand),
     ("Qwen3MoeConfig", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, decoder_sparse_step=1), 2,
@@ -229,7 +230,7 @@ def test_layers_above_frozen_ones_are_of_another_kind(removed: list[Mapping[str,
     assert list(removed[0]) == ["model.layers.3"]  # the first that is trained is given what requires no gradient
 
 
-@pytest.mark.parametrize("stored", [None, "nf4"])
+@pytest.mark.parametrize("stored", [None, pytest.param("nf4", marks=pytest.mark.on_demand)])
 def test_layers_with_adapters_are_alike(stored: str | None, removed: list[Mapping[str, str]]) -> None:
     """PEFT's adapters store the name of the layer that they belong to."""
     peft = pytest.importorskip("peft")

@@ -603,6 +603,7 @@ def test_an_adapter_that_is_stopped_goes_on_to_the_bit_and_is_saved_as_peft_s(
     assert any(float(p.detach().abs().max()) > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
 
 
+@pytest.mark.on_demand  # (resumes of adapters, and adapters over quantized weights, are tested in every run)
 def test_an_adapter_over_quantized_weights_resumes_to_the_bit(model: Path, data: Path, tmp_path: Path) -> None:
     arguments = ("train", model, "--data", data, *FLAGS, "--lora", "--lora-rank", 2, "--decay", "constant",
                  "--save-interval", 2)

@@ -170,6 +170,7 @@ def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type]
     trained.megacompile.close()
 
 
+@pytest.mark.on_demand  # (test_sft.py trains adapters of such models in every run)
 def test_a_policy_of_bitsandbytes_trains_an_adapter(tokenizer: Any, tmp_path: Path) -> None:
     """Against its frozen weights in four bits."""
     peft = pytest.importorskip("peft")
@@ -254,7 +255,7 @@ def test_a_policy_given_by_name_is_streamed_and_its_reference_is_a_frozen_copy(
         each.megacompile.close()
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.on_demand)], ids=["plain", "adapted"])
 def test_grpo_needs_no_more_than_a_name_and_a_reward(adapted: bool, tokenizer: Any, tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Without arguments: TRL's defaults, in a folder of the model's name."""

@@ -180,7 +180,9 @@ def test_model_init_kwargs_that_are_not_supported_are_refused(
 
 
 # ---------------------------------------------------------------- quantized weights
-@pytest.mark.parametrize(("bf16", "prepared"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("bf16", "prepared"), [
+    (True, True), pytest.param(False, False, marks=pytest.mark.on_demand),
+    pytest.param(True, False, marks=pytest.mark.on_demand)])
 def test_a_model_of_bitsandbytes_is_streamed_and_given_an_adapter(bf16: bool, prepared: bool, tokenizer: Any,
                                                                   tmp_path: Path) -> None:
     """As people write it: load, perhaps prepare, stream, and give the trainer a `peft_config`. The adapter stays in float32,
@@ -206,7 +208,7 @@ def test_a_model_of_bitsandbytes_is_streamed_and_given_an_adapter(bf16: bool, pr
     made.model.megacompile.close()
 
 
-@pytest.mark.parametrize("given_as", ["argument", "model_init_kwargs"])
+@pytest.mark.parametrize("given_as", ["argument", pytest.param("model_init_kwargs", marks=pytest.mark.on_demand)])
 def test_a_model_given_by_name_is_quantized_as_trl_is_told_to(given_as: str, tokenizer: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     bitsandbytes_models.build().save_pretrained(tmp_path / "base")

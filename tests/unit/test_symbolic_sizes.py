@@ -182,6 +182,7 @@ def test_kernels_of_one_length_train_rows_of_another_as_native_pytorch(lengths: 
     assert [after[name] - before[name] for name in ("compiled", "compiled_from_cache", "compiled_variants")] == [0, 0, 0]
 
 
+@pytest.mark.on_demand  # (test_inductor.py starts second processes in every run)
 def test_a_second_process_compiles_nothing_and_computes_the_same_bits(tmp_path: Path) -> None:
     """It finds the code of packed rows, what that assumes, and the code of plain batches, which is for their number of rows."""
     first, second = (fresh_process(TRAINING, tmp_path / "cache") for _ in range(2))

@@ -68,7 +68,8 @@ def served(server: GenerationServer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("trainers", "adapted"), [
-    ((trl.GRPOTrainer, GRPOTrainer), False), ((trl.GRPOTrainer, GRPOTrainer), True),
+    ((trl.GRPOTrainer, GRPOTrainer), False),
+    pytest.param((trl.GRPOTrainer, GRPOTrainer), True, marks=pytest.mark.on_demand),
     pytest.param((trl.RLOOTrainer, RLOOTrainer), False, marks=pytest.mark.on_demand)], ids=["grpo", "adapter", "rloo"])
 def test_a_policy_is_sampled_by_a_server_and_trained_as_it_is_unstreamed(
         trainers: tuple[type, type], adapted: bool, tokenizer: Any, serving: Any, tmp_path: Path) -> None:  # noqa: F811
