@@ -65,6 +65,7 @@ class Batch:
     micro_batches: Sequence[Mapping[str, Tensor]]
     constants: Mapping[str, Tensor]
     loss_denominator: Tensor | None = None
+    target_tokens: Sequence[int] = ()  # by micro-batch, if the host knows them
     shares: Tensor | None = None  # by micro-batch
     totals: Sequence[Tensor | None] = ()  # values made from all rows of the batch
     random: Tensor | None = None  # dropout seeds, by micro-batch and call

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from megacompile.ir.program import Kept, Lane, argument, op_of, operands
+from megacompile.ir.target_tokens import target_tokens
 from megacompile.runtime.collective_operations import COLLECTIVE_OPERATIONS
 from megacompile.runtime.frame import Frame, own_bytes
 from megacompile.runtime.kernels import Activation, Kernel, bind
@@ -80,7 +81,9 @@ def _forward(frame: Frame, node: fx.Node) -> Activation:
 
 
 def _loss(frame: Frame, node: fx.Node) -> Activation:
-    kernel, results = _run(frame, node)
+    targets = frame.batch.target_tokens
+    with target_tokens(targets[argument(node, "mb")] if targets else None):
+        kernel, results = _run(frame, node)
     accumulate_gradients(kernel, results, frame.read(node, "accumulators") or ())
     return Activation(tuple(results[i] for i in kernel.carried_gradients), loss=results[0])
 

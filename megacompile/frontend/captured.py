@@ -100,7 +100,8 @@ class LossFacts:
     losses from that. `fused_loss`: the epilogue's loss never holds all logits of the micro-batch. `token_loss`: the loss is a
     function of tokens that the user gave. `count_targets(batch on the host)`: gives a batch's loss denominator, a 0-d float32
     tensor; None if the loss is not a sum over the "loss_denominator" input. `is_averaged`: the loss has another part besides
-    that sum, so the step's loss is the mean of the micro-batches' losses, weighted by rows.
+    that sum, so the step's loss is the mean of the micro-batches' losses, weighted by rows. `needs_targets_alone`: the head
+    computes tokens with a target alone if it is told their number, which is `count_targets` of the micro-batch.
     """
 
     has_loss: bool
@@ -108,6 +109,7 @@ class LossFacts:
     token_loss: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     is_averaged: bool
+    needs_targets_alone: bool
 
     @property
     def has_loss_denominator(self) -> bool:

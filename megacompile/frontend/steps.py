@@ -299,8 +299,9 @@ def describe_loss(graph: ModelGraph, loss: Loss, has_loss: bool, count_targets: 
                   templates: dict[str, Template], calls: tuple[Call, ...]) -> LossFacts:
     """Whether the loss adds up over micro-batches, and whether logits are held."""
     fused = "linear_cross_entropy" in templates[calls[-1].template].stages["joint"]
+    alone = fused and isinstance(count_targets, TargetCount) and count_targets.counts_targets
     return LossFacts(has_loss=has_loss, fused_loss=fused, token_loss=loss is not None, count_targets=count_targets,
-                     is_averaged=is_averaged(graph))
+                     is_averaged=is_averaged(graph), needs_targets_alone=alone)
 
 
 def describe_batch(

@@ -77,16 +77,17 @@ def _masks_of_heads(segments: Sequence[Any], size: Callable[[Any], int]) -> int:
 
 
 def _cross_entropy_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
-    """Bytes of a chunk's scores and their gradient, in the weights' dtype, and of the scores of the chunk before. On the CPU,
-    where the op runs unfused, also of float32 values in between."""
+    """Bytes of a chunk's scores and their gradient, in the weights' dtype, of the scores of the chunk before, and of a copy of
+    the chunk's tokens. On the CPU, where the op runs unfused, also of float32 values in between."""
     hidden, weight = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
     scale, softcap, chunk = node.args[6:9]
     assert isinstance(chunk, int)
     rows, count = chunk, size(hidden.shape[0])
     values = min(rows, count) * size(weight.shape[0])
+    chosen = min(rows, count) * size(hidden.shape[1]) * hidden.element_size()
     if device_type == "cuda":
-        return (3 if count > rows else 2) * values * weight.element_size()
-    return values * (4 * (6 + (2 if softcap else int(scale != 1))) + 1)
+        return (3 if count > rows else 2) * values * weight.element_size() + chosen
+    return values * (4 * (6 + (2 if softcap else int(scale != 1))) + 1) + chosen
 
 
 def _encoder_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:

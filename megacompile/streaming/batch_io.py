@@ -32,10 +32,18 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
     random = None if seed is None else positions(seed, captured, plan, all_rows.first, all_rows.total, backend.device)
     shares = torch.tensor([n / all_rows.total for n in plan.micro_batches]).to(backend.device) if captured.is_averaged else None
     totals = _totals_of(backend, captured, all_rows.inputs)
+    targets = _target_tokens(captured, plan, inputs) if loss_denominator is not None else ()
     micro_batches = _cut(plan, moved)
     read = [tensor for inputs in micro_batches for tensor in inputs.values()] if plan.lengths else [*moved.values()]
     backend.enter([*read, *(t for t in (loss_denominator, random, shares, *totals) if t is not None)])
-    return Batch(micro_batches, constants, loss_denominator, shares, totals, random)
+    return Batch(micro_batches, constants, loss_denominator, targets, shares, totals, random)
+
+
+def _target_tokens(captured: CapturedModel, plan: Plan, inputs: Mapping[str, Tensor]) -> Sequence[int]:
+    """The number of target tokens of each micro-batch, if the head asks for it."""
+    if not captured.needs_targets_alone or captured.count_targets is None:
+        return ()
+    return [int(number) for number in torch.stack([captured.count_targets(part) for part in _cut(plan, inputs)]).tolist()]
 
 
 def _totals_of(backend: Backend, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> list[Tensor | None]:

@@ -29,11 +29,13 @@ _OF_ELEMENTS = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
 @dataclasses.dataclass(frozen=True)
 class TargetCount:
     """Counts the target tokens of a batch on the host: called with {name: tensor}, it returns a 0-d float32 tensor. It can
-    also compute other values of the batch, in its `dtype`."""
+    also compute other values of the batch, in its `dtype`. `counts_targets`: it counts the targets that a cross entropy does
+    not ignore, and nothing else."""
 
     graph: fx.GraphModule
     sources: tuple[Source, ...]
     dtype: torch.dtype = torch.float32
+    counts_targets: bool = False
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
         inputs = [batch[s.name] if s.kind == "batch" else batch[s.name].shape[s.index] for s in self.sources]
@@ -177,7 +179,7 @@ def _normalize_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     _divided(model, node, total)
     graph.erase_node(node)
     model.graph.recompile()
-    return count
+    return dataclasses.replace(count, counts_targets=True)
 
 
 def _normalize_sum(model: ModelGraph, total: fx.Node, divisor: fx.Node) -> TargetCount | None:

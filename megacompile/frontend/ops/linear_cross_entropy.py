@@ -3,6 +3,8 @@
 With a vocabulary of 150k, logits are a micro-batch's largest tensor by far. A chunk's logits are enough: the loss is a
 sum over tokens, and the gradient of a chunk's logits depends on that chunk alone. Forward and backward together run
 the head's GEMM once.
+
+Tokens without a target, such as prompts and padding, add nothing. If many are, chunks are made of the others alone.
 """
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ from megacompile.codegen.inductor import Inductor
 from megacompile.frontend.templates.symbolic_sizes import UNIT, CodeForAnySize, SymbolicSizes
 from megacompile.frontend.templates.template import BATCH
 from megacompile.frontend.templates.variants import Traced, code_for_any_size
+from megacompile.ir.target_tokens import known_target_tokens
 from megacompile.ir.token_loop import accumulate_product
 from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
 from megacompile.torch_compat.symbols import ShapeEnv
+
+#: Tokens without a target are left out if they are at least this share of all. Fewer would not pay for copies of the others.
+_LEFT_OUT_SHARE = 1 / 8
+#: Then the number of tokens that are computed is a multiple of this. So there are few sizes of a last chunk.
+_MULTIPLE = 128
 
 
 def _linear_cross_entropy(
@@ -34,12 +42,14 @@ def _linear_cross_entropy(
     Returns the loss, float32 [], and the gradients for a unit loss: of hidden, [N, D] in its dtype; of weight, float32
     [V, D], accumulated in float32 over chunks; of bias, float32 [V]; empty where not needed.
     """
+    chosen = _with_targets(targets, ignore_index)
     loss = hidden.new_zeros((), dtype=torch.float32)
-    grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    grad_hidden = (torch.empty_like if chosen is None else torch.zeros_like)(hidden, memory_format=torch.contiguous_format)
     grad_weight = loss.new_zeros(weight.shape if needs_weight_gradient else (0,))
     grad_bias = loss.new_zeros(weight.shape[:1] if bias is not None else (0,))
-    for start in range(0, hidden.shape[0], chunk):
-        piece, target = hidden[start:start + chunk], targets[start:start + chunk]
+    for start in range(0, hidden.shape[0] if chosen is None else chosen.shape[0], chunk):
+        here = slice(start, start + chunk) if chosen is None else chosen[start:start + chunk]
+        piece, target = hidden[here], targets[here]
         counts = target != ignore_index
         factor = torch.where(counts, 1 / loss_denominator, 0.0)
         scores = F.linear(piece, weight, bias)
@@ -52,11 +62,23 @@ def _linear_cross_entropy(
         loss += chunk_loss
         if bias is not None:
             grad_bias += grad.sum(0, dtype=torch.float32)
-        torch.mm(grad, weight, out=grad_hidden[start:start + chunk])
         if needs_weight_gradient:
             accumulate_product(grad_weight, grad.t(), piece)
+        if chosen is None:
+            torch.mm(grad, weight, out=grad_hidden[here])
+        else:
+            grad_hidden[here] = torch.mm(grad, weight, out=piece)
     # Without any token that counts this is 0 / 0, NaN, and the gradients are 0, as in native training.
     return loss / loss_denominator, grad_hidden, grad_weight, grad_bias
+
+
+def _with_targets(targets: Tensor, ignore_index: int) -> Tensor | None:
+    """The positions of the tokens to compute, int64 [n]: those with a target, and a few more. None for all tokens."""
+    known = known_target_tokens()
+    if known is None or targets.shape[0] - known < _LEFT_OUT_SHARE * targets.shape[0]:
+        return None
+    number = min(targets.shape[0], -(-known // _MULTIPLE) * _MULTIPLE)
+    return torch.sort((targets == ignore_index).to(torch.uint8), stable=True).indices[:number]
 
 
 def _chunk_gradient(

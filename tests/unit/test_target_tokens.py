@@ -1,0 +1,126 @@
+"""The head computes tokens that have a target alone, where enough of them have none."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.frontend.ops import linear_cross_entropy as op
+from megacompile.ir.target_tokens import known_target_tokens, target_tokens
+from megacompile.losses import IGNORED
+
+WIDTH, VOCABULARY, CHUNK = 8, 11, 256
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each chunk of a head has."""
+    found: list[int] = []
+    real = op._chunk_gradient
+
+    def counted(scores: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        found.append(scores.shape[0])
+        return real(scores, *arguments)
+
+    monkeypatch.setattr(op, "_chunk_gradient", counted)
+    return found
+
+
+def results(targets: Tensor, biased: bool) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    hidden = torch.randn(len(targets), WIDTH, dtype=torch.float64)
+    weight, bias = torch.randn(VOCABULARY, WIDTH, dtype=torch.float64), torch.randn(VOCABULARY, dtype=torch.float64)
+    return tuple(op.linear_cross_entropy(hidden, weight, bias if biased else None, targets, torch.tensor(7.0), IGNORED, 2.0,
+                                         5.0, CHUNK, True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 700), st.floats(0, 1), st.booleans(), st.integers(0, 2**31))
+def test_results_are_those_of_all_tokens(tokens: int, share: float, biased: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(VOCABULARY, (tokens,), generator=generator)
+    targets = targets.masked_fill(torch.rand(tokens, generator=generator) < share, IGNORED)
+    expected = results(targets, biased)
+    with target_tokens(int((targets != IGNORED).sum())):
+        found = results(targets, biased)
+    assert known_target_tokens() is None
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)  # sums over tokens are FP32
+
+
+@pytest.mark.parametrize(("with_targets", "chunks"), [
+    (600, [256, 256, 88]), (540, [256, 256, 88]), (500, [256, 256]), (300, [256, 128]), (128, [128]), (1, [128]), (0, [])])
+def test_chunks_hold_tokens_with_targets_and_few_others(with_targets: int, chunks: list[int], computed: list[int]) -> None:
+    targets = torch.zeros(600, dtype=torch.int64).index_fill(0, torch.randperm(600)[with_targets:], IGNORED)
+    with target_tokens(with_targets):
+        results(targets, False)
+    assert computed == chunks
+
+
+def conversations(rows: int, length: int, seed: int) -> dict[str, Tensor]:
+    """Rows of which two thirds are prompts, and one has no target."""
+    batch = tiny_models.batch(seed, rows=rows, length=length)
+    labels = batch["labels"].masked_fill(torch.arange(length) < 2 * length // 3, IGNORED)
+    labels[0] = IGNORED
+    return batch | {"labels": labels}
+
+
+@pytest.mark.parametrize("options", [dict(micro_batch_size=1), dict(micro_batch_size=2, waves=2), dict()], ids=str)
+@pytest.mark.parametrize("whole", [False, True], ids=["loop", "whole steps"])
+def test_prompts_are_left_out_and_training_is_native_pytorchs(options: dict[str, Any], whole: bool,
+                                                              computed: list[int]) -> None:
+    native = tiny_models.build()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", **options)
+    ours, theirs = megacompile.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(native.parameters(), lr=1e-2)
+    for seed in range(3):
+        batch = conversations(4, 300, seed)
+        expected = native(**batch, use_cache=False).loss
+        expected.backward()
+        if whole:
+            loss = model.megacompile.train_step(batch, ours)
+        else:
+            loss = model(**batch).loss
+            loss.backward()
+            tiny_models.assert_same_gradients(model, native)
+            ours.step()
+            ours.zero_grad()
+        theirs.step()
+        theirs.zero_grad()
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-6)
+    micro_batches = len(model.megacompile.plan.micro_batches)
+    assert 3 * 3 * 100 <= sum(computed) <= 3 * (3 * 100 + micro_batches * 128) < 3 * 4 * 300
+    model.megacompile.close()
+
+
+class SummedLoss(nn.Module):
+    """Its loss is divided by the number of rows, which is not the number of targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_models.build()
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(input_ids=input_ids, use_cache=False).logits
+        total = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        return {"loss": total / (labels != IGNORED).any(1).sum(), "logits": logits}
+
+
+def test_a_loss_that_is_not_divided_by_its_targets_computes_all_tokens(computed: list[int]) -> None:
+    native = SummedLoss()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=4)
+    batch = conversations(4, 300, 0)
+    loss, expected = model(**batch)["loss"], native(**batch)["loss"]
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    tiny_models.assert_same_gradients(model, native)
+    assert sum(computed) == 4 * 300
+    model.megacompile.close()
