@@ -5,7 +5,9 @@
 """
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +17,35 @@ from torch import Tensor
 IGNORED = -100
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def zero_where_ignored(function: Function) -> Function:
+    """Declares that all values of a function of tokens are 0 where `targets` is `IGNORED`, and have no gradient there. Then
+    these tokens need not be computed."""
+    function.zero_where_ignored = True  # type: ignore[attr-defined]
+    return function
+
+
+def leaves_out_ignored(function: Callable[..., Any]) -> bool:
+    """Whether a function, or what `functools.partial` has wrapped, is declared `zero_where_ignored`."""
+    plain = function.func if isinstance(function, functools.partial) else function
+    return getattr(plain, "zero_where_ignored", False)
+
+
 def next_tokens(labels: Tensor) -> Tensor:
     """The target of each position, [B, T]: the label of the next position, and `IGNORED` at the last one."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+@zero_where_ignored
 def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
     """The log-probability of each token's target, float32 [N]; 0 where the target is `IGNORED`. `logits`: [N, V]; `targets`:
     int64 [N]."""
     return -F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
 
 
+@zero_where_ignored
 def log_probabilities_and_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """`log_probabilities`, and the entropy of each token's distribution; both are float32 [N], and 0 where the target is
     `IGNORED`. Both are differentiable."""

@@ -68,8 +68,10 @@ def _resident_gradients(frame: Frame, node: fx.Node) -> Gradients:
 
 def _run(frame: Frame, node: fx.Node, *more: Any) -> tuple[Kernel, tuple[Any, ...]]:
     kernel = frame.kernels[argument(node, "call"), op_of(node).name, argument(node, "mb")]
-    values = bind(kernel, frame.batch, argument(node, "mb"), frame.read(node, "weights") or (), frame.read(node, "inputs"))
-    return kernel, tuple(kernel.run(*values, *more))
+    mb, targets = argument(node, "mb"), frame.batch.target_tokens
+    values = bind(kernel, frame.batch, mb, frame.read(node, "weights") or (), frame.read(node, "inputs"))
+    with target_tokens(targets[mb] if targets else None):
+        return kernel, tuple(kernel.run(*values, *more))
 
 
 def _forward(frame: Frame, node: fx.Node) -> Activation:
@@ -81,9 +83,7 @@ def _forward(frame: Frame, node: fx.Node) -> Activation:
 
 
 def _loss(frame: Frame, node: fx.Node) -> Activation:
-    targets = frame.batch.target_tokens
-    with target_tokens(targets[argument(node, "mb")] if targets else None):
-        kernel, results = _run(frame, node)
+    kernel, results = _run(frame, node)
     accumulate_gradients(kernel, results, frame.read(node, "accumulators") or ())
     return Activation(tuple(results[i] for i in kernel.carried_gradients), loss=results[0])
 

@@ -73,9 +73,9 @@ class BatchArguments:
         """Rows and length of each group of rows; empty if all rows are computed with the same length."""
         return self.layout.groups if isinstance(self.layout, GroupedRows) and len(self.layout.groups) > 1 else ()
 
-    def packed(self, tensor: Tensor) -> Tensor:
-        """A tensor [batch, length, ...] of the caller, rearranged in the same way as `inputs`."""
-        return tensor if self.layout is None else self.layout.pack(tensor)
+    def packed(self, tensor: Tensor, filling: int = 0) -> Tensor:
+        """A tensor [batch, length, ...] of the caller, rearranged as `inputs` are, with `filling` in empty slots."""
+        return tensor if self.layout is None else self.layout.pack(tensor, filling)
 
     def unpacked(self, tensor: Tensor) -> Tensor:
         """Values of the tokens of `inputs`, rearranged as in the caller's batch: [batch, length, ...], zeros for padding. With

@@ -2,15 +2,25 @@
 
 The pass `chunk_tokens` makes it, variants run and compile it, and the cost model looks inside. Values inside the stretch exist
 for one chunk only. Results that have tokens are written chunk by chunk; sums over tokens are added up in float32.
+
+A loop may know that tokens without a target have results of zero and add nothing to sums. If enough tokens have none, chunks
+are made of the others, wherever they are, and the rest is left out.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+from megacompile.ir.target_tokens import known_target_tokens
+from megacompile.losses import IGNORED
+
+#: Tokens without a target are left out if they are at least this share of all. Fewer would not pay for copies of the others.
+LEFT_OUT_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,23 @@ class Tokens:
     def take(self, whole: Tensor, batch: int, length: int, start: int, count: int) -> Tensor:
         """The chunk, dense in memory in `order`, since kernels are compiled for these strides."""
         piece = self.chunk(whole, batch, length, start, count)
-        piece = piece.flatten(self.dim, self.dim + 1) if self.folded else piece
+        return self._dense(piece.flatten(self.dim, self.dim + 1) if self.folded else piece)
+
+    def take_at(self, whole: Tensor, batch: int, length: int, index: Tensor, count: int) -> Tensor:
+        """The tokens `index`, int64 [B * count], numbers of tokens among all B * T, in the form of a chunk; dense as by
+        `take`."""
+        found = self._tokens_first(whole)[self._place(index, length)]
+        return self._dense(found.movedim(0, self.dim) if self.folded else
+                           found.unflatten(0, (batch, count)).movedim((0, 1), (self.dim - 1, self.dim)))
+
+    def _tokens_first(self, whole: Tensor) -> Tensor:
+        """A view [B, T, ...], or [B * T, ...] if folded."""
+        return whole.movedim(self.dim, 0) if self.folded else whole.movedim((self.dim - 1, self.dim), (0, 1))
+
+    def _place(self, index: Tensor, length: int) -> tuple[Tensor, ...]:
+        return (index,) if self.folded else (index // length, index % length)
+
+    def _dense(self, piece: Tensor) -> Tensor:
         dense = torch.empty_permuted(piece.shape, self.order, dtype=piece.dtype, device="meta").stride()
         same = all(size == 1 or a == b for size, a, b in zip(piece.shape, piece.stride(), dense, strict=True))
         return piece if same else self.empty(piece, piece.shape).copy_(piece)
@@ -41,6 +67,11 @@ class Tokens:
         """Writes a chunk's values into `whole`."""
         piece = piece.unflatten(self.dim, (batch, count)) if self.folded else piece
         self.chunk(whole, batch, length, start, count).copy_(piece)
+
+    def put_at(self, piece: Tensor, whole: Tensor, length: int, index: Tensor) -> None:
+        """Writes a chunk's values to the tokens `index`, as for `take_at`."""
+        rows = self._tokens_first(piece)
+        self._tokens_first(whole)[self._place(index, length)] = rows if self.folded else rows.flatten(0, 1)
 
     def whole(self, piece: Tensor, batch: int, length: int) -> Tensor:
         """Uninitialized memory for all tokens of a value like `piece`."""
@@ -65,13 +96,15 @@ class TokenLoop(nn.Module):
     `body` takes the number of sequences, the number of positions in the chunk, then the inputs: cut to the chunk where `inputs`
     has `Tokens`, whole where it has None. It returns one tensor for each of `outputs`, two for a product.
     Totals are float32, or their own dtype if that is wider or not floating. `kernels`, by positions in a chunk, run instead of
-    `body`.
+    `body`. `targets`: the number of an input, int64 [B, T]; where it is `IGNORED`, all results are zeros. Everything that has
+    tokens then has its dimension of sequences just before that of tokens, unless they are folded. None: there is no such input.
     """
 
     def __init__(self, body: fx.GraphModule, chunk: int, inputs: Sequence[Tokens | None],
-                 outputs: Sequence[Tokens | Total], kernels: Mapping[int, Callable[..., Any]] | None = None) -> None:
+                 outputs: Sequence[Tokens | Total], targets: int | None = None,
+                 kernels: Mapping[int, Callable[..., Any]] | None = None) -> None:
         super().__init__()
-        self.body, self.chunk = body, chunk
+        self.body, self.chunk, self.targets = body, chunk, targets
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.kernels = dict(kernels or {})
 
@@ -81,28 +114,51 @@ class TokenLoop(nn.Module):
         return (*((self.chunk,) if full else ()), *((rest,) if rest else ()))
 
     def with_kernels(self, kernels: Mapping[int, Callable[..., Any]]) -> TokenLoop:
-        return TokenLoop(self.body, self.chunk, self.inputs, self.outputs, kernels)
+        return TokenLoop(self.body, self.chunk, self.inputs, self.outputs, self.targets, kernels)
 
     def forward(self, batch: int, length: int, *values: Any) -> tuple[Tensor, ...]:
         results: list[Tensor] = []
+        order, needed = self._order(values)
         for start in range(0, length, self.chunk):
             count = min(self.chunk, length - start)
-            self._add(results, self._run(batch, length, start, count, values), batch, length, start, count)
+            index = None if order is None else order[start * batch:(start + count) * batch]
+            self._add(results, self._run(batch, length, start, count, values, index), batch, length, start, count, index)
+            if (start + count) * batch >= needed:
+                break
         return tuple(results)
 
-    def _run(self, batch: int, length: int, start: int, count: int, values: Sequence[Any]) -> list[Tensor]:
-        pieces = [value if tokens is None else tokens.take(value, batch, length, start, count)
-                  for tokens, value in zip(self.inputs, values, strict=True)]
+    def _order(self, values: Sequence[Any]) -> tuple[Tensor | None, float]:
+        """The numbers of all tokens, int64 [B * T], those with a target first, and how many these are. (None, infinity): all
+        tokens are computed where they are."""
+        known = known_target_tokens()
+        if self.targets is None or known is None:
+            return None, math.inf
+        targets: Tensor = values[self.targets]
+        if targets.numel() - known < LEFT_OUT_SHARE * targets.numel():
+            return None, math.inf
+        return torch.sort((targets.flatten() == IGNORED).to(torch.uint8), stable=True).indices, known
+
+    def _run(self, batch: int, length: int, start: int, count: int, values: Sequence[Any],
+             index: Tensor | None) -> list[Tensor]:
+        pieces = [value if tokens is None else tokens.take(value, batch, length, start, count) if index is None else
+                  tokens.take_at(value, batch, length, index, count) for tokens, value in zip(self.inputs, values, strict=True)]
         return list(self.kernels.get(count, self.body)(batch, count, *pieces))
 
-    def _add(self, results: list[Tensor], pieces: list[Tensor], batch: int, length: int, start: int, count: int) -> None:
-        """Adds the pieces of a chunk to the results, which the first chunk creates."""
+    def _add(self, results: list[Tensor], pieces: list[Tensor], batch: int, length: int, start: int, count: int,
+             index: Tensor | None) -> None:
+        """Adds the pieces of a chunk to the results, which the first chunk creates. `index`: the chunk's tokens, if some tokens
+        are left out."""
         for position, output in enumerate(self.outputs):
             piece = pieces.pop(0)
             if isinstance(output, Tokens):
                 if start == 0:
                     results.append(output.whole(piece, batch, length))
-                output.put(piece, results[position], batch, length, start, count)
+                if index is None:
+                    output.put(piece, results[position], batch, length, start, count)
+                    continue
+                if start == 0:
+                    results[position].zero_()
+                output.put_at(piece, results[position], length, index)
             elif output.product:
                 other = pieces.pop(0)
                 if start == 0:

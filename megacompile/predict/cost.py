@@ -76,15 +76,19 @@ def _masks_of_heads(segments: Sequence[Any], size: Callable[[Any], int]) -> int:
     return heads if heads > 1 else 0
 
 
+#: Bytes for each token while tokens are sorted by whether they have a target: keys and numbers, each twice.
+ORDER_BYTES = 20
+
+
 def _cross_entropy_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
     """Bytes of a chunk's scores and their gradient, in the weights' dtype, of the scores of the chunk before, and of a copy of
-    the chunk's tokens. On the CPU, where the op runs unfused, also of float32 values in between."""
+    the chunk's tokens with their numbers. On the CPU, where the op runs unfused, also of float32 values in between."""
     hidden, weight = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
     scale, softcap, chunk = node.args[6:9]
     assert isinstance(chunk, int)
     rows, count = chunk, size(hidden.shape[0])
     values = min(rows, count) * size(weight.shape[0])
-    chosen = min(rows, count) * size(hidden.shape[1]) * hidden.element_size()
+    chosen = min(rows, count) * size(hidden.shape[1]) * hidden.element_size() + ORDER_BYTES * count
     if device_type == "cuda":
         return (3 if count > rows else 2) * values * weight.element_size() + chosen
     return values * (4 * (6 + (2 if softcap else int(scale != 1))) + 1) + chosen
@@ -140,7 +144,8 @@ def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, f
     def workspace(node: fx.Node, size: Callable[[Any], int]) -> int:
         if node.op == "call_module":
             loop = loops[str(node.target)]
-            return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type, fused)
+            order = 0 if loop.targets is None else ORDER_BYTES * batch * length
+            return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type, fused) + order
         if node.op == "output":
             return _products_bytes(template, variant, size)
         inside = WORKSPACE.get(node.target)

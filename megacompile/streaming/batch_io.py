@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.templates.heads import batch_name
 from megacompile.inputs.across_ranks import AllRows
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane
+from megacompile.losses import IGNORED
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.kernels import Activation, Batch
 from megacompile.streaming.dropout_seed import positions
@@ -32,18 +34,24 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
     random = None if seed is None else positions(seed, captured, plan, all_rows.first, all_rows.total, backend.device)
     shares = torch.tensor([n / all_rows.total for n in plan.micro_batches]).to(backend.device) if captured.is_averaged else None
     totals = _totals_of(backend, captured, all_rows.inputs)
-    targets = _target_tokens(captured, plan, inputs) if loss_denominator is not None else ()
+    targets = _target_tokens(captured, plan, inputs, loss_denominator is not None)
     micro_batches = _cut(plan, moved)
     read = [tensor for inputs in micro_batches for tensor in inputs.values()] if plan.lengths else [*moved.values()]
     backend.enter([*read, *(t for t in (loss_denominator, random, shares, *totals) if t is not None)])
     return Batch(micro_batches, constants, loss_denominator, targets, shares, totals, random)
 
 
-def _target_tokens(captured: CapturedModel, plan: Plan, inputs: Mapping[str, Tensor]) -> Sequence[int]:
-    """The number of target tokens of each micro-batch, if the head asks for it."""
-    if not captured.needs_targets_alone or captured.count_targets is None:
+def _target_tokens(captured: CapturedModel, plan: Plan, inputs: Mapping[str, Tensor], with_loss: bool) -> Sequence[int]:
+    """The number of target tokens of each micro-batch, if the head can leave out the others. `with_loss`: it computes the
+    model's loss; otherwise it may compute a function of tokens."""
+    given = inputs.get(batch_name("targets"))
+    if with_loss and captured.needs_targets_alone and captured.count_targets is not None:
+        numbers = [captured.count_targets(part) for part in _cut(plan, inputs)]
+    elif given is not None and given.dim() == 2:
+        numbers = [(part["targets"] != IGNORED).sum() for part in _cut(plan, {"targets": given})]
+    else:
         return ()
-    return [int(number) for number in torch.stack([captured.count_targets(part) for part in _cut(plan, inputs)]).tolist()]
+    return [int(number) for number in torch.stack(numbers).tolist()]
 
 
 def _totals_of(backend: Backend, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> list[Tensor | None]:

@@ -14,7 +14,7 @@ from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.heads import LOGITS, batch_name
 from megacompile.frontend.templates.hidden_states import LAST
-from megacompile.frontend.templates.token_functions import described
+from megacompile.frontend.templates.token_functions import described, filling
 from megacompile.inputs.batch import BatchArguments, check_token_tensors, logits_of, read_arguments
 from megacompile.inputs.repacking import Wanted
 from megacompile.ir.plan import Plan, Shape
@@ -147,7 +147,7 @@ class Handle:
                          wanted: Wanted = Wanted.ALL) -> Any:
         """Like `per_token`. `wanted` says which values the caller reads; a caller that reads no padding lets rows be packed."""
         given = self._of_mapping("per_token", batch, tensors, wanted)
-        packed = {batch_name(name): given.packed(tensor).contiguous() for name, tensor in tensors.items()}
+        packed = {batch_name(n): given.packed(x, filling(function, n)).contiguous() for n, x in tensors.items()}
         given = replace(given, inputs={**given.inputs, **packed})
         heads = self._captured(given).require_heads()
         output = heads.of_function(function, described(tensors))

@@ -16,7 +16,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from megacompile.errors import UnsupportedError
 from megacompile.inputs.repacking import Wanted
-from megacompile.losses import IGNORED, log_probabilities_and_entropies, next_tokens
+from megacompile.losses import IGNORED, log_probabilities_and_entropies, next_tokens, zero_where_ignored
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.trainers.adapters import add_adapter
 
@@ -53,6 +53,7 @@ def function_of(temperature: float, fields: tuple[str, ...]) -> Callable[..., di
     return functools.partial(token_fields, temperature=temperature, fields=fields)
 
 
+@zero_where_ignored
 def token_fields(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:
     """TRL's fields for each token, [N], 0 where the target is ignored. `logits`: [N, V]; `targets`: int64 [N]."""
     scores = logits.float() / temperature

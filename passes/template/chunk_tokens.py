@@ -138,7 +138,7 @@ class _Rewrite:
 
     def _loop(self, number: int, nodes: list[fx.Node]) -> None:
         body = _Body(self.layout, nodes, self.stretches.results(number))
-        loop = TokenLoop(body.module, self.chunk, body.inputs, body.outputs)
+        loop = TokenLoop(body.module, self.chunk, body.inputs, body.outputs, self._targets(body))
         target = f"tokens_{number}"
         self.loops[target] = loop
         sizes = map(self.sizes.write, (self.layout.batch, self.layout.length))
@@ -158,6 +158,21 @@ class _Rewrite:
             self.made[node] = item
             if values[position].dtype != node.meta["val"].dtype:
                 self.exact.add(item)
+
+
+    def _targets(self, body: _Body) -> int | None:
+        """Which input of a loop says what tokens have results of zero; None if none does, or if some value has its sequences
+        elsewhere than just before its tokens."""
+        position = self.module.meta.get("targets")
+        if position is None:
+            return None
+        targets = self.module.graph.find_nodes(op="placeholder")[position]
+        found = [number for number, used in enumerate(body.reads) if _viewed(used) is targets]
+        values = zip((*body.reads, *body.results), (*body.inputs, *body.outputs), strict=True)
+        apart = any(isinstance(tokens, Tokens) and not tokens.folded and (
+            tokens.dim == 0 or self.layout.size(node.meta["val"].shape[tokens.dim - 1]) != self.layout.batch)
+            for node, tokens in values)
+        return found[0] if found and not apart else None
 
 
 class _Body:
@@ -199,6 +214,13 @@ class _Body:
                 self.outputs.append(_tokens(layout, node.meta["val"]) or Total(product=False))
         graph.output(tuple(returned))
         self.module = LazyGraphModule({}, graph)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of, all of it in the same order, such as a matrix that it has as one row; itself if it is none."""
+    while packet(node) in (aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _is_constant(node: fx.Node) -> bool:

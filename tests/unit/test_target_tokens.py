@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.frontend.ops import linear_cross_entropy as op
+from megacompile.frontend.templates import heads
 from megacompile.ir.target_tokens import known_target_tokens, target_tokens
-from megacompile.losses import IGNORED
+from megacompile.ir.token_loop import TokenLoop
+from megacompile.losses import (
+    IGNORED,
+    log_probabilities,
+    log_probabilities_and_entropies,
+    next_tokens,
+    zero_where_ignored,
+)
 
 WIDTH, VOCABULARY, CHUNK = 8, 11, 256
 
@@ -123,4 +131,78 @@ def test_a_loss_that_is_not_divided_by_its_targets_computes_all_tokens(computed:
     expected.backward()
     tiny_models.assert_same_gradients(model, native)
     assert sum(computed) == 4 * 300
+    model.megacompile.close()
+
+
+# ---------------------------------------------------------------- functions of tokens
+@pytest.fixture
+def in_loops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each chunk of a loop over tokens has. Chunks of heads are small."""
+    found: list[int] = []
+    real = TokenLoop._run
+
+    def counted(loop: TokenLoop, batch: int, length: int, start: int, count: int, *others: Any) -> list[Tensor]:
+        found.append(batch * count)
+        return real(loop, batch, length, start, count, *others)
+
+    monkeypatch.setattr(TokenLoop, "_run", counted)
+    monkeypatch.setattr(heads, "CHUNK_TOKENS", 64)
+    return found
+
+
+def completions(rows: int, length: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Padded rows, and the targets of their last thirds; the first row has none."""
+    batch = tiny_models.right_padded([length - 7 * row for row in range(rows)])
+    targets = next_tokens(batch["labels"].masked_fill(torch.arange(length) < 2 * length // 3, IGNORED))
+    targets[0] = IGNORED
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}, targets
+
+
+@pytest.mark.parametrize("options", [dict(micro_batch_size=1), dict(micro_batch_size=3), dict(repack=128), dict(repack=False)],
+                         ids=str)
+@pytest.mark.parametrize("made", [log_probabilities, log_probabilities_and_entropies])
+def test_functions_leave_out_prompts_and_have_native_pytorchs_gradients(
+        options: dict[str, Any], made: Any, in_loops: list[int]) -> None:
+    @zero_where_ignored
+    def function(logits: Tensor, targets: Tensor) -> Any:
+        return made(logits, targets)
+
+    native = tiny_models.build()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", **options)
+    batch, targets = completions(6, 120)
+    found = model.megacompile.per_token(function, batch, targets=targets)
+    logits = native(**batch, use_cache=False).logits
+    expected = made(logits.flatten(0, 1), targets.flatten())
+    pairs = [(found, expected)] if isinstance(found, Tensor) else list(zip(found, expected, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    of_both = torch.zeros(()), torch.zeros(())
+    for ours, theirs in pairs:
+        theirs = theirs.view(targets.shape)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        weights = torch.rand(targets.shape, generator=generator)
+        of_both = of_both[0] + (ours * weights).sum(), of_both[1] + (theirs * weights).sum()
+    forward = sum(in_loops)
+    for total in of_both:
+        total.backward()
+    tiny_models.assert_same_gradients(model, native)
+    wanted = int((targets != IGNORED).sum())
+    micro_batches = len(model.megacompile.plan.micro_batches)
+    assert wanted <= forward <= wanted + micro_batches * 64 < 0.6 * batch["attention_mask"].sum()
+    assert sum(in_loops) == 2 * forward
+    model.megacompile.close()
+
+
+def test_other_functions_get_all_tokens(in_loops: list[int]) -> None:
+    """Those with values where the target is ignored."""
+    def function(logits: Tensor, targets: Tensor) -> Tensor:
+        return log_probabilities(logits, targets) + logits.float().mean(-1)
+
+    native = tiny_models.build()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", repack=False)
+    batch, targets = completions(6, 120)
+    found = model.megacompile.per_token(function, batch, targets=targets)
+    expected = function(native(**batch, use_cache=False).logits.flatten(0, 1), targets.flatten()).view(targets.shape)
+    seen = batch["attention_mask"] > 0
+    torch.testing.assert_close(found[seen], expected[seen], rtol=1e-5, atol=1e-6)
+    assert sum(in_loops) >= seen.sum()
     model.megacompile.close()

@@ -21,13 +21,11 @@ from megacompile.frontend.templates.symbolic_sizes import UNIT, CodeForAnySize, 
 from megacompile.frontend.templates.template import BATCH
 from megacompile.frontend.templates.variants import Traced, code_for_any_size
 from megacompile.ir.target_tokens import known_target_tokens
-from megacompile.ir.token_loop import accumulate_product
+from megacompile.ir.token_loop import LEFT_OUT_SHARE, accumulate_product
 from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
 from megacompile.torch_compat.symbols import ShapeEnv
 
-#: Tokens without a target are left out if they are at least this share of all. Fewer would not pay for copies of the others.
-_LEFT_OUT_SHARE = 1 / 8
-#: Then the number of tokens that are computed is a multiple of this. So there are few sizes of a last chunk.
+#: If tokens are left out, the number of the others is rounded up to a multiple of this. So there are few sizes of a last chunk.
 _MULTIPLE = 128
 
 
@@ -75,7 +73,7 @@ def _linear_cross_entropy(
 def _with_targets(targets: Tensor, ignore_index: int) -> Tensor | None:
     """The positions of the tokens to compute, int64 [n]: those with a target, and a few more. None for all tokens."""
     known = known_target_tokens()
-    if known is None or targets.shape[0] - known < _LEFT_OUT_SHARE * targets.shape[0]:
+    if known is None or targets.shape[0] - known < LEFT_OUT_SHARE * targets.shape[0]:
         return None
     number = min(targets.shape[0], -(-known // _MULTIPLE) * _MULTIPLE)
     return torch.sort((targets == ignore_index).to(torch.uint8), stable=True).indices[:number]

@@ -80,7 +80,7 @@ def build_template(
         dtype = value.dtype if isinstance(value, Tensor) else None
         inputs.append(TemplateInput(relative(source, section), shape, dtype, index in joint.gradients))
     return Template(name, inputs, has_gradient, section.carried, joint, inference, renaming, target, pipeline, stages, head,
-                    tokens_at_once, section.share, trained.meta.get("products", ()))
+                    tokens_at_once, section.share, trained.meta.get("products", ()), section.graph.meta.get("targets"))
 
 
 def _run_model_passes(

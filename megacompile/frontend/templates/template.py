@@ -174,8 +174,9 @@ class Template:
     Attributes: `name`; `inputs`; `outputs`, how many; `carried_outputs` and `has_gradient`, a bool for each output; `symbols`,
     (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name; `tokens_at_once`, the most tokens
     whose values may exist at a time, overriding the plan (0: as the plan says); `share`, the part of a layer's experts that it
-    runs, as a fraction of what they compute; `products`, what the pass `float8` says of
-    each `linear`. Thread-compatible: cut variants before sharing a template between threads.
+    runs, as a fraction of what they compute; `products`, what the pass `float8` says of each `linear`; `targets`, the number of
+    the input where `IGNORED` says that a token's results are zeros, or None. Thread-compatible: cut variants before sharing a
+    template between threads.
     """
 
     def __init__(
@@ -183,11 +184,12 @@ class Template:
         joint: JointGraph, inference: JointGraph | None, symbols: dict[sympy.Symbol, sympy.Symbol],
         target: TargetLike, pipeline: Sequence[TemplatePass], stages: dict[str, str], head: bool = False,
         tokens_at_once: int = 0, share: Fraction = Fraction(1), products: Sequence[tuple[tuple[str, ...], str]] = (),
+        targets: int | None = None,
     ) -> None:
         self.name, self.inputs, self.outputs = name, tuple(inputs), len(has_gradient)
         self.has_gradient, self.carried_outputs = tuple(has_gradient), tuple(carried_outputs)
         self.symbols, self.stages, self.tokens_at_once = (BATCH, LENGTH), stages, tokens_at_once
-        self.share, self.products = share, tuple(products)
+        self.share, self.products, self.targets = share, tuple(products), targets
         self._joint, self._inference, self._renaming = joint, inference, symbols
         self._target, self._pipeline = target, tuple(p for p in pipeline if p.level == "variant")
         self._variants: dict[tuple[str, int, str], Variant] = {}
@@ -245,7 +247,7 @@ class Template:
     @functools.cached_property
     def digest(self) -> str:
         """A digest of everything that decides variants and their costs. It is the same in every process."""
-        lines = [repr((self.inputs, self.has_gradient, self.carried_outputs, self.tokens_at_once, self.share,
+        lines = [repr((self.inputs, self.has_gradient, self.carried_outputs, self.tokens_at_once, self.share, self.targets,
                        self.variant_names, self._target, [p.name for p in self._pipeline]))]
         for joint in (self._joint, self._inference):
             lines += [] if joint is None else lines_of(joint, self.symbolic)
@@ -304,7 +306,7 @@ class Template:
         first = len(outputs) + len(residuals)
         graph.meta["gradients"] = tuple((i, (first + k,)) for k, i in enumerate(gradients))
         graph.meta["parameters"] = tuple(i for i, x in enumerate(self.inputs) if x.role.kind == "parameter")
-        graph.meta["symbols"], graph.meta["chunk"] = self._renaming, chunk
+        graph.meta["symbols"], graph.meta["chunk"], graph.meta["targets"] = self._renaming, chunk, self.targets
         label = f"{name}{f' ({kept})' if kept != 'all' else ''}{f' in chunks of {chunk}' if chunk else ''}"
         for template_pass in self._pipeline:
             graph = run_template_pass(template_pass, graph, self._target)

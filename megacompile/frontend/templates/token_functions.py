@@ -24,6 +24,7 @@ from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import ModelGraph
 from megacompile.ir.tokenwise import across_tokens
+from megacompile.losses import IGNORED, leaves_out_ignored
 from megacompile.torch_compat.core import pytree
 
 #: For how many tokens logits exist at a time, as in the fused loss.
@@ -31,6 +32,8 @@ CHUNK_TOKENS = 2048
 
 #: Tensors that a function takes besides logits: name, dtype, and shape after [B, T].
 Described = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+#: What functions take that leave out tokens without a target.
+TARGETS = ("targets", torch.int64, ())
 
 
 def described(tensors: Mapping[str, Tensor]) -> Described:
@@ -44,6 +47,11 @@ def taken_by_loss(function: Callable[..., Any], example: Mapping[str, Tensor]) -
     names = list(inspect.signature(function).parameters)[1:]
     return tuple((name, example[name].dtype, tuple(example[name].shape[2:])) if name in example else
                  (name, torch.int64 if name == "labels" else torch.float32, ()) for name in names)
+
+
+def filling(function: Callable[..., Any], tensor: str) -> int:
+    """What empty slots have of a tensor that a function takes."""
+    return IGNORED if tensor == TARGETS[0] and leaves_out_ignored(function) else 0
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -78,6 +86,8 @@ def with_function(model: ModelGraph, renaming: Renaming, section: Section, name:
         node.meta["example_value"] = example
     output.args = (tuple(results),)
     module.recompile()
+    if leaves_out_ignored(function) and TARGETS in described:
+        module.meta["targets"] = len(section.sources) + described.index(TARGETS)
     assert tokenwise.structure is not None, "the trial has run"
     sources = [*section.sources, *(Source("batch", in_batch(key)) for key, _, _ in described)]
     gradients = [needs_gradient(node) for node in results]
