@@ -6,7 +6,8 @@ as few `TokenLoop`s as the ops that need all tokens allow. A decoder layer's `re
 attention, one from there to attention's backward, with the MLP's forward and backward in the same chunk, and one for the rest.
 Loops exchange the inputs and outputs of attention, and values that a later loop cannot cheaply recompute. Gradients of weights
 are returned as float32 totals. Ranges and other constants are made in the loop that reads them. `forward_saving` and `backward`
-are not changed: residuals are of all tokens. A graph with sizes other than those of B and T is not changed either.
+are not changed: residuals are of all tokens. Loops that read the input `meta["targets"]` may leave out the tokens that it
+ignores. A graph with sizes other than those of B and T is not changed either.
 """
 from __future__ import annotations
 
@@ -158,7 +159,6 @@ class _Rewrite:
             self.made[node] = item
             if values[position].dtype != node.meta["val"].dtype:
                 self.exact.add(item)
-
 
     def _targets(self, body: _Body) -> int | None:
         """Which input of a loop says what tokens have results of zero; None if none does, or if some value has its sequences

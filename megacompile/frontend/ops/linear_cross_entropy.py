@@ -4,7 +4,7 @@ With a vocabulary of 150k, logits are a micro-batch's largest tensor by far. A c
 sum over tokens, and the gradient of a chunk's logits depends on that chunk alone. Forward and backward together run
 the head's GEMM once.
 
-Tokens without a target, such as prompts and padding, add nothing. If many are, chunks are made of the others alone.
+Tokens without a target, such as prompts and padding, add nothing. If enough tokens have none, chunks are made of the others.
 """
 from __future__ import annotations
 
