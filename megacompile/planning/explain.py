@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from megacompile.errors import listed
+from megacompile.frontend.templates.template import BATCH, LENGTH
 from megacompile.ir.plan import Plan, kept_residuals
 from megacompile.ir.program import Lane, Program, place_kind, places
 from megacompile.ir.slots import Family
@@ -113,13 +114,15 @@ class Outlook:
         """The verdict, the host's memory, the ways to keep optimizer state, the chosen plan's lanes, then a row for each
         candidate; an arrow marks the chosen one. `disk_rating`: bytes that the drives may write in their life.
 
-        TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward), those of one GPU. "critical"
-        is the share of a step that waits for each lane; the lane with the largest share binds."""
+        TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward), those of one GPU. Of experts,
+        only those count that a token is routed to. "critical" is the share of a step that waits for each lane; the lane with
+        the largest share binds."""
         plan, chosen, planner = self.plan, self.chosen, self.planner
         assert planner.simulator is not None, "nothing is known of the machine"
         hardware = planner.simulator.durations.hardware
         parameters = sum(layout.parameters for layout in planner.tiling.layouts.values())
-        operations = planner.tiling.operations() * plan.tokens
+        each = planner.tiling.operations(_active_shares(planner))
+        operations = each * plan.tokens
         trained = sum(layout.parameters for layout in planner.tiling.layouts.values() if layout.trainable)
         frozen = f", {trained:,} of them trained" if trained < parameters else ""
         update = ", updates on arrival of gradients" if plan.update == "arrival" else ""
@@ -149,7 +152,7 @@ class Outlook:
             lines += [state_table(self.states, plan.ranks * plan.tokens, self.host_budget), ""]
         if chosen.times is not None:
             lines += [chosen.times.table(), ""]
-        return "\n".join([*lines, _table(self.candidates, plan, planner.tiling.operations(), planner.layers)])
+        return "\n".join([*lines, _table(self.candidates, plan, each, planner.layers)])
 
 
     def _disk(self, rating: int | None) -> str:
@@ -194,6 +197,21 @@ def _host_table(parts: Mapping[str, int], parameters: int) -> str:
         "all", sum(parts.values()))]]
     return str(tabulate(rows, ["host memory", "GiB", "bytes/parameter"], tablefmt="simple", disable_numparse=True,
                         colalign=("left", "right", "right")))
+
+
+def _active_shares(planner: Planner) -> dict[str, float]:
+    """The share of parameters that a token uses, for the tiles of layers with experts."""
+    assert planner.simulator is not None, "nothing is known of the machine"
+    shares: dict[str, float] = {}
+    for call in planner.captured.calls[1:-1]:
+        work = planner.simulator.durations.work(call.template, "forward")
+        if not work.grouped_flops:
+            continue
+        tiles = planner.tiling.tiles_of[call.name]
+        products = float((work.gemm_flops + work.float8_flops + work.grouped_flops).subs({BATCH: 1, LENGTH: 1})) / 2
+        there = sum(planner.tiling.layouts[tile].parameters for tile in tiles)
+        shares.update(dict.fromkeys(tiles, min(1.0, products / there)))
+    return shares
 
 
 def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Sequence[str]) -> str:

@@ -125,14 +125,16 @@ class Tiling:
         names = set(differentiated_layers(self._chain(), self._trains))
         return [call for call in calls if call.name in names]
 
-    def operations(self) -> int:
+    def operations(self, active: Mapping[str, float] | None = None) -> int:
         """FLOPs per token of a step's products with parameters, without recomputation. Per parameter: 2 for the forward, 2 for
-        the gradient of the other operand if there is a backward, 2 for the parameter's own gradient if it is trained."""
+        the gradient of the other operand if there is a backward, 2 for the parameter's own gradient if it is trained. `active`:
+        the share of a tile's parameters that a token uses, where it is not 1."""
         chain = self._chain()
         reached = {tile for call in chain[first_trained(chain, self._trains):] for tile in call.tiles}
         boundary = self.boundary()  # an embedding tied to the head does not add a product
-        return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
-                   * (1 if tile in boundary else self.runs(tile)) for tile, layout in self.layouts.items())
+        used = {tile: layout.parameters * (active or {}).get(tile, 1) for tile, layout in self.layouts.items()}
+        return round(sum(used[tile] * (6 if layout.trainable else 4 if tile in reached else 2)
+                         * (1 if tile in boundary else self.runs(tile)) for tile, layout in self.layouts.items()))
 
     def runs(self, tile: str) -> int:
         """How many calls of layers read a tile."""

@@ -1,6 +1,7 @@
 """FLOPs and bytes of templates, against counts by hand and against PyTorch's own counter."""
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import megacompile
 from megacompile import api
+from megacompile.bench.shapes import active_parameters
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template
 from megacompile.planning.config import StreamConfig
 from megacompile.predict.durations import Durations
@@ -136,3 +139,16 @@ def test_bytes_of_a_chain_by_hand(templates: dict[str, Template]) -> None:
 def test_an_embedding_reads_the_rows_that_it_picks(templates: dict[str, Template]) -> None:
     found = work(templates, "prologue", "forward").bytes.subs({BATCH: 1, LENGTH: 8})
     assert found < 4 * VOCABULARY * HIDDEN
+
+
+@pytest.mark.parametrize("divided", [False, True], ids=["whole layers", "pieces of experts"])
+def test_a_plan_counts_the_experts_that_a_token_is_routed_to(divided: bool) -> None:
+    sizes = dict(vocab_size=64, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2,
+                 num_attention_heads=2, num_key_value_heads=1, head_dim=128, num_experts=16, num_experts_per_tok=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes), dtype=torch.bfloat16)
+    options: dict[str, Any] = {"expert_pieces": 4} if divided else {}
+    outlook = megacompile.schedule(model, batch=4, length=64, hardware="h200", whole_step=True, **options).outlook()
+    said, times = re.search(r"(\S+) TFLOPS", outlook.text()), outlook.chosen.times
+    assert said is not None and times is not None
+    assert float(said[1]) * 1e12 * times.step_s / (6 * 4 * 64) == pytest.approx(active_parameters(model), rel=0.02)
