@@ -29,8 +29,8 @@ def zero_where_ignored(function: Function) -> Function:
 
 def leaves_out_ignored(function: Callable[..., Any]) -> bool:
     """Whether a function, or what `functools.partial` has wrapped, is declared `zero_where_ignored`."""
-    plain = function.func if isinstance(function, functools.partial) else function
-    return getattr(plain, "zero_where_ignored", False)
+    wrapped = isinstance(function, functools.partial) and leaves_out_ignored(function.func)
+    return wrapped or getattr(function, "zero_where_ignored", False)
 
 
 def next_tokens(labels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megacompile.ir.target_tokens import known_target_tokens, target_tokens
 from megacompile.ir.token_loop import TokenLoop
 from megacompile.losses import (
     IGNORED,
+    leaves_out_ignored,
     log_probabilities,
     log_probabilities_and_entropies,
     next_tokens,
@@ -190,6 +192,12 @@ def test_functions_leave_out_prompts_and_have_native_pytorchs_gradients(
     assert wanted <= forward <= wanted + micro_batches * 64 < 0.6 * batch["attention_mask"].sum()
     assert sum(in_loops) == 2 * forward
     model.megacompile.close()
+
+
+def test_what_partial_wraps_is_declared_and_so_may_be_the_partial_itself() -> None:
+    plain = functools.partial(lambda logits, targets, scale: logits.sum(-1) * scale, scale=2.0)
+    assert leaves_out_ignored(functools.partial(log_probabilities)) and not leaves_out_ignored(plain)
+    assert leaves_out_ignored(zero_where_ignored(plain))
 
 
 def test_other_functions_get_all_tokens(in_loops: list[int]) -> None:
