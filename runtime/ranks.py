@@ -43,7 +43,7 @@ _FIRST_S, _LONGEST_S = 2e-5, 1e-3
 _CHUNK_BYTES = 1 << 26
 #: How often a wait looks at the board, in seconds.
 _LOOK_S = 0.05
-#: How long what a rank has sent may be on its way, in seconds.
+#: How long data that a rank has sent may take to arrive, in seconds.
 _ARRIVING_S = 0.2
 #: How long a process may take to end once it has closed its connections, in seconds.
 _ENDING_S = 5.0
@@ -175,7 +175,7 @@ class Ranks:
                 looked = now
                 try:
                     self.check(failures=not patient)
-                except RankError:  # which the other rank may have met after it did its part of this wait
+                except RankError:  # the other rank may have failed after it did its part
                     if _soon(done):
                         return
                     raise

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from megacompile.bench import rows
 from megacompile.bench.shapes import config
 from megacompile.loading import parameters_on_meta
-from megacompile.planning.process_group import process_count
+from megacompile.planning.process_group import join_group, process_count
 
 
 def options() -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def start_processes() -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    join_group("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // process_count()))
 
 

@@ -127,7 +127,7 @@ _YES = {"yes": True, "no": False}
 
 
 class Models(KeptModel):
-    """State, beside that of all: `before`, the resident bytes of the process before the model was streamed."""
+    """State, in addition to `KeptModel`'s: `before`, the resident bytes of the process before the model was streamed."""
 
     COMMON = MODEL
 

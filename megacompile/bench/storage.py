@@ -33,7 +33,7 @@ from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
 from megacompile.bench.step import gib, resident_bytes
 from megacompile.checkpoint.writer import CheckpointWriter
-from megacompile.planning.process_group import process_count, rank_in_job
+from megacompile.planning.process_group import join_group, process_count, rank_in_job
 from megacompile.weights.filling import READERS
 
 _CHUNK_BYTES = 16 << 20
@@ -79,8 +79,8 @@ def measure(given: argparse.Namespace) -> rows.Row:
 @contextlib.contextmanager
 def shared_folder(given: argparse.Namespace) -> Iterator[Path]:
     """A temporary folder that all processes use. The first one makes and removes it."""
-    if process_count() > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if given.device == "cuda" else "gloo")
+    if process_count() > 1:
+        join_group(given.device)
     with contextlib.ExitStack() as owned:
         made = [owned.enter_context(tempfile.TemporaryDirectory(dir=given.folder)) if rank_in_job() == 0 else None]
         if process_count() > 1:

@@ -220,7 +220,7 @@ WAYS = dict(trainer=through_trainer, sft=through_sft, loop=through_loop, native=
 # ---------------------------------------------------------------- a row
 
 class Models(KeptModel):
-    """State, beside that of all: `stream_s`, the seconds that the last `stream` took."""
+    """State, in addition to `KeptModel`'s: `stream_s`, the seconds that the last `stream` took."""
 
     COMMON = ("shape", "layers", "device", "micro_batch_size", "dynamic")
 

@@ -16,11 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile.ir.target_tokens import known_target_tokens
+from megacompile.ir.target_tokens import targets_first
 from megacompile.losses import IGNORED
-
-#: Tokens without a target are left out if they are at least this share of all. Fewer would not pay for copies of the others.
-LEFT_OUT_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,9 @@ class TokenLoop(nn.Module):
     `body` takes the number of sequences, the number of positions in the chunk, then the inputs: cut to the chunk where `inputs`
     has `Tokens`, whole where it has None. It returns one tensor for each of `outputs`, two for a product.
     Totals are float32, or their own dtype if that is wider or not floating. `kernels`, by positions in a chunk, run instead of
-    `body`. `targets`: the number of an input, int64 [B, T]; where it is `IGNORED`, all results are zeros. Everything that has
-    tokens then has its dimension of sequences just before that of tokens, unless they are folded. None: there is no such input.
+    `body`. `targets`: the position of an input, int64 [B, T]; all results are zeros where it is `IGNORED`. None if no input
+    says so. With `targets`, every value that has tokens has the dimension of sequences just before that of tokens, or folds
+    both into one.
     """
 
     def __init__(self, body: fx.GraphModule, chunk: int, inputs: Sequence[Tokens | None],
@@ -118,7 +116,8 @@ class TokenLoop(nn.Module):
 
     def forward(self, batch: int, length: int, *values: Any) -> tuple[Tensor, ...]:
         results: list[Tensor] = []
-        order, needed = self._order(values)
+        first = None if self.targets is None else targets_first(values[self.targets], IGNORED)
+        order, needed = (None, math.inf) if first is None else first
         for start in range(0, length, self.chunk):
             count = min(self.chunk, length - start)
             index = None if order is None else order[start * batch:(start + count) * batch]
@@ -126,17 +125,6 @@ class TokenLoop(nn.Module):
             if (start + count) * batch >= needed:
                 break
         return tuple(results)
-
-    def _order(self, values: Sequence[Any]) -> tuple[Tensor | None, float]:
-        """The numbers of all tokens, int64 [B * T], those with a target first, and how many these are. (None, infinity): all
-        tokens are computed where they are."""
-        known = known_target_tokens()
-        if self.targets is None or known is None:
-            return None, math.inf
-        targets: Tensor = values[self.targets]
-        if targets.numel() - known < LEFT_OUT_SHARE * targets.numel():
-            return None, math.inf
-        return torch.sort((targets.flatten() == IGNORED).to(torch.uint8), stable=True).indices, known
 
     def _run(self, batch: int, length: int, start: int, count: int, values: Sequence[Any],
              index: Tensor | None) -> list[Tensor]:

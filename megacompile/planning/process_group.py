@@ -27,6 +27,13 @@ def rank_in_job() -> int:
     return int(os.environ.get("RANK", "0")) if process_count() > 1 else 0
 
 
+def join_group(device_type: str) -> None:
+    """Initializes torch.distributed's default group for tensors on the host and on devices of this type, unless the user
+    has."""
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+
+
 def device_of_rank(config: StreamConfig) -> torch.device:
     """The device of this process: the one that was given, or with several processes the CUDA device of its local rank."""
     device = compute_device(config.device)
@@ -47,7 +54,6 @@ def connected_ranks(config: StreamConfig, device: torch.device) -> Ranks | None:
         return None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    join_group(device.type)
     mesh = None if config.mesh is None else rows_of(config.mesh)
     return connect(device, config.stall_timeout, config.peer_copies, mesh)

@@ -161,8 +161,8 @@ class _Rewrite:
                 self.exact.add(item)
 
     def _targets(self, body: _Body) -> int | None:
-        """Which input of a loop says what tokens have results of zero; None if none does, or if some value has its sequences
-        elsewhere than just before its tokens."""
+        """The position of the loop's input that says which tokens have results of zero. None if no input does, or if the
+        dimension of sequences is not just before that of tokens in some value."""
         position = self.module.meta.get("targets")
         if position is None:
             return None
@@ -217,7 +217,7 @@ class _Body:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of, all of it in the same order, such as a matrix that it has as one row; itself if it is none."""
+    """The node whose elements this one has in the same order, in another shape; the node itself if it is not such a view."""
     while packet(node) in (aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import assert_same_gradients, right_padded
+from tiny_models import assert_same_gradients, right_padded, step_of_both
 from transformers import AutoModelForCausalLM, Lfm2Config
 
 import megacompile
@@ -52,21 +52,11 @@ def test_steps_over_grouped_rows_in_bfloat16_train_as_float32_does(whole: bool) 
     native = build(torch.bfloat16)
     model = megacompile.stream(copy.deepcopy(native))
     native.float().cuda()
-    ours = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
-    theirs = torch.optim.AdamW(native.parameters(), lr=1e-3)
+    optimizers = (megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0),
+                  torch.optim.AdamW(native.parameters(), lr=1e-3))
     for step in range(8):
         batch = on_cuda(right_padded(LENGTHS[step % 2], seed=step))
-        expected = native(**batch, use_cache=False).loss
-        expected.backward()
-        torch.nn.utils.clip_grad_norm_(native.parameters(), 1.0)
-        theirs.step()
-        theirs.zero_grad()
-        if whole:
-            loss = model.megacompile.train_step(batch, ours)
-        else:
-            loss = model(**batch).loss
-            loss.backward()
-            ours.step()
-            ours.zero_grad()
-        assert abs(float(loss.detach()) - float(expected.detach())) < 2e-2
+        loss, expected = step_of_both(model, native, optimizers, batch, whole,
+                                      lambda: torch.nn.utils.clip_grad_norm_(native.parameters(), 1.0))
+        assert abs(float(loss) - float(expected)) < 2e-2
     model.megacompile.close()

@@ -14,9 +14,9 @@ import transformers
 import uneven_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import right_padded
+from tiny_models import right_padded, step_of_both
 from torch import Tensor, nn
-from uneven_models import LONGEST, UNEVEN, build, lower_the_cost, step_of_both, stream, uneven, widths_of
+from uneven_models import LONGEST, UNEVEN, assert_same_step, build, lower_the_cost, stream, uneven, widths_of
 
 import megacompile
 from megacompile.errors import PaddingWarning
@@ -84,15 +84,9 @@ def test_groups_of_instructions_compute_a_third_of_the_tokens_in_few_micro_batch
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=3, max_size=10), st.integers(0, 9))
 def test_grouped_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, Any], lengths: list[int], seed: int) -> None:
-    model, native = twins
+    model, _ = twins
     batch = right_padded([*lengths, 60, 3, 4], seed)
-    losses = [each(**batch, use_cache=False).loss for each in twins]
-    torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-6, atol=1e-6)
-    for loss in losses:
-        loss.backward()
-    tiny_models.assert_same_gradients(model, native)
-    for each in twins:
-        each.zero_grad()
+    assert_same_step(twins, batch)
     assert len(set(model.megacompile.plan.lengths)) > 1
 
 
@@ -106,7 +100,7 @@ def test_steps_of_uneven_rows_train_as_native_pytorch(options: dict[str, Any], w
     optimizers = megacompile.AdamW(model.parameters(), lr=1e-3), torch.optim.AdamW(native.parameters(), lr=1e-3)
     for step in range(5):
         batch = right_padded(uneven(step), seed=step)
-        step_of_both(model, native, optimizers, batch, whole)
+        torch.testing.assert_close(*step_of_both(model, native, optimizers, batch, whole), rtol=1e-5, atol=1e-5)
         plan = model.megacompile.plan
         assert len(set(plan.lengths)) > 1 and plan.tokens < 0.6 * plan.batch * plan.length
         assert max(plan.micro_batches) <= options.get("micro_batch_size", 12)

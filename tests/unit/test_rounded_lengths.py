@@ -13,9 +13,9 @@ import trained
 import uneven_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import right_padded
+from tiny_models import right_padded, step_of_both
 from torch import Tensor
-from uneven_models import LONGEST, step_of_both, stream
+from uneven_models import LONGEST, assert_same_step, stream
 
 import megacompile
 from megacompile.errors import PaddingWarning
@@ -47,15 +47,9 @@ def test_widths_are_lengths_that_rows_are_often_cut_to() -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 45), min_size=1, max_size=6), st.integers(0, 9))
 def test_rounded_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, Any], lengths: list[int], seed: int) -> None:
-    model, native = twins
+    model, _ = twins
     batch = right_padded([*lengths, 7], seed)
-    losses = [each(**batch, use_cache=False).loss for each in twins]
-    torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-6, atol=1e-6)
-    for loss in losses:
-        loss.backward()
-    tiny_models.assert_same_gradients(model, native)
-    for each in twins:
-        each.zero_grad()
+    assert_same_step(twins, batch)
     longest = max(*lengths, 7)
     wanted = longest if set(lengths) == {7} else rounded(longest, LONGEST)  # rows of one length keep it
     assert model.megacompile.compiled(batch).shape.length == wanted
@@ -104,7 +98,7 @@ def test_thirty_steps_of_a_loop_have_at_most_eight_shapes_and_train_as_native_py
     for step in range(30):
         lengths = torch.empty(1 + step % 4).log_normal_(2.5, 0.9, generator=generator).clamp(3, LONGEST).long().tolist()
         batch = right_padded(lengths, seed=step)
-        step_of_both(model, native, optimizers, batch, whole)
+        torch.testing.assert_close(*step_of_both(model, native, optimizers, batch, whole), rtol=1e-5, atol=1e-5)
         widths.add(model.megacompile.streamed.shapes.latest.shape.length)
     assert 4 < len(widths) <= 8 and max(widths) <= LONGEST
     model.megacompile.close()

@@ -88,22 +88,11 @@ def test_prompts_are_left_out_and_training_is_native_pytorchs(options: dict[str,
                                                               computed: list[int]) -> None:
     native = tiny_models.build()
     model = megacompile.stream(copy.deepcopy(native), device="cpu", **options)
-    ours, theirs = megacompile.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(native.parameters(), lr=1e-2)
+    optimizers = megacompile.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(native.parameters(), lr=1e-2)
     for seed in range(3):
-        batch = conversations(4, 300, seed)
-        expected = native(**batch, use_cache=False).loss
-        expected.backward()
-        if whole:
-            loss = model.megacompile.train_step(batch, ours)
-        else:
-            loss = model(**batch).loss
-            loss.backward()
-            tiny_models.assert_same_gradients(model, native)
-            ours.step()
-            ours.zero_grad()
-        theirs.step()
-        theirs.zero_grad()
-        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-6)
+        losses = tiny_models.step_of_both(model, native, optimizers, conversations(4, 300, seed), whole,
+                                          lambda: whole or tiny_models.assert_same_gradients(model, native))
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
     micro_batches = len(model.megacompile.plan.micro_batches)
     assert 3 * 3 * 100 <= sum(computed) <= 3 * (3 * 100 + micro_batches * 128) < 3 * 4 * 300
     model.megacompile.close()

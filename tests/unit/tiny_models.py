@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,6 +121,27 @@ def assert_same_weights(model: nn.Module, native: nn.Module, tolerance: float = 
             continue
         error, norm = (ours - theirs[name]).norm(), theirs[name].norm()
         assert error <= tolerance * norm, f"{name}: {error / norm:.2e}"
+
+
+def step_of_both(model: Any, native: nn.Module, optimizers: tuple[Any, Any], batch: dict[str, Tensor], whole: bool,
+                 between: Callable[[], object] = lambda: None) -> tuple[Tensor, Tensor]:
+    """Trains both models for a step, the streamed one as a loop or as a whole step. Returns their losses. `between`: called
+    before the updates of a loop and of native PyTorch, when there are gradients."""
+    ours, theirs = optimizers
+    expected = native(**batch, use_cache=False).loss
+    expected.backward()
+    if whole:
+        loss = model.megacompile.train_step(batch, ours)
+    else:
+        loss = model(**batch).loss
+        loss.backward()
+    between()
+    if not whole:
+        ours.step()
+        ours.zero_grad()
+    theirs.step()
+    theirs.zero_grad()
+    return loss.detach(), expected.detach()
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, **shape: int) -> float:

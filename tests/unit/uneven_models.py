@@ -48,21 +48,15 @@ def twins() -> Iterator[tuple[Any, Any]]:
     model.megacompile.close()
 
 
-def step_of_both(model: Any, native: Any, optimizers: tuple[Any, Any], batch: dict[str, Tensor], whole: bool) -> None:
-    """Trains both models for a step, the streamed one as a loop or as a whole step. Their losses must be equal."""
-    ours, theirs = optimizers
-    expected = native(**batch, use_cache=False).loss
-    expected.backward()
-    theirs.step()
-    theirs.zero_grad()
-    if whole:
-        loss = model.megacompile.train_step(batch, ours)
-    else:
-        loss = model(**batch).loss
+def assert_same_step(twins: tuple[Any, Any], batch: dict[str, Tensor]) -> None:
+    """The losses and gradients of both models are equal. Leaves no gradients."""
+    losses = [each(**batch, use_cache=False).loss for each in twins]
+    torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-6, atol=1e-6)
+    for loss in losses:
         loss.backward()
-        ours.step()
-        ours.zero_grad()
-    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+    tiny_models.assert_same_gradients(*twins)
+    for each in twins:
+        each.zero_grad()
 
 
 def uneven(seed: int, rows: int = 12, longest: int = LONGEST) -> list[int]:

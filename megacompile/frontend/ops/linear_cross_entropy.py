@@ -20,8 +20,8 @@ from megacompile.codegen.inductor import Inductor
 from megacompile.frontend.templates.symbolic_sizes import UNIT, CodeForAnySize, SymbolicSizes
 from megacompile.frontend.templates.template import BATCH
 from megacompile.frontend.templates.variants import Traced, code_for_any_size
-from megacompile.ir.target_tokens import known_target_tokens
-from megacompile.ir.token_loop import LEFT_OUT_SHARE, accumulate_product
+from megacompile.ir.target_tokens import targets_first
+from megacompile.ir.token_loop import accumulate_product
 from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
 from megacompile.torch_compat.symbols import ShapeEnv
 
@@ -72,11 +72,10 @@ def _linear_cross_entropy(
 
 def _with_targets(targets: Tensor, ignore_index: int) -> Tensor | None:
     """The positions of the tokens to compute, int64 [n]: those with a target, and a few more. None for all tokens."""
-    known = known_target_tokens()
-    if known is None or targets.shape[0] - known < LEFT_OUT_SHARE * targets.shape[0]:
+    if (first := targets_first(targets, ignore_index)) is None:
         return None
-    number = min(targets.shape[0], -(-known // _MULTIPLE) * _MULTIPLE)
-    return torch.sort((targets == ignore_index).to(torch.uint8), stable=True).indices[:number]
+    order, known = first
+    return order[:-(-known // _MULTIPLE) * _MULTIPLE]
 
 
 def _chunk_gradient(

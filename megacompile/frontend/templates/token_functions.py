@@ -32,7 +32,7 @@ CHUNK_TOKENS = 2048
 
 #: Tensors that a function takes besides logits: name, dtype, and shape after [B, T].
 Described = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-#: What functions take that leave out tokens without a target.
+#: The tensor that says which tokens may be left out.
 TARGETS = ("targets", torch.int64, ())
 
 
@@ -50,7 +50,7 @@ def taken_by_loss(function: Callable[..., Any], example: Mapping[str, Tensor]) -
 
 
 def filling(function: Callable[..., Any], tensor: str) -> int:
-    """What empty slots have of a tensor that a function takes."""
+    """The value in empty slots of a tensor that a function takes."""
     return IGNORED if tensor == TARGETS[0] and leaves_out_ignored(function) else 0
 
 
