@@ -50,15 +50,15 @@ from megacompile.planning.explain import host_slab_bytes
 from megacompile.planning.process_group import process_count
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.predict.simulate import Timeline
-from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.streaming.optimizer.names import OPTIMIZERS, optimizer_named
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
+from megacompile.streaming.streamed import Streamed
 from megacompile.timeline import save_trace
 from megacompile.weights.codes import FORMATS
 
-#: Lanes whose operations are copies. Compute reads the values that they produce.
-_LINK = (Lane.H2D, Lane.D2H)
+#: Lanes whose operations are copies and exchanges. Compute reads the values that some of them produce.
+_COPYING = (Lane.H2D, Lane.D2H, Lane.COLLECTIVE)
 
 
 def options() -> argparse.ArgumentParser:
@@ -187,7 +187,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
             # Otherwise the last update overlaps the first timed step, as every update overlaps the next step.
             if given.compute_only:
                 model.megacompile.streamed.settle()
-                patches.enter_context(compute_alone(model.megacompile.streamed.backend))
+                patches.enter_context(compute_alone(model.megacompile.streamed))
                 patches.callback(model.megacompile.streamed.settle)
 
         found = rows.timed(step, given, before_timing, seed=models.used - 1)  # batches that the model has not seen
@@ -247,18 +247,22 @@ class Step:
 
 
 @contextlib.contextmanager
-def compute_alone(backend: Backend) -> Iterator[None]:
-    """A context in which copies and updates do nothing, so that only the templates take time. Slots keep the weights and
-    checkpoints from the warm-up, since kernels would be faster on zeros."""
+def compute_alone(streamed: Streamed) -> Iterator[None]:
+    """A context in which copies, exchanges between ranks and updates do nothing, so that only the templates take time. Slots keep
+    the weights and checkpoints from the warm-up, since kernels would be faster on zeros."""
     before = dict(OPERATIONS)
 
     def nothing(*_: Any) -> None: ...
 
-    # Copies are still issued, since later nodes need their values, but `backend.copy` does nothing. All other ops that are left
-    # out are replaced.
-    idle = (name for name, op in OPS.items() if left_out(op) and (op.lane not in _LINK or name.startswith("adam")))
+    # Copies and gathers are still issued, since later nodes need their values, but they move nothing. Other ranks wait until
+    # updates are announced. All other ops that are left out are replaced.
+    idle = (name for name, op in OPS.items() if left_out(op) and name != "announce"
+            and (op.lane not in _COPYING or op.result is None or name.startswith("adam")))
     OPERATIONS.update(dict.fromkeys(idle, nothing))
-    with mock.patch.object(backend, "copy", nothing):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(streamed.backend, "copy", nothing))
+        if streamed.together.ranks is not None:
+            patches.enter_context(mock.patch.object(streamed.together.ranks.exchanges, "gather", nothing))
         try:
             yield
         finally:

@@ -22,6 +22,17 @@ def test_a_row_of_two_ranks_is_written_once_and_counts_the_tokens_of_both(tmp_pa
 
 
 @pytest.mark.on_demand
+def test_two_ranks_compute_alone_after_whole_steps_with_another_plan(tmp_path: Path) -> None:
+    row = ["--shape", "tiny", "--batch", "3", "--length", "16", "--steps", "2", "--warm-up", "1", "--recorded-steps", "0",
+           "--train-step", "--uncompiled", "--device", "cpu", "--append", str(tmp_path / "rows.jsonl")]
+    job = start(ROOT / "benchmarks" / "step.py", 2, tmp_path / "job", [*row, "--then", *row, "--resident", "--compute-only"])
+    assert job.wait() == [0, 0], job.errors(0) + job.errors(1)
+    whole, alone = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert (whole["compute_only"], alone["compute_only"]) == (False, True)
+    assert not any("error" in found for found in (whole, alone))
+
+
+@pytest.mark.on_demand
 def test_a_row_of_uneven_lengths_counts_the_useful_tokens_of_both_ranks(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--layers", "2", "--batch", "6", "--steps", "2", "--warm-up", "1", "--device", "cpu",
                  "--logging-steps", "1", "--append", str(tmp_path / "rows.jsonl")]

@@ -124,7 +124,7 @@ def test_compute_alone_changes_no_weights_and_leaves_the_operations_as_they_were
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer)
     before, operations = weights(model), dict(OPERATIONS)
-    with step.compute_alone(model.megacompile.streamed.backend):
+    with step.compute_alone(model.megacompile.streamed):
         train_step(model, optimizer)
         assert same_bits(weights(model), before)
     assert operations == OPERATIONS
@@ -142,7 +142,7 @@ def test_compute_alone_makes_no_update_wherever_it_is() -> None:
     train_step(model, optimizer)
     backend = model.megacompile.streamed.backend
     model.megacompile.streamed.settle()
-    with step.compute_alone(backend), mock.patch.object(backend, "update") as update:
+    with step.compute_alone(model.megacompile.streamed), mock.patch.object(backend, "update") as update:
         train_step(model, optimizer)
         model.megacompile.streamed.settle()
     update.assert_not_called()
@@ -155,7 +155,7 @@ def test_compute_alone_goes_on_from_checkpoints_that_wait_on_the_host() -> None:
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer)
     before = weights(model)
-    with step.compute_alone(model.megacompile.streamed.backend):
+    with step.compute_alone(model.megacompile.streamed):
         train_step(model, optimizer)
         model.megacompile.streamed.settle()  # the update that is left out comes behind the step
     assert same_bits(weights(model), before)
