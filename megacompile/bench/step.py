@@ -248,8 +248,8 @@ class Step:
 
 @contextlib.contextmanager
 def compute_alone(streamed: Streamed) -> Iterator[None]:
-    """A context in which copies, exchanges between ranks and updates do nothing, so that only the templates take time. Slots keep
-    the weights and checkpoints from the warm-up, since kernels would be faster on zeros."""
+    """A context in which copies, exchanges between ranks and updates do nothing, so that only the templates take time. Slots
+    keep the weights and checkpoints from the warm-up, since kernels would be faster on zeros."""
     before = dict(OPERATIONS)
 
     def nothing(*_: Any) -> None: ...

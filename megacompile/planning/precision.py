@@ -8,7 +8,7 @@ import torch
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import Call, Template
-from megacompile.ir.precision import Float8
+from megacompile.ir.precision import BLOCK_FORMATS, Float8
 from megacompile.predict.hardware import Hardware
 
 #: The first compute capability with products in float8: Ada's. Hopper has 9.0.
@@ -19,9 +19,12 @@ _REMEDY = "leave precision out, or use precision='float8-emulated', which rounds
 
 
 def check_float8(recipe: Float8 | None, device: torch.device, hardware: Hardware | None = None) -> None:
-    """Raises `UnsupportedError` if the device cannot multiply in float8, as far as that is known. `hardware`: the machine that
-    is planned for; None: this one."""
+    """Raises `UnsupportedError` if the device cannot multiply as the recipe says, as far as that is known. `hardware`: the
+    machine that is planned for; None: this one."""
     if recipe is None or recipe.emulated:
+        return
+    if recipe.products in BLOCK_FORMATS:
+        _check_blocks(recipe.products, hardware)
         return
     if device.type != "cuda":
         raise UnsupportedError(f"a CPU cannot multiply in float8: {_REMEDY}")
@@ -33,6 +36,16 @@ def check_float8(recipe: Float8 | None, device: torch.device, hardware: Hardware
         major, minor = capability
         raise UnsupportedError(f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor} and cannot "
                                f"multiply in float8, which takes 8.9 (Ada, Hopper or later): {_REMEDY}")
+
+
+def _check_blocks(products: str, hardware: Hardware | None) -> None:
+    """Raises `UnsupportedError` unless a machine with a rate for these products is planned for."""
+    if hardware is None:
+        raise UnsupportedError(f"precision={products!r} is for plans, since megacompile has no kernels for it: train with "
+                               f"precision='float8', or plan with megacompile plan --precision {products} --hardware b200")
+    if products not in hardware.gemm_flops:
+        raise UnsupportedError(f"{hardware.name} has no rate for products in {products}, which take compute capability 10.0 "
+                               "(Blackwell): use precision='float8', or plan for b200")
 
 
 def check_products(templates: Iterable[Template], model: str, recipe: Float8 | None) -> None:
@@ -53,10 +66,7 @@ def described_products(captured: CapturedModel) -> Iterator[str]:
     recipe = next((template.precision for template in captured.templates.values()), None)
     if recipe is None:
         return
-    how = "emulated, " if recipe.emulated else ""
-    scales = "each operand" if recipe.scaling == "tensor" else "each row"
-    yield (f"float8 ({how}one scale for {scales}; output gradients in {recipe.gradients}; weight gradients in "
-           f"{recipe.weight_gradients}, summed in FP32):")
+    yield _described(recipe)
     for name, template in captured.templates.items():
         calls = [call for call in captured.calls if call.template == name]
         if not calls or calls[0] in (captured.calls[0], captured.calls[-1]):
@@ -71,6 +81,15 @@ def described_products(captured: CapturedModel) -> Iterator[str]:
         if template.forward_graph().find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
             yield "    grouped products of experts stay"
     yield "  embedding and head stay"
+
+
+def _described(recipe: Float8) -> str:
+    if recipe.products in BLOCK_FORMATS:
+        return f"{recipe.products} (one scale for each block of values; for plans only, nothing trains with it):"
+    how = "emulated, " if recipe.emulated else ""
+    scales = "each operand" if recipe.scaling == "tensor" else "each row"
+    return (f"float8 ({how}one scale for {scales}; output gradients in {recipe.gradients}; weight gradients in "
+            f"{recipe.weight_gradients}, summed in FP32):")
 
 
 def _names(parameters: tuple[str, ...], call: Call) -> str:

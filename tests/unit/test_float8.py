@@ -21,7 +21,7 @@ from megacompile.codegen.scaled_products import scaled_product
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.ops import scaled_linear
 from megacompile.frontend.templates.template import BATCH, LENGTH
-from megacompile.ir.precision import PRECISIONS, precision_of
+from megacompile.ir.precision import BLOCK_FORMATS, PRECISIONS, precision_of
 from megacompile.ir.tokenwise import is_scaled
 from megacompile.planning.config import StreamConfig
 from megacompile.predict import cost
@@ -317,6 +317,11 @@ def test_profiles_have_a_rate_for_float8_where_the_device_has_such_products() ->
         assert 1.4 * rates["bfloat16"] <= rates["float8"] <= 1.6 * rates["bfloat16"]  # as measured on an H200
     for name in ("a100", "rtx3090"):
         assert "float8" not in Hardware.find(name).gemm_flops
+    for name in ("b200", "8xb200", "rtx5090", "4xrtx5090", "gb10"):
+        rates = Hardware.find(name).gemm_flops
+        assert rates["float8"] <= rates["mxfp8"] < rates["nvfp4"] <= 2 * rates["mxfp8"]
+    for name in ("a100", "h200", "rtx4090"):
+        assert not set(BLOCK_FORMATS) & set(Hardware.find(name).gemm_flops)
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[2], RECIPES[3]], ids=str)
@@ -335,7 +340,9 @@ def test_a_layer_takes_no_more_memory_than_predicted(recipe: Float8) -> None:
 
 # ---------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(("precision", "message"), [
-    ("float16", "precision must be 'float8' or 'float8-emulated', a megacompile.Float8 or None, not 'float16'"),
+    ("float16", "precision must be 'float8' or 'float8-emulated', a megacompile.Float8 or None, "
+                "or for plans 'mxfp8' or 'nvfp4', not 'float16'"),
+    ("mxfp8:products=nvfp4", "precision has no field 'products': it has scaling, gradients"),
     ("float8:scales=row", "precision has no field 'scales': it has scaling, gradients, weight_gradients"),
     ("float8:scaling=column", "Float8 scaling must be one of tensor, row, not 'column'"),
     ("float8:min_features=few", "min_features must be a whole number of at least 1, not 'few'")])
@@ -372,6 +379,27 @@ def test_a_device_without_float8_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     check_float8(Float8(emulated=True), torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_float8(Float8(), torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_formats_with_scales_of_blocks_are_planned_with_their_own_rate_and_not_trained(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"precision='{name}' is for plans, since megacompile has no kernels for it"):
+        stream(build(True), precision=name)
+    with torch.device("meta"):
+        model = tiny_models.build(True, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8)
+    with pytest.raises(UnsupportedError, match=f"NVIDIA H200 has no rate for products in {name}, which take compute"):
+        megacompile.schedule(model, batch=2, length=8, hardware="h200", precision=name)
+    with pytest.raises(MegacompileError, match=r"Float8 products='.*' cannot be emulated: leave emulated out, to plan with it"):
+        Float8(products=name, emulated=True)
+    machine = Hardware.find("b200")
+    seconds = []
+    for slower in (1, 2):
+        rates = {**machine.gemm_flops, name: machine.gemm_flops[name] / slower}
+        plan = megacompile.schedule(model, batch=16, length=512, precision=name,
+                                    hardware=dataclasses.replace(machine, gemm_flops=rates))
+        assert f"{name} (one scale for each block of values; for plans only, nothing trains with it):" in plan.explain()
+        seconds.append(plan.durations().seconds("decoder", "forward", 16, 4096))
+    assert 1.3 < seconds[1] / seconds[0] <= 2
 
 
 def test_a_model_without_a_product_for_float8_is_refused() -> None:
