@@ -3,7 +3,8 @@
     python benchmarks/step.py --shape qwen2-7b --layers 28 --batch 64 --length 1024 --checkpoint-interval 1
 
 Prints one JSON line: machine, versions, commit, the time of every step, TFLOPS (6 x parameters x tokens / step time, 4 for
-frozen parameters, without recomputation), predicted time, how busy each lane was, peak device memory, host bytes, and losses.
+frozen parameters, without recomputation), predicted time, how busy each lane was, peak device memory (what
+PyTorch's allocator reserves, and what is allocated in it), host bytes, and losses.
 `--append FILE` appends the line to a file. `--then` begins the options of another row, which the same process measures. If only
 the plan and the batch differ, it uses the same model.
 
@@ -213,7 +214,9 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         waves=plan.waves, overlap=given.overlap, **rows.rates(model, given, found["step_s"]), **found,
         predicted_step_s=round(simulated.step_s, 4) if simulated is not None else None, occupancy=occupancy(measured),
         phases_s=[[round(p, 3) for p in phase] for phase in step.phases[:len(found["times_s"])]],
-        grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]), host_gib=gib(stats["host_bytes"]),
+        grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]),
+        peak_allocated_gib=gib(torch.cuda.max_memory_allocated() if given.device == "cuda" else 0),
+        host_gib=gib(stats["host_bytes"]),
         predicted_host_gib=gib(predicted_host_bytes(model)),
         host_bytes_per_parameter=round(stats["host_bytes"] / stats["parameters"], 3), resident_set_gib=gib(resident_bytes()),
         resident_set_before_gib=gib(models.before), checkpoint_gib=gib(checkpoint_bytes(model, plan)),
