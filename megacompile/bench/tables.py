@@ -173,5 +173,5 @@ TABLES = {
         *(Spec("uneven", dict(memory, data=data)) for memory in ({}, dict(device_memory="24GiB"))
           for data in ("full", "instructions")))),
     "large": Table("Larger shapes, with as many layers as fit in host memory", larger(layers="fit")),
-    "whole": Table("Whole models of 14B and 32B, on hosts with 256 and 512 GiB", larger()),
+    "whole": Table("Whole models of 14B and 32B", larger()),
 }
