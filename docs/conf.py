@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from pygments.lexers.special import TextLexer
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
@@ -102,6 +101,5 @@ class LinkPages(SphinxTransform):
 
 def setup(app: Sphinx) -> None:
     app.add_directive("command-line", CommandLine)
-    app.add_lexer("mermaid", TextLexer)
     app.add_transform(LinkPages)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon, at 500

@@ -1,4 +1,4 @@
-"""Writes docs/packages.md, and the picture of the packages in docs/design.md, from the imports and docstrings of the code.
+"""Writes docs/packages.md, and docs/pictures/packages.svg for docs/design.md, from the imports and docstrings of the code.
 
     python docs/make_packages.py
 
@@ -7,11 +7,11 @@ One test fails if the files are out of date. Another fails if a package imports 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, DESIGN = ROOT / "docs" / "packages.md", ROOT / "docs" / "design.md"
+PAGE, PICTURE = ROOT / "docs" / "packages.md", ROOT / "docs" / "pictures" / "packages.svg"
 #: Where the code is, and the package that it is installed as.
 FOLDERS = {"megacompile": "megacompile", "passes": "megacompile.passes", "runtime": "megacompile.runtime"}
 #: Each package imports only packages before it, also lazily and for types. An entry is the name of a package, or a name for
@@ -25,7 +25,10 @@ ORDER = (
     ("trainers", "trainer", "sft", "dpo", "grpo", "rloo", "fused_head"), ("tools", "training", "inspection", "corpus"),
     ("finetuning",), ("inference",), ("bench",),
     ("cli", "__main__"))
-BEGIN, END = "<!-- packages: made by docs/make_packages.py -->", "<!-- end of packages -->"
+#: A sentence for each entry of `ORDER` that is not a package.
+SENTENCES = {"base": "What every package may use", "public": "Functions that users import", "cli": "The command line"}
+#: Sizes in the picture, in pixels: of a box, and between boxes.
+WIDTH, HEIGHT, SPACE = 110, 30, 20
 
 
 def source_files() -> dict[str, Path]:
@@ -65,18 +68,57 @@ def arrows() -> dict[int, set[int]]:
     return found
 
 
-def picture() -> str:
-    """The packages as a mermaid graph, from the top down. Arrows that others imply are left out."""
+def needed_arrows() -> list[tuple[str, str]]:
+    """Pairs of packages of which the first imports the second, without arrows that others imply."""
     direct = arrows()
     reached: dict[int, set[int]] = {}
     for number in sorted(direct):
         reached[number] = direct[number].union(*(reached[below] for below in direct[number] if below < number))
-    lines = ["```mermaid", "graph TD"]
+    found = []
     for number in sorted(direct, reverse=True):
         below = {other for other in direct[number] if other < number}
-        needed = {other for other in below if not any(other in reached[between] for between in below)}
-        lines += [f"    {ORDER[number][0]} --> {ORDER[other][0]}" for other in sorted(needed, reverse=True)]
-    return "\n".join([*lines, "```"])
+        found += [(ORDER[number][0], ORDER[other][0]) for other in sorted(below, reverse=True)
+                  if not any(other in reached[between] for between in below)]
+    return found
+
+
+def centers(pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[float, int]]:
+    """The center of each package's box. A package is one row below the lowest package that imports it. In a row, packages are
+    ordered by the average place of those that import them."""
+    rows: dict[str, int] = {}
+    for name, *_ in reversed(ORDER):  # only those after it import it
+        rows[name] = max((rows[one] + 1 for one, other in pairs if other == name), default=0)
+    places: dict[str, float] = {}
+    for row in range(max(rows.values()) + 1):
+        above = {name: [places[one] for one, other in pairs if other == name] for name in rows if rows[name] == row}
+        wanted = {name: sum(found) / len(found) if found else 0.0 for name, found in above.items()}
+        middle = sum(wanted.values()) / len(wanted)
+        for number, name in enumerate(sorted(wanted, key=wanted.__getitem__)):
+            places[name] = middle + (number - (len(wanted) - 1) / 2) * (WIDTH + SPACE)
+    left = min(places.values()) - WIDTH / 2 - 1
+    return {name: (places[name] - left, row * (HEIGHT + 2 * SPACE) + HEIGHT // 2 + 1) for name, row in rows.items()}
+
+
+def picture() -> str:
+    """The packages as an SVG, from the top down."""
+    pairs = needed_arrows()
+    boxes = centers(pairs)
+    width, height = (max(at[axis] for at in boxes.values()) + size / 2 + 1 for axis, size in enumerate((WIDTH, HEIGHT)))
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+             'font-family="sans-serif" font-size="13">',
+             '<defs><marker id="arrow" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+             '<path d="M0,0 L8,4 L0,8 Z" fill="#667"/></marker></defs>',
+             f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>']
+    for one, other in pairs:
+        (x, y), (to_x, to_y) = boxes[one], boxes[other]
+        begin, end = y + HEIGHT / 2, to_y - HEIGHT / 2
+        lines.append(f'<path d="M{x:g},{begin:g} C{x:g},{begin + SPACE:g} {to_x:g},{end - SPACE:g} {to_x:g},{end:g}" '
+                     'fill="none" stroke="#667" marker-end="url(#arrow)"/>')
+    for name, (x, y) in boxes.items():
+        lines.append(f'<rect x="{x - WIDTH / 2:g}" y="{y - HEIGHT / 2:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" '
+                     'fill="#eef2fa" fill-opacity="0.85" stroke="#446"/>'
+                     f'<text x="{x:g}" y="{y + 5:g}" text-anchor="middle">{name}</text>')
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def first_sentence(path: Path) -> str:
@@ -92,7 +134,8 @@ def page() -> str:
     for number, names in enumerate(ORDER):
         own = sorted(module for module in files if rank(module) == number)
         package = next((files[module] for module in own if module.endswith(f".{names[0]}.__init__")), None)
-        parts += [f"## {names[0]}", "", *([f"{first_sentence(package)}.", ""] if package else [])]
+        sentence = first_sentence(package) if package else SENTENCES.get(names[0], "")
+        parts += [f"## {names[0]}", "", *([f"{sentence}.", ""] if sentence else [])]
         parts += ["| file | what it is |", "|---|---|"]
         parts += [f"| `{files[module].relative_to(ROOT)}` | {first_sentence(files[module])} |" for module in own
                   if files[module] != package]
@@ -100,13 +143,6 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def design() -> str:
-    """docs/design.md with the current picture."""
-    before, _, rest = DESIGN.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{picture()}\n\n{END}{after}"
-
-
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    DESIGN.write_text(design(), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")

@@ -122,7 +122,7 @@ def _calls(captured: CapturedModel, tiling: Tiling) -> str:
 def _templates(captured: CapturedModel) -> str:
     uses = [call.template for call in captured.calls]
     return str(tabulate([(name, uses.count(name), *_of_template(t)) for name, t in captured.templates.items()],
-                        ["template", "calls", "ops", "reads", "hands on"], disable_numparse=True,
+                        ["template", "calls", "ops", "reads", "outputs"], disable_numparse=True,
                         colalign=("left", "right", "right", "left", "left")))
 
 
@@ -184,7 +184,7 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
            "the mean over those of a micro_batch_size" if captured.is_averaged else
            f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_loss_denominator else
            "loss: none, it is made outside, of the model's output" if not captured.has_loss else
-           "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
+           "loss: no cross entropy over tokens that is recognized: one micro-batch a step")
     yield from described_products(captured)
     why = obstacle(captured, batch_types(captured))
     yield f"padded rows: {f'computed with their padding, since {why}' if why else 'packed into rows of one length'}"

@@ -47,7 +47,7 @@ class PretrainedTokenizer:
 
     def __init__(self, source: str | Path) -> None:
         if not Path(source).exists() and not HUB_ID.fullmatch(str(source)):
-            raise ArgumentError(f"there is no tokenizer {str(source)!r}: give a folder that contains one, or an id on the "
+            raise ArgumentError(f"tokenizer {str(source)!r} was not found: give a folder that contains one, or an id on the "
                                 "Hugging Face Hub")
         if Path(source).exists():
             refuse_irregular(Path(source))

@@ -145,8 +145,8 @@ def _fetch(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # the network, the Hub or a wrong id: there are many types
-        raise ArgumentError(f"there is no folder {name!r}, and the Hugging Face Hub returned no such model: check the id, the "
-                            f"revision, the network and HF_TOKEN\n{type(error).__name__}: {error}") from error
+        raise ArgumentError(f"folder {name!r} does not exist, and the Hugging Face Hub returned no such model: check the id, "
+                            f"the revision, the network and HF_TOKEN\n{type(error).__name__}: {error}") from error
     if not (folder / CONFIG_FILE).exists():
         raise ArgumentError(f"{name} on the Hugging Face Hub has no {CONFIG_FILE}: give a model for transformers")
     return folder
@@ -189,7 +189,7 @@ def _format(source: str | Path, config: Any, wanted: Format | None) -> Format | 
 # -------------------------------------------------------------------- a model without weights
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In this context, modules that this thread creates have their parameters on the meta device. Buffers, such as rotary
+    """A context in which modules that this thread creates have their parameters on the meta device. Buffers, such as rotary
     frequencies, keep their values; they would lose them if meta were the default device."""
     here = threading.get_ident()
 

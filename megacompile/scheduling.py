@@ -137,7 +137,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget, there,
                                ranks=gpus, hosts=hosts, choice=choice)
     if not tiling.trains:
-        raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
+        raise UnsupportedError(f"no parameter of {type(model).__name__} is trained: set "
                                "requires_grad=True for some")
     check_masters(states := named.states(optim_args, model, tiling), tiling)
     tiling = tiling.with_states(states)

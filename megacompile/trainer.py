@@ -165,7 +165,7 @@ class Trainer(transformers.Trainer):
 
     @contextlib.contextmanager
     def _without_loss_factor(self) -> Iterator[None]:
-        """In this context, Trainer does not multiply losses by the number of processes. It does so because
+        """A context in which Trainer does not multiply losses by the number of processes. It does so because
         DistributedDataParallel averages gradients, which a streamed model adds up."""
         asked = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False

@@ -49,7 +49,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
     name, source = str(source), Path(source)
     remote = not source.exists()
     if remote and not (meta and _HUB_ID.fullmatch(name)):
-        raise ArgumentError(f"there is no model {name!r} here: give a model directory, a config.json"
+        raise ArgumentError(f"model {name!r} was not found: give a model directory, a config.json"
                             + (", or an id on the Hugging Face Hub (owner/name)" if meta else ""))
     if source.exists():
         refuse_irregular(source)
@@ -67,7 +67,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
         return model
     except Exception as error:  # transformers may raise anything: a division by zero, an error about a torn safetensors file
         if remote and isinstance(error, OSError):
-            raise ArgumentError(f"there is no model {name!r} here, and the Hugging Face Hub returned no config for it: give a "
+            raise ArgumentError(f"model {name!r} was not found, and the Hugging Face Hub returned no config for it: give a "
                                 "model directory or a config.json, or check the id and the network") from error
         raise MegacompileError(f"transformers cannot load a causal language model from {name}: give a model directory or its "
                                f"config.json\n{type(error).__name__}: {error}") from error

@@ -1,7 +1,7 @@
 """Runs programs: each lane is a thread with a queue and executes its instructions in program order.
 
 Sections are submitted in the order of the user's loop; `submit` returns at once, and `Run.wait` waits for some lanes. Events
-that one section hands on (`leave`) are looked up by place when a later section is submitted (`enter`), in the caller's thread.
+that one section passes on (`leave`) are looked up by place when a later section is submitted (`enter`), in the caller's thread.
 
 State: the lanes' queues, the table of carried events, and the first failure. Once a lane has failed, no lane executes anything
 until `recover`; once the device is lost, none ever does.

@@ -29,7 +29,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 def identity() -> Identity:
-    """That of the host that this process is on."""
+    """Identifies the host of this process."""
     declared = os.environ.get(HOST_VARIABLE, "")
     return _BOOT_ID.read_text(encoding="ascii").strip(), declared, declared or socket.gethostname()
 

@@ -16,7 +16,7 @@ import pytest
 
 # Inductor tries out six instruction sets in each fresh cache, for longer than a small test takes: scalar code serves here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests are no package
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests are not a package
 
 import alike_models
 import torch
@@ -32,7 +32,7 @@ from megacompile.passes.manager import Compiled, compile_program
 from megacompile.planning import planner
 from megacompile.streaming.programs import shapes
 
-LAYER_BYTES, BORDER_BYTES, OUTPUT_BYTES = 2048, 8192, 512
+LAYER_BYTES, BOUNDARY_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,7 +91,7 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
     stack = [f"layers.{i}" for i in range(layers)]
     tiles, calls = {}, []
     for name in ("prologue", *stack, *(["shared"] if shared else []), "epilogue"):
-        size = {"prologue": BORDER_BYTES, "epilogue": BORDER_BYTES, "shared": LAYER_BYTES // 4}.get(name, LAYER_BYTES)
+        size = {"prologue": BOUNDARY_BYTES, "epilogue": BOUNDARY_BYTES, "shared": LAYER_BYTES // 4}.get(name, LAYER_BYTES)
         tiles[name] = Tile(name, size // 2, size, size, name not in frozen, 5 * size,
                            disk_bytes=4 * size if name in plan.get("disk_state", ()) else 0)
     for name in ("prologue", *(layer + f"@{run + 1}" * (run > 0) for run in range(runs) for layer in stack), "epilogue"):

@@ -1,4 +1,4 @@
-"""Of an installed megacompile, outside of any checkout: it imports without a warning, and the README's example runs.
+"""An installed megacompile imports without a warning outside of any checkout, and the README's example runs.
 
     python -W error tests/smoke.py README.md        (`make smoke` does it, in a fresh environment)
 """

@@ -166,7 +166,7 @@ class Steps(transformers.TrainerCallback):
 
 @contextlib.contextmanager
 def switching_timed(streamed: Streamed, clock: PhaseClock, through: str) -> Iterator[list[int]]:
-    """In this context, a streamed model's switches between training and generation are timed, and layers of its copy on the
+    """A context in which a streamed model's switches between training and generation are timed, and layers of its copy on the
     device take turns as `through` says. Yields a list of the numbers of layers that did, one for each use of the copy."""
     device_copy, turns = streamed.device_copy, []
     use, release, enter = device_copy.use, device_copy.release, streamed._enter

@@ -73,7 +73,7 @@ def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) ->
         with streamed.together.all_or_none("load_checkpoint", CheckpointError):
             schedulers.load(decoded.scheduler, scheduler)  # may fail; nothing below does
     tiles = share({name: state_bytes(tile) for name, tile in streamed.store.tiles.items()}, *share_of)
-    with streamed.turn, loading(streamed, "load_checkpoint", tiles, parts=(), torn=("weights", "state")):
+    with streamed.call_lock, loading(streamed, "load_checkpoint", tiles, parts=(), torn=("weights", "state")):
         _load(tensors, subject, state)
     random_state.restore(random_state.of_rank(decoded.random, rank), streamed.backend.device)
     return decoded.extra

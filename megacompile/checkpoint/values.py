@@ -77,7 +77,7 @@ def _decoded(value: Any, levels: int) -> Any:
     if tag is None:
         return {key: _decoded(item, levels - 1) for key, item in value.items()}
     if len(value) != 1 or tag not in _DECODERS:
-        raise CheckpointError(f"there is no value of kind {tag[:_SHOWN]!r}")
+        raise CheckpointError(f"unknown kind of value {tag[:_SHOWN]!r}")
     return _of_kind(tag, value[tag], levels - 1)
 
 

@@ -78,7 +78,7 @@ class CheckpointWriter:
 
         Raises `CheckpointError` (also if the previous save failed), `LaneError`, `TornError`."""
         self.wait()
-        with self.subject.streamed.turn:
+        with self.subject.streamed.call_lock:
             self._save = _Save(self.subject, self.directory, self.keep, extra, self.bandwidth, self.copy_memory)
 
     @property

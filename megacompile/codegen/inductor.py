@@ -98,7 +98,8 @@ def _lookups() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def caching_in(folder: Path | None) -> Iterator[None]:
-    """Inside, inductor's cache is in `folder`; None leaves it where it is. A user's own `TRITON_CACHE_DIR` is kept."""
+    """A context in which inductor's cache is in `folder`; None leaves it where it is. A user's own `TRITON_CACHE_DIR` is
+    kept."""
     with _lock:
         before = {name: os.environ.get(name) for name in _VARIABLES}
         try:

@@ -119,8 +119,8 @@ def _overview(source: str, kind: Kind, outline: Any, rows: Rows, held_out: Rows,
 def _check_rate(settings: Settings, asked: frozenset[str]) -> None:
     """Raises `ArgumentError` for an optimizer that has no default learning rate, if none was given."""
     if not optimizer_named(settings.optim).rates_of_adamw and "lr" not in asked:
-        raise ArgumentError(f"--optim {settings.optim} needs another learning rate than AdamW, and there is no default: give "
-                            "--lr (for Lion, its authors use a third to a tenth of AdamW's)")
+        raise ArgumentError(f"--optim {settings.optim} has no default learning rate: give --lr (for Lion, its authors use a "
+                            "third to a tenth of AdamW's)")
 
 
 def words_of_optimizer(settings: Settings) -> str:

@@ -36,7 +36,7 @@ from megacompile.frontend.templates.heads import LOGITS, BuildTemplate, Heads
 from megacompile.frontend.templates.hidden_states import HiddenStates
 from megacompile.frontend.templates.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
-from megacompile.frontend.templates.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
+from megacompile.frontend.templates.token_functions import Described, taken_by_loss, with_loss
 from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.alike_layers import with_repeats
 from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE, capture_shape, is_transformers_model, make_fake_model
@@ -47,6 +47,7 @@ from megacompile.frontend.tracing.python_state import refuse_changing_state
 from megacompile.frontend.tracing.trace import Traced, subject, trace
 from megacompile.frontend.tracing.validity import Validity
 from megacompile.ir.plan import CaptureKey
+from megacompile.ir.token_loop import CHUNK_TOKENS
 from megacompile.system.under_way import at
 from megacompile.torch_compat.core import FakeTensorMode, pytree
 

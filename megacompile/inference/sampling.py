@@ -22,7 +22,7 @@ class Sampling:
         min=0.0, max=1.0, rich_help_panel=_PANEL,
         help="Choose among the most probable tokens that have this probability together.", show_default="the model's")] = None
     top_k: Annotated[int | None, typer.Option(
-        min=1, rich_help_panel=_PANEL, help="Choose among so many of the most probable tokens.",
+        min=1, rich_help_panel=_PANEL, help="Choose among this many of the most probable tokens.",
         show_default="the model's")] = None
     stop: Annotated[list[str] | None, typer.Option(
         rich_help_panel=_PANEL, help="End an answer at this text, which is left out. Repeat for more.")] = None

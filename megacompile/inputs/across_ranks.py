@@ -142,8 +142,8 @@ def _check(captured: CapturedModel, all_ranks: list[_Summary], key: CaptureKey) 
     uneven = len({each.rows for each in all_ranks}) > 1
     sizes = ", ".join(f"{each.rows} x {each.length}" for each in all_ranks)
     if captured.across_rows:
-        raise UnsupportedError("the model computes with several sequences of a batch at once, so that ranks would change what "
-                               f"it computes: train it with one process; in {captured.across_rows}")
+        raise UnsupportedError("the model mixes sequences of a batch, so ranks cannot share a batch: train with one process; "
+                               f"it mixes them in {captured.across_rows}")
     if all_ranks[0].has_labels and not captured.has_loss_denominator:
         raise UnsupportedError("the model's loss is not a cross entropy over tokens, so that it cannot be divided among ranks: "
                                "pass stream() a loss, or train with one process")

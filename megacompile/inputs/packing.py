@@ -52,7 +52,7 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
             raise UnsupportedError(f"{name}: an attention_mask {what} is not supported yet: pass a tensor of shape "
                                    f"{[rows, length]}{of_pairs}, or none")
         # With other arguments, such as position IDs that restart within a row, the mask must stay: given any mask, transformers
-        # assumes one sequence in each row. Some losses need it too: a user's own may count tokens labelled -100, and an
+        # assumes one sequence in each row. Some losses need it too: a user's own may count tokens labeled -100, and an
         # auxiliary loss counts padding unless the mask hides it.
         labels = () if captured.token_loss or captured.is_averaged else captured.labels
         # A model without such a parameter sees the padding anyway.

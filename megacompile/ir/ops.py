@@ -185,8 +185,10 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("enter", None, ("place", "access", "lane"), (), (), (), "event",
        "the event of a lane's last access to a place in the sections before this one"),
     Op("leave", None, ("place", "access", "event"), (), (), (), None,
-       "hands on the event of this section's last access to a place"),
+       "passes later sections the event of this section's last access to a place"),
 )}
 
 #: Ops that run a template; the variant has the op's name.
 TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward"})
+#: Ops that update a tile's weights.
+UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting", "adam_from_disk")

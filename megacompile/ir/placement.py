@@ -42,7 +42,7 @@ class Placement:
         object.__setattr__(self, "resident", self.resident or self.updated is Updated.ON_DEVICE)
 
 
-#: Of the tiles that plans do not name: weights are copied to the device for each use, and the host updates them.
+#: The placement of tiles that plans do not name: weights are copied to the device for each use, and the host updates them.
 STREAMED = Placement()
 #: The names of the lists that say where tiles are updated, and of all lists of tiles.
 LISTS_OF_UPDATED = tuple(each.value for each in Updated if each is not STREAMED.updated)
@@ -116,7 +116,7 @@ class Placements(Mapping[str, Placement]):
         return f"Placements.named({', '.join(f'{name}={tiles!r}' for name, tiles in self.lists.items() if tiles)})"
 
 
-#: Of a plan that names no tile.
+#: For a plan that names no tile.
 ALL_STREAMED = Placements()
 
 

@@ -37,7 +37,7 @@ class Float8:
 
     Attributes:
         scaling: "tensor": one scale for each operand. "row": a scale for each row of the first operand and each column of the
-            second. Scales are computed anew from each operand, so that its largest absolute value becomes the format's.
+            second. Scales are computed again from each operand, so that its largest absolute value becomes the format's.
         gradients: format of output gradients, "e5m2" or "e4m3". Activations and weights are in e4m3.
         weight_gradients: "float8" or "bfloat16". Either is added to FP32 sums.
         fast_accumulation: the products that a GPU may sum with fewer bits than FP32 has: "none", those of the "forward",

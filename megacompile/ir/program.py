@@ -221,6 +221,8 @@ def trainable(program: Program, tiles: Iterable[str]) -> tuple[str, ...]:
 #: The stages of compilation, in order; a stage is named after the pass that made it.
 STAGES = ("model", "micro_batch", "partition", "differentiate", "prefetch", "offload", "optimizer", "shard",
           "place", "synchronize")
+#: Sections that all ranks run together. In other sections a rank works alone.
+SECTIONS_OF_ALL_RANKS = ("forward", "backward", "backward_accumulate", "train_step", "update")
 
 
 def reached(program: Program, stage: str) -> bool:

@@ -19,6 +19,10 @@ from torch import Tensor, fx, nn
 from megacompile.ir.target_tokens import targets_first
 from megacompile.losses import IGNORED
 
+#: For how many tokens logits exist at a time, in the fused loss and in loops over a head. Larger chunks were not faster, and a
+#: chunk of the fused loss takes 2 x chunk x vocabulary x 4 bytes.
+CHUNK_TOKENS = 2048
+
 
 @dataclass(frozen=True)
 class Tokens:

@@ -42,13 +42,13 @@ _SLICES = {aten.slice: 2, aten.slice_backward: 3}
 #: Reductions. Their second argument names the dimensions that they reduce; none means all.
 REDUCING = frozenset({aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean, aten.std, aten.logsumexp,
                        aten.argmax, aten.argmin, aten.any, aten.all, aten.max, aten.min})
-_VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})
+VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})
 _NORMS = frozenset({aten.native_layer_norm, aten._fused_rms_norm})
 #: Their first result has tokens; the others are sums over tokens.
 _NORM_BACKWARDS = frozenset({aten.native_layer_norm_backward, aten._fused_rms_norm_backward})
 _GEMMS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm})
 #: Ops whose integer arguments are sizes. Integer arguments of all other ops are numbers to compute with.
-TAKING_SIZES = _VIEWS | _CREATING | {
+TAKING_SIZES = VIEWS | _CREATING | {
     aten.expand, aten.repeat, aten.slice, aten.slice_backward, aten.select_backward, aten.split_with_sizes}
 
 
@@ -185,7 +185,7 @@ def _role(node: fx.Node, layout: Layout, made: Sequence[int | None]) -> str | No
         return _reduction(node, layout)
     if any(dim is None for dim in made):
         return None
-    if op in _VIEWS:
+    if op in VIEWS:
         return TOKENWISE if _same_stride(_value(first), _value(node), layout) else None
     if op in MIXING:
         position, default = MIXING[op]

@@ -17,9 +17,9 @@ from megacompile.planning.memory import state_slab_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
 
-def with_disk(tiling: Tiling, config: StreamConfig, room: int, on_arrival: bool, *, there: Collection[str] = (),
+def with_disk(tiling: Tiling, config: StreamConfig, budget_bytes: int, on_arrival: bool, *, there: Collection[str] = (),
               in_memory: Collection[str] = ()) -> Tiling:
-    """The tiling with moments on disk, if `config` has one. `room`: bytes of host memory for training. `on_arrival`: no
+    """The tiling with moments on disk, if `config` has one. `budget_bytes`: of host memory, for training. `on_arrival`: no
     gradients wait there. `there`, `in_memory`: tiles whose moments stay where they are, on disk or in memory.
 
     Raises `MegacompileError` for named tiles that cannot be there. What does not fit anyway is not refused here."""
@@ -37,15 +37,15 @@ def with_disk(tiling: Tiling, config: StreamConfig, room: int, on_arrival: bool,
     fixed = [tile for tile in able if tile in there]
     free = [tile for tile in able if tile not in there]
     layers = [tile for tile in free if tile not in tiling.boundary()]
-    border = [tile for tile in free if tile in tiling.boundary()]
+    boundary = [tile for tile in free if tile in tiling.boundary()]
 
     def chosen(count: int) -> Tiling:
-        on_disk = {*fixed, *spread(layers, min(count, len(layers))), *border[:max(0, count - len(layers))]}
+        on_disk = {*fixed, *spread(layers, min(count, len(layers))), *boundary[:max(0, count - len(layers))]}
         return replace(tiling, on_disk=tuple(tile for tile in tiling.layouts if tile in on_disk))
 
     for slabs in (STATE_SLABS, 1) if config.state_slabs is None else (config.state_slabs,):
         def fits(count: int, slabs: int = slabs) -> bool:
-            return host_bytes(chosen(count), on_arrival, slabs) <= room
+            return host_bytes(chosen(count), on_arrival, slabs) <= budget_bytes
 
         # The first tiles gain nothing, since slabs are as large. From then on each gains as much as it has moments.
         fewest = 0 if fits(0) else bisect_left(range(len(free) + 1), True, lo=1, key=fits)

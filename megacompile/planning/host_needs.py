@@ -88,35 +88,35 @@ def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, ch
 def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: StateChoice, needed: int,
              available: int) -> list[str]:
     """Smaller choices that fit the host, the least change first."""
-    room, found = available - HOST_MARGIN_BYTES, []
+    budget_bytes, found = available - HOST_MARGIN_BYTES, []
     for other in (replace(each, moments=choice.moments) for each in _choices(model, config)[1:]):
         size = host_bytes([model], config, other)
-        if size < needed and size + other.on_arrival * _slab_bytes(model, stack, config) <= room:
+        if size < needed and size + other.on_arrival * _slab_bytes(model, stack, config) <= budget_bytes:
             dtype = config.dtype or next(model.parameters()).dtype
             count = sum(p.numel() for p in model.parameters())
             found.append(f"give the optimizer {other.options}: then it takes {format_bytes(size + HOST_MARGIN_BYTES)} "
                          f"({size / count:.3g} bytes each), {_speed(other, choice.state, dtype)}")
             break
-    if config.disk is None and (moved := _moments_of_layers(stack, config, choice, needed - room)) is not None:
+    if config.disk is None and (moved := _moments_of_layers(stack, config, choice, needed - budget_bytes)) is not None:
         found.append(_with_disk(needed - moved[0] + HOST_MARGIN_BYTES, moved[1]))
     wide = any(streamed_dtype(p, config.dtype) == torch.float32 for p in model.parameters())
     narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16), choice)
-    if wide and narrow <= room:
+    if wide and narrow <= budget_bytes:
         found.append(f"train in bfloat16: then it takes {format_bytes(narrow + HOST_MARGIN_BYTES)}")
     frozen = host_bytes([model], config, choice, trained=False)
-    if needed > frozen <= room:
+    if needed > frozen <= budget_bytes:
         more = [host_bytes(stack.layers[first:], config, choice, trained=True)
                 - host_bytes(stack.layers[first:], config, choice, trained=False) for first in range(len(stack.layers))]
-        upper = sum(size <= room - frozen for size in more)
+        upper = sum(size <= budget_bytes - frozen for size in more)
         found.append(f"train adapters (LoRA) over frozen weights: then it takes {format_bytes(frozen + HOST_MARGIN_BYTES)}, "
                      "plus the adapters")
         if upper:
             found.append(f"train only the last {upper} of {len(stack.layers)} layers")
     each = choice.bytes(torch.bfloat16)
-    if room >= each * 10**8:
-        found.append(f"use a model of up to {room / each / 1e9:.3g} G parameters in bfloat16")
+    if budget_bytes >= each * 10**8:
+        found.append(f"use a model of up to {budget_bytes / each / 1e9:.3g} G parameters in bfloat16")
     found = found or ["use a smaller model"]
-    if room < frozen < needed:
+    if budget_bytes < frozen < needed:
         found[-1] += f" (even its frozen weights take {format_bytes(frozen + HOST_MARGIN_BYTES)})"
     return found
 
@@ -150,13 +150,13 @@ def _slab_bytes(model: nn.Module, stack: LayerStack, config: StreamConfig) -> in
     return max(layers, default=0) + others
 
 
-def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with this optimizer",
+def check_state(tiling: Tiling, budget_bytes: int, on_arrival: bool, state: str = " with this optimizer",
                 config: StreamConfig | None = None) -> None:
     """Raises `InsufficientMemoryError`, with the smallest change that fits, if tiles with their optimizer state take more than
-    `room` bytes of host memory. `on_arrival`: no gradients wait there. `state`: which one it is, for the message. `config`: the
-    options of `stream`, if moments may be on disk."""
+    `budget_bytes` of host memory. `on_arrival`: no gradients wait there. `state`: which one it is, for the message. `config`:
+    the options of `stream`, if moments may be on disk."""
     needed = _with_margin(tiling, on_arrival)
-    if needed <= room:
+    if needed <= budget_bytes:
         return
     trained = [layout for layout in tiling.host.values() if layout.trainable]
     parameters = sum(s.count for layout in trained for s in layout.slices if s.trainable)
@@ -166,21 +166,21 @@ def check_state(tiling: Tiling, room: int, on_arrival: bool, state: str = " with
         smaller = with_choice(tiling, choice)
         size = _with_margin(smaller, choice.on_arrival)
         slabs = tiling.ranks * slab_bytes(tiling, 1, ()) if choice.on_arrival else 0
-        if size < needed and size + slabs <= room:
+        if size < needed and size + slabs <= budget_bytes:
             choice = replace(choice, moments=len(kept.moments))
             remedies.append(f"with {choice.options} it takes {format_bytes(size)} "
                             f"({bytes_each(smaller, choice.on_arrival):.3g} bytes each), "
                             f"{_speed(choice, kept, trained[0].dtype)}; docs/fine-tuning.md says what that costs in accuracy")
             break
     if config is not None and config.disk is None and tiling.hosts == 1:
-        found = with_disk(tiling, replace(config, disk=DISK_EXAMPLE, disk_state=None), room, on_arrival)
-        if (least := tiles_bytes(found, on_arrival)) <= room:
+        found = with_disk(tiling, replace(config, disk=DISK_EXAMPLE, disk_state=None), budget_bytes, on_arrival)
+        if (least := tiles_bytes(found, on_arrival)) <= budget_bytes:
             written = tiling.ranks * sum(tiling.layouts[tile].disk_bytes for tile in found.on_disk)
             remedies.append(_with_disk(least, written))
     remedies = remedies or ["freeze some layers, train adapters, or use a machine with more memory"]
     raise InsufficientMemoryError(
         f"training{state} takes {format_bytes(needed)} of host memory ({parameters / 1e9:.3g} G trained parameters) and "
-        f"{format_bytes(room)} are available: " + "\nor ".join(remedies))
+        f"{format_bytes(budget_bytes)} are available: " + "\nor ".join(remedies))
 
 
 def _speed(choice: StateChoice, now: ElementState, dtype: torch.dtype) -> str:

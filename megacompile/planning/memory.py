@@ -11,7 +11,7 @@ from itertools import pairwise, zip_longest
 
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
-from megacompile.frontend.templates.template import Call
+from megacompile.frontend.templates.template import Call, Template
 from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
 from megacompile.predict import cost
@@ -140,64 +140,101 @@ def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Call
             + min(plan.gradient_slots, sent) * max((x.reduced_bytes for x in trained), default=0))
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """The layers of a model under a plan, by the names of their templates, from the first to the last."""
+
+    captured: CapturedModel
+    plan: Plan
+    calls: Sequence[Call]  # those with a backward
+    below: Sequence[Call]  # those without one, which come first
+
+    @property
+    def names(self) -> list[str]:
+        return [call.template for call in self.calls]
+
+    @property
+    def recomputing(self) -> int:
+        """The number of layers, counted from the first, that are recomputed. The others keep their residuals."""
+        return max(0, len(self.calls) - self.plan.saved_layers)
+
+    @property
+    def recomputed(self) -> list[str]:
+        return self.names[:self.recomputing]
+
+    @property
+    def saving(self) -> list[str]:
+        return self.names[self.recomputing:]
+
+    @property
+    def kinds(self) -> dict[str, Template]:
+        return {call.template: self.captured.templates[call.template] for call in (*self.below, *self.calls)}
+
+
 def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
     """The peak of a forward and its backward. It is one of these moments: the last forwards; the loss (or the outputs that the
     caller gets, and the epilogue's backward); the first backward of layers that kept their residuals; that of layers that are
     recomputed; that of the prologue. `fused`: templates run compiled."""
-    templates, layer_calls = captured.templates, tiling.differentiated(captured.calls)
-    below = captured.calls[1:len(captured.calls) - 1 - len(layer_calls)]  # layers without a backward
-    kinds = {call.template: templates[call.template] for call in (*below, *layer_calls)}
-    there = _largest_wave(plan)
-    hidden = {name: sum(cost.output_bytes(layer, *size) for size in there) for name, layer in kinds.items()}
-    residuals = {name: sum(cost.residual_bytes(layer, *size, plan.residuals) for size in there)
-                 for name, layer in kinds.items()}
-    shared = sum(cost.output_bytes(templates["prologue"], *size) for size in there)
-    names, block = [call.template for call in layer_calls], plan.checkpoint_interval
-    recomputing = max(0, len(names) - plan.saved_layers)
-    given = _given(captured, plan)
-    # The first block begins with the prologue's output. `on_the_way`: the value that passes from layer to layer.
-    on_the_way = max(hidden.values())
-    boundaries = range(block, recomputing, block)[plan.host_checkpoints:]
-    checkpoints = given + shared + on_the_way + sum(hidden[names[i - 1]] for i in boundaries)
-    if 0 < recomputing < len(names):  # the input of the first layer that keeps its residuals
-        checkpoints += hidden[names[recomputing - 1]]
-    if below:  # the input of the first block
-        checkpoints += hidden[below[-1].template]
+    calls = tiling.differentiated(captured.calls)
+    stack = _Stack(captured, plan, calls, captured.calls[1:len(captured.calls) - 1 - len(calls)])
     outputs, joined = ([], 0) if plan.output == "loss" else _outputs(captured, plan)
-    if outputs and recomputing == len(names):  # the epilogue's input
-        checkpoints += hidden[captured.calls[-2].template]
-    # A layer that keeps its residuals also keeps its output, which the next layer's backward reads. All of these are freed
-    # before the first layer is recomputed.
-    kept = checkpoints + sum(residuals[name] + hidden[name] for name in names[recomputing:])
-
-    def peak(template: str, variant: str) -> int:
-        return _peak(captured, template, variant, plan, fused)
-
-    saving, recomputed = names[recomputing:], names[:recomputing]
-    inside = max(cost.residual_bytes(layer, *size) + cost.output_bytes(layer, *size)
-                 for layer in kinds.values() for size in _largest(plan))
-    workspace = {
-        "forward": max([*(peak(name, "forward_saving") for name in {*saving}),
-                        *(peak(name, "forward") for name in {*recomputed, *(call.template for call in below)}),
-                        peak("prologue", "forward")]),
-        "backward": max((peak(name, "backward") for name in {*saving}), default=0),
-        "recompute": max((
-            (block - 1) * inside + max(peak(name, "recompute_backward"), peak(name, "backward") if block > 1 else 0)
-            for name in {*recomputed}), default=0),
-        "prologue": peak("prologue", "recompute_backward")}
-    epilogue = captured.calls_for(plan.output)[-1].template
-    if outputs:
-        workspace["outputs"] = sum(outputs[:-1]) + max(peak(epilogue, "outputs"), joined and outputs[-1] + joined)
-        workspace["epilogue"] = peak(epilogue, "recompute_backward")
-    else:
-        workspace["loss"] = peak(epilogue, "loss")
-    activations = {**dict.fromkeys(workspace, kept), "recompute": checkpoints, "prologue": given + shared + on_the_way}
-    for moment in ("epilogue", "backward", "recompute", "prologue") if outputs else ():
-        activations[moment] += 2 * (joined or sum(outputs))  # the caller's outputs and their gradient
-    slots, accumulators = slot_bytes(captured, tiling, plan), accumulator_bytes(tiling, plan, layer_calls)
+    activations, workspace = _activations(stack, outputs, joined), _workspace(stack, outputs, joined, fused)
+    slots, accumulators = slot_bytes(captured, tiling, plan), accumulator_bytes(tiling, plan, calls)
     moments = [Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace]
     products = max((tiling.layouts[tile].product_bytes for tile in plan.resident_state), default=0)
     return max([*moments, Estimate(slots, 0, 0, products)], key=lambda moment: moment.total)
+
+
+def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str, int]:
+    """Bytes of activations that outlive an op, by moment. `outputs`, `joined`: see `_outputs`; none if the caller gets a loss,
+    which takes no memory."""
+    plan, names, recomputing, sizes = stack.plan, stack.names, stack.recomputing, _largest_wave(stack.plan)
+    hidden = {name: sum(cost.output_bytes(layer, *size) for size in sizes) for name, layer in stack.kinds.items()}
+    residuals = {name: sum(cost.residual_bytes(layer, *size, plan.residuals) for size in sizes)
+                 for name, layer in stack.kinds.items()}
+    # What the first layer gets: the batch and the prologue's output. `on_the_way`: the value that passes from layer to layer.
+    on_the_way = max(hidden.values())
+    first = (_given(stack.captured, plan) + on_the_way
+             + sum(cost.output_bytes(stack.captured.templates["prologue"], *size) for size in sizes))
+    block = plan.checkpoint_interval
+    checkpoints = first + sum(hidden[names[i - 1]] for i in range(block, recomputing, block)[plan.host_checkpoints:])
+    if 0 < recomputing < len(names):  # the input of the first layer that keeps its residuals
+        checkpoints += hidden[names[recomputing - 1]]
+    if stack.below:  # the input of the first block
+        checkpoints += hidden[stack.below[-1].template]
+    if outputs and recomputing == len(names):  # the epilogue's input
+        checkpoints += hidden[stack.captured.calls[-2].template]
+    # A layer that keeps its residuals also keeps its output, which the next layer's backward reads. All of these are freed
+    # before the first layer is recomputed.
+    kept = checkpoints + sum(residuals[name] + hidden[name] for name in stack.saving)
+    of_caller = 2 * (joined or sum(outputs))  # outputs and their gradient
+    before = {"outputs": kept} if outputs else {"loss": kept}
+    return {"forward": kept, **before, "epilogue": kept + of_caller, "backward": kept + of_caller,
+            "recompute": checkpoints + of_caller, "prologue": first + of_caller}
+
+
+def _workspace(stack: _Stack, outputs: Sequence[int], joined: int, fused: bool) -> dict[str, int]:
+    """Bytes of the op that needs most, by moment."""
+    plan, block = stack.plan, stack.plan.checkpoint_interval
+    epilogue = stack.captured.calls_for(plan.output)[-1].template
+
+    def peak(template: str, variant: str) -> int:
+        return _peak(stack.captured, template, variant, plan, fused)
+
+    inside = max(cost.residual_bytes(layer, *size) + cost.output_bytes(layer, *size)
+                 for layer in stack.kinds.values() for size in _largest(plan))
+    last = ({"outputs": sum(outputs[:-1]) + max(peak(epilogue, "outputs"), joined and outputs[-1] + joined),
+             "epilogue": peak(epilogue, "recompute_backward")} if outputs else {"loss": peak(epilogue, "loss")})
+    return {
+        "forward": max([*(peak(name, "forward_saving") for name in {*stack.saving}),
+                        *(peak(name, "forward") for name in {*stack.recomputed, *(call.template for call in stack.below)}),
+                        peak("prologue", "forward")]),
+        **last,
+        "backward": max((peak(name, "backward") for name in {*stack.saving}), default=0),
+        "recompute": max((
+            (block - 1) * inside + max(peak(name, "recompute_backward"), peak(name, "backward") if block > 1 else 0)
+            for name in {*stack.recomputed}), default=0),
+        "prologue": peak("prologue", "recompute_backward")}
 
 
 def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dict[str, int]:

@@ -48,7 +48,7 @@ class MemoryBudget:
         return max(0, self.budget_bytes - self.taken_bytes)
 
     @property
-    def host_room(self) -> int:
+    def host_bytes_left(self) -> int:
         """Bytes of the host budget that a plan may take in addition to weights and state, and to a budget of pinned memory,
         which each rank has."""
         slabs = 0 if self.pinned_bytes is None or self.pinned().tiles else self.pinned_bytes  # they take no more
@@ -63,7 +63,7 @@ class MemoryBudget:
         return self.estimate(plan).total + self.margin_bytes <= self.device_bytes
 
     def fits_host(self, plan: Plan) -> bool:
-        return sum(self.host_parts(plan).values()) <= self.host_room
+        return sum(self.host_parts(plan).values()) <= self.host_bytes_left
 
     def host_parts(self, plan: Plan) -> dict[str, int]:
         """Bytes of host memory that a plan takes in addition to weights and state, by purpose."""
@@ -82,8 +82,8 @@ class MemoryBudget:
         if need <= self.device_bytes:
             parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
             return NoFittingPlanError(
-                f"a batch of {batch} x {length} needs {parts} in host memory, and {format_bytes(self.host_room)} are left "
-                "beside weights and optimizer state", "use fewer or shorter sequences, or a larger host_memory", need)
+                f"a batch of {batch} x {length} needs {parts} in host memory, and {format_bytes(self.host_bytes_left)} are "
+                "left after weights and optimizer state", "use fewer or shorter sequences, or a larger host_memory", need)
         slots = {"weight_slots": plan.weight_slots, "gradient_slots": plan.gradient_slots}
         single = "".join(f", {name}=1" for name, count in slots.items() if count == 1)
         return NoFittingPlanError(

@@ -36,8 +36,8 @@ def spend_pinned_memory(tiling: Tiling, budget: int | None, gradient_slabs: int)
     weights = sum(max(x.weight_bytes for x in layers) for layers in ranked)
     gradients = sum(max((x.gradient_bytes for x in layers if x.trainable), default=0) for layers in ranked)
 
-    def slabs_in(room: int) -> int:
-        return min(gradient_slabs, room // gradients) if gradients else gradient_slabs
+    def slabs_in(available: int) -> int:
+        return min(gradient_slabs, available // gradients) if gradients else gradient_slabs
 
     left = budget - sum(x.weight_bytes for x in layouts) - sum(x.gradient_bytes for x in trained) - boundary_gradients
     if left >= gradients:

@@ -36,7 +36,7 @@ def question(space: SearchSpace, batch: int, length: int, update: str, whole_ste
         "output": space.output, "stateful": space.stateful,
         "hardware": dataclasses.asdict(simulator.durations.hardware), "caution": simulator.caution,
         "device_bytes": None if config.device_memory is None else space.device_bytes,
-        "host_room": None if config.host_memory is None else space.host_room,
+        "host_bytes_left": None if config.host_memory is None else space.host_bytes_left,
         "pinned_bytes": space.pinned_bytes, "margin_bytes": space.margin_bytes, "fused": space.fused,
         "knobs": {field.name: getattr(config, field.name) for field in dataclasses.fields(StreamConfig)
                   if field.name not in ELSEWHERE},
@@ -54,4 +54,4 @@ def free_memory(space: SearchSpace) -> dict[str, int]:
     """Bytes that plans may take where no budget was given, of "device" and "host" memory."""
     config = space.config
     there = {} if config.device_memory is not None else {"device": space.device_bytes}
-    return there if config.host_memory is not None else there | {"host": space.host_room}
+    return there if config.host_memory is not None else there | {"host": space.host_bytes_left}

@@ -155,16 +155,16 @@ class SearchSpace(MemoryBudget):
         else:
             gradients = slab_bytes(self.tiling, 1, self.resident_state()) * self.tiling.ranks
         fitting = (count for count in range(STATE_SLABS, 1, -1)
-                   if gradients + state_slab_bytes(self.tiling, count) <= self.host_room)
+                   if gradients + state_slab_bytes(self.tiling, count) <= self.host_bytes_left)
         return self.config.state_slabs or next(fitting, 1)
 
     def _slabs(self, pinned: PinnedMemory, update: str) -> int:
         """The number of slabs for gradients: with updates on arrival only as many as the host holds."""
         if update == "step" or not pinned.tiles:
             return pinned.gradient_slabs
-        room = self.host_room - state_slab_bytes(self.tiling, self._state_slabs(update))
+        budget_bytes = self.host_bytes_left - state_slab_bytes(self.tiling, self._state_slabs(update))
         fitting = (count for count in range(pinned.gradient_slabs, 1, -1) if slab_bytes(
-            self.tiling, count, self.resident_state()) * self.tiling.ranks <= room)
+            self.tiling, count, self.resident_state()) * self.tiling.ranks <= budget_bytes)
         return next(fitting, 1)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
@@ -197,13 +197,14 @@ class SearchSpace(MemoryBudget):
         """The plan with all accumulators on the device, if they fit, and as many residuals as then fit. For several waves also
         the plan with as many residuals as fit, and as many accumulators on the device as then fit. (Without residuals waves
         gain nothing.)"""
-        room = self.device_bytes - self.margin_bytes
+        budget_bytes = self.device_bytes - self.margin_bytes
         there = self._fewest_sums(plan)
         if not there.host_sums:
-            yield from self.residuals_either_way(self._most_residuals(self.fewest_on_the_host(there), room), room)
+            most = self._most_residuals(self.fewest_on_the_host(there), budget_bytes)
+            yield from self.residuals_either_way(most, budget_bytes)
         if plan.waves > 1 and (sums := self._sums()):
             summed = plan.placed(Updated.FROM_HOST_SUMS, sums)
-            yield self._fewest_sums(self._most_residuals(self.fewest_on_the_host(summed), room))
+            yield self._fewest_sums(self._most_residuals(self.fewest_on_the_host(summed), budget_bytes))
 
     def _fewest_sums(self, plan: Plan) -> Plan:
         """The plan with as few tiles added up on the host between waves as let it fit the device, or with all of `_sums`."""
@@ -230,8 +231,8 @@ class SearchSpace(MemoryBudget):
         tiles = [tile for tile in reversed(self.trained()) if placements.of(tile).updated is Updated.ON_HOST]
         if named is not None:
             return tuple(tile for tile in tiles if named == "all" or tile in named)
-        room, held = self.host_room, accumulate(self.tiling.layouts[tile].sum_bytes for tile in tiles)
-        return tuple(tile for tile, size in zip(tiles, held, strict=True) if size <= room)
+        budget_bytes, held = self.host_bytes_left, accumulate(self.tiling.layouts[tile].sum_bytes for tile in tiles)
+        return tuple(tile for tile, size in zip(tiles, held, strict=True) if size <= budget_bytes)
 
     def _fitting(self, plan: Plan, batch: int, length: int) -> Plan:
         """The plan, if it fits. Raises `InsufficientMemoryError`."""
@@ -246,13 +247,13 @@ class SearchSpace(MemoryBudget):
             return plan
         return self._most_residuals(plan)
 
-    def _room_for_residuals(self, plan: Plan) -> int:
+    def _bytes_for_residuals(self, plan: Plan) -> int:
         """Device bytes for a loop's step beside a second open forward, which takes its checkpoints and the slots that only
         they need."""
         lean, full = (self.estimate(replace(plan, saved_layers=saved)) for saved in (0, len(self.layers)))
         return self.device_bytes - self.margin_bytes - lean.checkpoints - max(0, lean.slots - full.slots)
 
-    def residuals_either_way(self, plan: Plan, room: int | None = None) -> list[Plan]:
+    def residuals_either_way(self, plan: Plan, budget_bytes: int | None = None) -> list[Plan]:
         """A plan that keeps as many residuals as fit; and, if not all layers keep all residuals, plans that keep only
         attention's results: in as many layers as then fit beside the checkpoints, and with all checkpoints on the host. Only a
         simulation can say which is fastest; without known rates the list has only the given plan."""
@@ -260,18 +261,18 @@ class SearchSpace(MemoryBudget):
         if (self.simulator is None or config.residuals is not None or config.saved_layers is not None or not self.keep_residuals
                 or not self.captured.fused_attention or plan.checkpoint_interval > 1 or plan.saved_layers == depth):
             return [plan]
-        kept = [self._most_residuals(replace(plan, residuals="attention"), room)]
+        kept = [self._most_residuals(replace(plan, residuals="attention"), budget_bytes)]
         if config.host_checkpoints is None and kept[0].saved_layers < depth:
-            kept.append(self._most_residuals(replace(kept[0], host_checkpoints=depth - 1), room))
+            kept.append(self._most_residuals(replace(kept[0], host_checkpoints=depth - 1), budget_bytes))
         return [plan, *(each for each in kept if each.saved_layers)]
 
-    def _most_residuals(self, plan: Plan, room: int | None = None) -> Plan:
-        """The plan with residuals in as many layers as fit in `room` bytes (None: a loop's `_room_for_residuals`)."""
+    def _most_residuals(self, plan: Plan, budget_bytes: int | None = None) -> Plan:
+        """The plan with residuals in as many layers as fit in `budget_bytes` (None: a loop's `_bytes_for_residuals`)."""
 
         def need(saved: int) -> int:
             return self.estimate(replace(plan, saved_layers=saved)).total
 
-        there = self._room_for_residuals(plan) if room is None else room
+        there = self._bytes_for_residuals(plan) if budget_bytes is None else budget_bytes
         saved = bisect_right(range(len(self.layers) + 1), there, key=need) - 1
         return replace(plan, saved_layers=max(0, saved))
 

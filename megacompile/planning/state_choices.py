@@ -30,7 +30,7 @@ class StateChoice:
 
     @property
     def state(self) -> ElementState:
-        """That of most parameters."""
+        """The optimizer state of most parameters."""
         return ElementState(ADAMW_STATE.moments[:self.moments], self.format, self.exact)
 
     def bytes(self, dtype: torch.dtype) -> float:

@@ -57,7 +57,7 @@ def _values(layer: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def base_calls_streamed(model: nn.Module, prepare: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """In this context, calls of the model inside PEFT's wrapper go to the wrapper, which streams. `prepare` rewrites their
+    """A context in which calls of the model inside PEFT's wrapper go to the wrapper, which streams. `prepare` rewrites their
     keyword arguments. PEFT lets the inner model generate."""
     if not hasattr(model, "get_base_model"):
         yield

@@ -31,7 +31,7 @@ from megacompile.streaming.section_runner import SectionRunner
 from megacompile.streaming.step_state import StepState
 from megacompile.streaming.together import Together
 
-#: Values of these types in a module are read anew for each use: flags of adapters, `training`, counters.
+#: Values of these types in a module are read again for each use: flags of adapters, `training`, counters.
 _PLAIN = (bool, int, float, str, type(None))
 #: Objects that the copy shares with the streamed model, by the name of the attribute.
 _SHARED = ("config", "generation_config")
@@ -61,7 +61,7 @@ class Owner(Protocol):
     together: Together
 
     @property
-    def turn(self) -> AbstractContextManager[object]: ...
+    def call_lock(self) -> AbstractContextManager[object]: ...
 
     @property
     def planner(self) -> Planner: ...
@@ -90,7 +90,7 @@ class DeviceCopy:
         `TornError` if the weights are not all of one step, and `MegacompileError` if another use is open and has the wrong
         layers on the device."""
         streamed = self._streamed
-        with streamed.turn:
+        with streamed.call_lock:
             streamed.settle()
             streamed.step.check_whole()
             streamed.adopt_writes()
@@ -173,8 +173,8 @@ class DeviceCopy:
             return None
         planner, staying = self._streamed.planner, set()
         if turns == Turns.SOME:
-            room = planner.device_bytes - planner.margin_bytes - more_bytes - self._beside(layers)
-            staying = {layer.name for layer in resident_layers(layers, room)}
+            budget_bytes = planner.device_bytes - planner.margin_bytes - more_bytes - self._beside(layers)
+            staying = {layer.name for layer in resident_layers(layers, budget_bytes)}
         return [layer for layer in layers if layer.name not in staying]
 
     def _layers(self) -> list[LayerWeights]:
@@ -220,7 +220,7 @@ class DeviceCopy:
         whether there were any."""
         streamed = self._streamed
         self.release()
-        with streamed.turn:
+        with streamed.call_lock:
             before = streamed.arena.device_bytes()
             if not streamed.forwards.open():
                 streamed.settle()

@@ -47,7 +47,7 @@ class StreamedResults(torch.autograd.Function):
                              "a streamed backward computes all of them; call loss.backward() and read .grad")
         streamed: Streamed = ctx.streamed
         refuse_hooks(streamed.model)
-        with streamed.turn:
+        with streamed.call_lock:
             streamed.backward(ctx.forward, tuple(itertools.compress(gradients, ctx.has_gradient)))
         return (None,) * len(ctx.needs_input_grad)
 

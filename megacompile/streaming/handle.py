@@ -24,6 +24,7 @@ from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
+from megacompile.streaming.call_lock import exclusive
 from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.differentiable_results import StreamedResults, refuse_hooks
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
@@ -34,7 +35,6 @@ from megacompile.streaming.replanning import replan
 from megacompile.streaming.statistics import stats_of
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import StreamedModule, original_class
-from megacompile.streaming.turns import in_turn
 from megacompile.streaming.user_tensors.owners import disclaim
 from megacompile.torch_compat.core import pytree
 
@@ -47,7 +47,7 @@ class Handle:
         self.anchor = torch.zeros((), requires_grad=True)
 
     # ---------------------------------------------------------------- calls of the model
-    @in_turn
+    @exclusive
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         streamed = self.streamed
         given = self._arguments(model, forward, args, kwargs)
@@ -85,7 +85,7 @@ class Handle:
             outputs, before = self.streamed.evaluate_hidden_states(given)
         return outputs[0], self._unpacked((*before, outputs[-1]), given)
 
-    @in_turn
+    @exclusive
     def last_hidden_state(self, batch: Mapping[str, Any]) -> Tensor:
         """The hidden states that the model computes logits from, [B, T, hidden]. `batch`: the model's arguments, without
         labels. Differentiable.
@@ -130,7 +130,7 @@ class Handle:
         return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, forward,
                                      *self.streamed.parameters.values())
 
-    @in_turn
+    @exclusive
     def per_token(self, function: Callable[..., Any], batch: Mapping[str, Any], **tensors: Tensor) -> Any:
         """Values of each token without computing all logits at once, differentiable: the result of `function(logits,
         **tensors)` for the tokens of `batch`, the model's arguments without labels.
@@ -161,7 +161,7 @@ class Handle:
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                    training: bool = False, wanted: Wanted = Wanted.ALL) -> BatchArguments:
-        """Reads the user's arguments, after checking that nothing in the model or its surroundings prevents honouring them.
+        """Reads the user's arguments, after checking that nothing in the model or its surroundings prevents honoring them.
         `training`: treat the call as training in any grad mode."""
         streamed = self.streamed
         if torch.is_autocast_enabled(streamed.backend.device.type):
@@ -182,7 +182,7 @@ class Handle:
         model = self.streamed.model
         return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training, wanted)
 
-    @in_turn
+    @exclusive
     def train_step(self, batch: Mapping[str, Any], optimizer: StreamedOptimizer) -> Tensor:
         """Runs a whole training step as one program: forward, backward and update of `batch`, which includes labels. Returns
         the loss, 0-d, on the compute device, without a gradient; reading it waits for the last forward, not for the backward
@@ -218,7 +218,7 @@ class Handle:
                                              Turns.SOME if in_turns else Turns.NONE)
 
     # ---------------------------------------------------------------- looking
-    @in_turn
+    @exclusive
     def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,
                  update: str | None = None, whole_step: bool = False) -> CompiledShape:
         """The compiled shape of a batch; without a batch, the last one. Compiles, but runs nothing.
@@ -242,8 +242,8 @@ class Handle:
         known = self.streamed.captured.batch_inputs
         tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
         if not any(k in known and v.dim() >= 2 for k, v in tensors.items()):
-            raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
-                                   f"{type(batch).__name__} without such")
+            raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: got a "
+                                   f"{type(batch).__name__} that has none of them")
         return self._named(tensors, training)
 
     def _trained(self, batch: Mapping[str, Tensor] | None) -> CompiledShape:
@@ -282,7 +282,7 @@ class Handle:
         return self.compiled().plan
 
     @property
-    @in_turn
+    @exclusive
     def stats(self) -> dict[str, Any]:
         """Counters, sizes in bytes and times in seconds.
 
@@ -343,7 +343,7 @@ class Handle:
         return Hardware.here(self.streamed.backend.device) if hardware is None else Hardware.find(hardware)
 
     # ---------------------------------------------------------------- control
-    @in_turn
+    @exclusive
     def load_program(self, source: str | Path) -> Shape:
         """Runs an edited program from now on for its shape, which is returned. `source`: a text, or a file. Open forwards
         continue with the program that they began with. Evaluations have a program of their own (`text(batch, training=False)`).
@@ -356,7 +356,7 @@ class Handle:
         streamed.shapes.adopt(loaded)
         return loaded.shape
 
-    @in_turn
+    @exclusive
     def unload_program(self, shape: Shape | None = None) -> None:
         """Returns to the compiled program of a shape, or of all shapes. Raises `MegacompileError` if no edited program is
         loaded."""
@@ -364,7 +364,7 @@ class Handle:
             raise MegacompileError("no edited program is loaded" + (f" for {shape}" if shape is not None else "")
                                    + ": there is nothing to go back from")
 
-    @in_turn
+    @exclusive
     def replan(self, **options: Any) -> None:
         """Changes options of `stream` from the next step on. Only options that affect plans alone can change (`device_memory`,
         `checkpoint_interval`, `micro_batch_size`, ...; see `OPTIONS` in `replanning.py`). Weights, optimizers and compiled
@@ -373,19 +373,19 @@ class Handle:
         Raises `MegacompileError` for other options, and between a forward and the end of its step. Then nothing has changed."""
         replan(self.streamed, **options)
 
-    @in_turn
+    @exclusive
     def synchronize(self) -> None:
         """Waits for updates in flight. Afterwards the parameters, gradients and optimizer state that you hold are current.
         Anything you write to them before the next call counts, through `.data` too: device-resident tiles are sent again."""
         self.streamed.evict()
 
-    @in_turn
+    @exclusive
     def whole(self) -> None:
         """Waits for updates in flight. Raises `TornError` if the weights do not all belong to one step."""
         self.streamed.settle()
         self.streamed.step.check_whole()
 
-    @in_turn
+    @exclusive
     def close(self) -> None:
         """Releases everything and leaves a plain, trained model on the CPU. Then raises the failure of an update in flight, if
         any."""

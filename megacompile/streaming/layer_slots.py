@@ -81,11 +81,11 @@ def _pieces(parameters: Mapping[str, nn.Parameter], tiles: Iterable[HostTile]) -
         start += -(-p.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def resident_layers(layers: Sequence[LayerWeights], room: int) -> list[LayerWeights]:
-    """As many layers as `room` bytes hold beside the slots of the others, evenly spread, so that copies of the others have
-    time. `room` holds at least the slots."""
+def resident_layers(layers: Sequence[LayerWeights], budget_bytes: int) -> list[LayerWeights]:
+    """As many layers as `budget_bytes` hold beside the slots of the others, evenly spread, so that copies of the others have
+    time. `budget_bytes` hold at least the slots."""
     largest = max(layer.bytes for layer in layers)
-    count = min((room - slot_bytes(layers)) // largest, len(layers) - 1)
+    count = min((budget_bytes - slot_bytes(layers)) // largest, len(layers) - 1)
     return [layers[place * len(layers) // count] for place in range(count)]
 
 

@@ -41,6 +41,10 @@ class OpenForward:
             raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
                              "or the forward again")
 
+    def close(self) -> None:
+        """From now on its backward is refused, and others do not count it as open."""
+        self.closed = True
+
     def end(self) -> None:
         """Releases everything. The batch itself is kept until the update, which may dump it."""
         self.values.clear()

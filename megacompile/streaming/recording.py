@@ -16,12 +16,12 @@ from collections.abc import Iterable
 from types import TracebackType
 
 from megacompile.errors import MegacompileError
+from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.program import Lane, op_of
 from megacompile.predict.simulate import Item, Timeline
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.recorder import Executed, Recorder
 from megacompile.streaming.streamed import Streamed
-from megacompile.verify.sums import UPDATE_OPS
 
 
 class Recording:
@@ -35,12 +35,12 @@ class Recording:
     def __enter__(self) -> Recording:
         executor = self._streamed.executor
         if not isinstance(executor, Executor):
-            raise MegacompileError("with reference=True one thread runs everything, and there are no lanes to record: leave "
+            raise MegacompileError("reference=True runs everything in one thread, so no lanes exist to record: leave "
                                    "reference out")
         if executor.recorder is not None:
             raise MegacompileError("the model is being recorded already: end that recording first")
         self._streamed.settle()
-        executor.recorder = Recorder(self._streamed.backend.clock())
+        executor.recorder = Recorder(self._streamed.backend.timestamps())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -72,7 +72,7 @@ def _items(recorder: Recorder) -> list[Item]:
     items: dict[Executed, Item] = {}
     for lane, done in recorder.lanes.items():
         for x in done:
-            begin, end = recorder.clock.seconds(x.begun), recorder.clock.seconds(x.ended)
+            begin, end = recorder.timestamps.seconds(x.begun), recorder.timestamps.seconds(x.ended)
             items[x] = Item(step_of[x.run], x.section, x.node, lane, end - begin, [], begin, end, done=True)
     for done in recorder.lanes.values():
         before: Item | None = None

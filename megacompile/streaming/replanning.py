@@ -42,7 +42,7 @@ def discard_plans(streamed: Streamed, before: str) -> None:
     streamed.evict()
     streamed.shapes.clear()
     streamed.step.programs_dropped()
-    streamed.runner.running = None
+    streamed.runner.forget_run()
     streamed.arena.close()
     streamed.checkpoints.close()
     streamed.store.drop_sums()

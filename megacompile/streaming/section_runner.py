@@ -46,6 +46,10 @@ class SectionRunner:
             self.ranks.submitted += 1
         return self.executor.submit(shape.program.section(section), frame, section)
 
+    def forget_run(self) -> None:
+        """Errors from now on do not name the plan of the section that ran last."""
+        self.running = None
+
     def lacking(self, slots: Mapping[str, Slot]) -> list[str]:
         """The slots that do not exist, or are too small."""
         made = self.arena.slots

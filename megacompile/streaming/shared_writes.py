@@ -11,10 +11,11 @@ from megacompile.streaming.streamed import Streamed
 @contextlib.contextmanager
 def loading(streamed: Streamed, doing: str, own: Collection[str] | None = None, parts: Collection[str] = WEIGHTS,
             tiles: Collection[str] | None = None, torn: Collection[str] = ()) -> Iterator[None]:
-    """Around a call on every rank that loads the same values into tiles. This rank writes only its `own` tiles; None: the first
-    rank of each host writes all. It begins when no rank uses the tiles any more, and ends when all ranks have written. Then
-    other hosts take over what the first one has of these `parts` of `tiles` (None: of all). `torn`: what of the model is torn
-    if the load stops half-way on any rank ("weights", "state"). Raises what `Together.all_or_none` raises, and `RankError`."""
+    """A context around a call on every rank that loads the same values into tiles. This rank writes only its `own` tiles; None:
+    the first rank of each host writes all. It begins when no rank uses the tiles any more, and ends when all ranks have
+    written. Then other hosts take over what the first one has of these `parts` of `tiles` (None: of all). `torn`: what of the
+    model is torn if the load stops half-way on any rank ("weights", "state"). Raises what `Together.all_or_none` raises, and
+    `RankError`."""
     ranks = streamed.together.ranks
     streamed.evict()
     streamed.store.preserve()

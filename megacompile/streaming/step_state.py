@@ -199,8 +199,8 @@ class StepState:
 
     @contextlib.contextmanager
     def loading(self, parts: Collection[str]) -> Iterator[None]:
-        """Around a load of these parts ("weights", "state") of all tiles. If it stops half-way, for whatever reason, the model
-        is torn until loads of these parts succeed."""
+        """A context around a load of these parts ("weights", "state") of all tiles. If it stops half-way, for whatever reason,
+        the model is torn until loads of these parts succeed."""
         self._half_loaded.update(parts)
         yield
         self._half_loaded.difference_update(parts)

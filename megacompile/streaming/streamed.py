@@ -60,7 +60,7 @@ class Streamed:
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig, ranks: Ranks | None = None, agreed_budgets: Sequence[str] = ()) -> None:
-        self.turn = threading.RLock()  # see turns.py
+        self.call_lock = threading.RLock()  # see call_lock.py
         self.model, self.captured, self.store, self.backend = model, captured, store, backend
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
@@ -71,11 +71,11 @@ class Streamed:
         self.constants = Constants(model, backend.device)
         self.constants.add(captured.calls)
         self.writes = ExternalWrites(model, self.parameters, tiling, store, self.gradients)
-        self.captures = ModelCaptures(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
+        host_bytes = store.available_bytes(parse_bytes(config.host_memory))
+        self.captures = ModelCaptures(model, captured, tiling, config, backend, host_bytes)
         self.together = Together(ranks, self.captures, agreed_budgets)
         self.binder = self.captures.first.binder
-        self.shapes = Shapes(self.captures)
-        self.step = StepState()
+        self.shapes, self.step = Shapes(self.captures), StepState()
         executor = (ReferenceExecutor(backend) if config.reference else Executor(
             backend, stall_timeout_s=config.stall_timeout, check_others=None if ranks is None else ranks.check))
         self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
@@ -259,7 +259,7 @@ class Streamed:
             self.together.agree(section)  # also: no rank has yet to clear gradients that another one writes
             self._reserve(forward.shape, section)
             self._load(forward.shape)
-        forward.closed = True
+        forward.close()
         self.step.backward_began(forward.shape, forward.batch, added)
         try:
             with self.guarded(), self.together.failing():
@@ -309,7 +309,7 @@ class Streamed:
     # ---------------------------------------------------------------- waiting and failing
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around lane work: after any failure the lanes are ready for the next step. Out of memory is explained."""
+        """A context around lane work: after any failure the lanes are ready for the next step. Out of memory is explained."""
         try:
             yield
         except (LaneError, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError) as error:
@@ -335,7 +335,7 @@ class Streamed:
     def settle(self) -> None:
         """As `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state after
         `copy_back`)."""
-        with self.turn:
+        with self.call_lock:
             with self.guarded(), self.together.failing():
                 self.runner.drain()
                 self.together.wait_for_updates()
@@ -355,14 +355,14 @@ class Streamed:
 
     def copy_back_whole(self) -> None:
         """As `copy_back`, and takes over writes from outside. Raises `TornError` if the weights are not all of one step."""
-        with self.turn:
+        with self.call_lock:
             self.copy_back()
             self.step.check_whole()
             self.adopt_writes()  # a remainder belongs to the weight that was there before
 
     def evict(self) -> None:
         """As `copy_back`. What stays on the device is loaded again before its next use, so the host's memory may be written."""
-        with self.turn:
+        with self.call_lock:
             self.copy_back()
             self.residency.left()
 

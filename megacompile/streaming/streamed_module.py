@@ -95,7 +95,7 @@ class StreamedModule(nn.Module):
             raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
                                    "assign out")
         streamed = self.megacompile.streamed
-        with streamed.turn, loading(streamed, "load_state_dict"):
+        with streamed.call_lock, loading(streamed, "load_state_dict"):
             with streamed.writes.ignoring(self._own_values(state_dict)):
                 if streamed.store.shared:
                     state_dict = self._without_tiles_of_others(state_dict)

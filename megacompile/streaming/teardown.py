@@ -22,7 +22,7 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
         checkpoints.close()
         store.drop_sums()
         for part in (*store.streamed_memory(), *(state for tile in store.tiles.values() for state in tile.state())):
-            backend.unlock(part)
+            backend.unpin(part)
         for file in store.files:
             file.stop_threads()
         if ranks is not None:

@@ -48,8 +48,8 @@ class Together:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Around what all ranks do together: a rank that fails tells the others, which would wait for it. A norm that is not
-        finite fails on all of them, and training can go on."""
+        """A context around what all ranks do together: a rank that fails tells the others, which would wait for it. A norm that
+        is not finite fails on all of them, and training can go on."""
         try:
             yield
         except NonFiniteError:
@@ -88,8 +88,8 @@ class Together:
 
     @contextlib.contextmanager
     def all_or_none(self, doing: str, error: type[MegacompileError] = RankError) -> Iterator[None]:
-        """Around a part of a call that may fail on one rank alone, and after which all ranks go on. If it fails, it fails on
-        all: there with its own error, elsewhere with an `error` that names the rank."""
+        """A context around a part of a call that may fail on one rank alone, and after which all ranks go on. If it fails, it
+        fails on all: there with its own error, elsewhere with an `error` that names the rank."""
         own: Exception | None = None
         try:
             yield

@@ -49,7 +49,7 @@ class LongLived:
 
 @contextlib.contextmanager
 def collections_paused() -> Iterator[None]:
-    """Within, no thread's garbage is collected. Does nothing if collections are switched off already."""
+    """A context in which no thread's garbage is collected. Does nothing if collections are switched off already."""
     if not gc.isenabled():
         yield
         return

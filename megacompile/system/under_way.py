@@ -60,7 +60,7 @@ def at(step: str) -> None:
 
 @contextlib.contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Inside, `show` shows the lines of all threads. For displays that redraw a terminal's last lines."""
+    """A context in which `show` shows the lines of all threads. For displays that redraw a terminal's last lines."""
     _displays.append(show)
     try:
         yield
@@ -70,7 +70,7 @@ def shown_by(show: Show) -> Iterator[None]:
 
 @contextlib.contextmanager
 def work_done() -> Iterator[list[tuple[str, float]]]:
-    """Within, the list gets the work of every thread when it ends: its task, and its seconds."""
+    """A context that yields a list. The list gets the work of every thread when it ends: its task, and its seconds."""
     done: list[tuple[str, float]] = []
     _listeners.append(done)
     try:
@@ -81,7 +81,7 @@ def work_done() -> Iterator[list[tuple[str, float]]]:
 
 @contextlib.contextmanager
 def under_way(task: str) -> Iterator[None]:
-    """Inside, `task` is shown as under way. Nested work is part of the outer work and is not shown."""
+    """A context in which `task` is shown as under way. Nested work is part of the outer work and is not shown."""
     if _current.get() is not None or os.environ.get("MEGACOMPILE_PROGRESS") == "0":
         yield
         return

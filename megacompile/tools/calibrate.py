@@ -259,7 +259,7 @@ def _activities(backend: Backend, host_bytes: int) -> dict[Lane, _Activity]:
 def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
     host, device = host_memory(size), backend.memory(size)
     host.fill_(1)  # touches the pages before they are pinned
-    backend.lock(host)
+    backend.pin(host)
     into, source = (device, host) if lane == Lane.H2D else (host, device)
 
     def call() -> None:
@@ -268,7 +268,7 @@ def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
         if event is not None:
             event.synchronize()
 
-    return _Activity(call, size, lambda: backend.unlock(host))
+    return _Activity(call, size, lambda: backend.unpin(host))
 
 
 def _adam_parts(seconds: float, host_bytes: int) -> tuple[dict[str, float], dict[str, float]]:

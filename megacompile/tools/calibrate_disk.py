@@ -29,7 +29,7 @@ def with_disk_rates(hardware: Hardware, folder: Path, scale: float = 1.0, say: S
     try:
         return _measured(hardware, file, slab_bytes, MEASURED_S * scale, say)
     except OSError as error:
-        raise DiskError(f"the drive of {folder} failed while it was measured ({error.strerror}): see to the drive, or name "
+        raise DiskError(f"the drive of {folder} failed while it was measured ({error.strerror}): check the drive, or name "
                         "another folder") from error
     finally:
         file.close()

@@ -187,7 +187,7 @@ class Planning:
         help="Number of GPUs of one host that train one copy of the model, each on sequences of its own.")] = 1
     hosts: Annotated[int, typer.Option(
         min=1, max=LARGEST["hosts"], rich_help_panel=_SCHEDULE_PANEL,
-        help="Number of hosts that each have so many GPUs and a copy of the model. Gradients are added up over the hosts.")] = 1
+        help="Number of hosts, each with --gpus GPUs and a copy of the model. Gradients are added up over the hosts.")] = 1
     dtype: ModelDType = DType.AUTO
     frozen_layers: Annotated[int, typer.Option(
         min=0, rich_help_panel=_SCHEDULE_PANEL,

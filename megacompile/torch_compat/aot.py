@@ -9,7 +9,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple  # the joint f
 from torch._functorch.partitioners import min_cut_rematerialization_partition  # which values a backward needs saved
 from torch.fx import GraphModule  # what is written
 from torch.fx._graph_pickler import GraphPickler, Options  # writes graphs of fakes as inductor's cache does
-from torch.utils._mode_utils import no_dispatch  # makes what a fake holds: a tensor without data that is no fake
+from torch.utils._mode_utils import no_dispatch  # makes what a fake holds: a tensor without data that is not a fake
 
 from megacompile.torch_compat.core import FakeTensor, FakeTensorMode
 from megacompile.torch_compat.symbols import ShapeEnv

@@ -50,19 +50,21 @@ SetExcludeDispatchKeyGuard: Any = torch._C._SetExcludeDispatchKeyGuard
 
 
 def without_cache(fakes: FakeTensorMode) -> FakeTensorMode:
-    """The mode, which computes the shape of every result anew. With sizes that are symbols, to make an entry of its cache takes
-    longer than that, and few ops find one."""
+    """The mode, which computes the shape of every result again. With sizes that are symbols, to make an entry of its cache
+    takes longer than that, and few ops find one."""
     fakes.cache_enabled = False
     return fakes
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:
-    """Within, the graph modules that PyTorch makes write their code late too: most of a capture's are rewritten before."""
+    """A context in which the graph modules that PyTorch makes write their code late too: most of a capture's are rewritten
+    before."""
     return _use_lazy_graph_module(True)
 
 
 def reported_as_export() -> AbstractContextManager[Any]:
-    """Within, PyTorch reports that it compiles and exports, so that models take the branches of a trace in a plain run."""
+    """A context in which PyTorch reports that it compiles and exports, so that models take the branches of a trace in a plain
+    run."""
     return mock.patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True)
 
 

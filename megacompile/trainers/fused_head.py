@@ -69,9 +69,9 @@ def token_fields(logits: Tensor, targets: Tensor, temperature: float, fields: tu
 
 @contextlib.contextmanager
 def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
-    """In this context, one of TRL's trainer modules gives streamed models our head instead of its own, and streams a model
-    again after adding an adapter to it. TRL has no hooks for this, and some trainers need it before their constructor
-    returns. `policy`: the model that the trainer is given."""
+    """A context in which one of TRL's trainer modules gives streamed models our head instead of its own, and streams a model
+    again after adding an adapter to it. TRL has no hooks for this, and some trainers need it before their constructor returns.
+    `policy`: the model that the trainer is given."""
     theirs, their_adapter = trainer.add_fused_lm_head, getattr(trainer, "get_peft_model", None)  # None if peft is missing
     wrappers = [policy]
 

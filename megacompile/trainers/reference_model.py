@@ -46,7 +46,7 @@ def reference_of(policy: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def loaded_as(trainer: ModuleType, policy: Any, load: Callable[[str, Mapping[str, Any]], Any]) -> Iterator[None]:
-    """In this context, one of TRL's trainer modules loads a policy that is given by name with `load`. The next model that it
+    """A context in which one of TRL's trainer modules loads a policy that is given by name with `load`. The next model that it
     loads is the reference model of this policy."""
     theirs = trainer.create_model_from_path
     policies = [] if isinstance(policy, str) else [policy]

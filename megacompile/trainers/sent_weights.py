@@ -63,7 +63,7 @@ class _AdaptedLayers:
 
 
 def _adapted_layers(model: Any) -> _AdaptedLayers | None:
-    """None for a model without an adapter."""
+    """The layers of a model that have an adapter. None for a model without an adapter."""
     return _AdaptedLayers(model) if hasattr(model, "get_base_model") else None
 
 
@@ -80,7 +80,7 @@ def _merged(layer: Any, device: torch.device) -> nn.Module:
 
 @contextlib.contextmanager
 def sends_weights(trainer: ModuleType) -> Iterator[None]:
-    """In this context, one of TRL's trainer modules makes a `VLLMGeneration` that sends the `sent_weights` of streamed
+    """A context in which one of TRL's trainer modules makes a `VLLMGeneration` that sends the `sent_weights` of streamed
     policies. TRL's own would send host memory, which NCCL cannot, and would merge an adapter into the weights in place."""
     theirs = trainer.VLLMGeneration
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from megacompile.ir.listing import describe
+from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.program import Program, argument, find, op_of, operands
 from megacompile.verify.fault import Fault
-from megacompile.verify.sums import UPDATE_OPS
 
 #: Ops that read a tile's moments in a slab; all but the first also change them there.
 _IN_A_SLAB = ("adam_weights", "adam_moments", "adam_from_disk")

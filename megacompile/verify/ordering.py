@@ -7,8 +7,8 @@ A *clock* says, for one lane at one moment, how many nodes of each lane are cert
 What ran before the section is unknown, so the worst is assumed: every lane that ever accesses places of a kind
 (`lanes_that`) may have been the last to access any of them. Lanes run on across sections, so a lane is ordered after its
 own past. It is ordered after another lane's past only by a wait on the `enter` event of that access, or on any event that
-the other lane records in this section. In return, each section hands on with `leave` events that cover its own last
-accesses (rule `handed_on` in `verifier.py`). A section that is ordered after the worst past, and hands on its accesses, is
+the other lane records in this section. In return, each section passes on with `leave` events that cover its own last
+accesses (rule `handed_on` in `verifier.py`). A section that is ordered after the worst past, and passes on its accesses, is
 ordered with every other such section, in any sequence and of any shape. So proving each section proves every pair of
 sections, of this program or another.
 

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from megacompile.ir.listing import describe
-from megacompile.ir.program import Program, argument, find, nodes, op_of, operands
+from megacompile.ir.ops import UPDATE_OPS
+from megacompile.ir.program import SECTIONS_OF_ALL_RANKS, Program, argument, find, nodes, op_of, operands
 from megacompile.verify.fault import Fault
-from megacompile.verify.sums import UPDATE_OPS
 
-#: Sections that all ranks run together. In other sections a rank works alone.
-_TOGETHER = ("forward", "backward", "backward_accumulate", "train_step", "update")
 #: What the ranks of a host do, what hosts do, and what both do.
 _OF_RANKS = ("pack_shard", "prefetch_shard", "gather", "reduce_scatter", "share_norms", "share_host_norms", "gather_resident",
              "announce")
@@ -33,7 +31,7 @@ def together(program: Program) -> Iterator[Fault]:
     Norms and losses are exchanged before they are read, and weights that are updated on the devices are gathered after that. A
     program of one process exchanges nothing."""
     for name, graph in program.sections.items():
-        if program.processes == 1 or name not in _TOGETHER:
+        if program.processes == 1 or name not in SECTIONS_OF_ALL_RANKS:
             for node in find(graph, *_OF_SEVERAL):
                 why = "has one rank" if program.processes == 1 else f"runs {name} on each rank alone"
                 yield Fault(f"{describe(node)} exchanges values between ranks, but the program {why}", "drop it", node)

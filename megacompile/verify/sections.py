@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from torch import fx
 
 from megacompile.ir.listing import describe
+from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.program import Kept, Program, argument, find, nodes, op_of, operands
 from megacompile.verify.fault import Fault
-from megacompile.verify.sums import UPDATE_OPS, summed_tiles
+from megacompile.verify.sums import summed_tiles
 
 _BACKWARDS = ("backward", "backward_accumulate", "train_step")
 _UPDATES = ("update", "backward", "train_step")

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from megacompile.ir.listing import describe
+from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.program import Program, argument, find, nodes, op_of, operands, reached
 from megacompile.verify.fault import Fault
-
-#: Ops that update a tile.
-UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting", "adam_from_disk")
 
 
 def summed_tiles(program: Program, section: str) -> frozenset[str]:

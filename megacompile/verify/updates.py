@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from torch import fx
 
 from megacompile.ir.listing import describe
+from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.program import Program, argument, find, op_of, operands, reached, trainable
 from megacompile.verify.fault import Fault
-from megacompile.verify.sums import UPDATE_OPS
 
 #: Section that runs between steps -> the op that it has for each tile that is updated on the device.
 _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
@@ -98,8 +98,8 @@ def updated_there(program: Program) -> list[str]:
 
 
 def consumed_there(program: Program) -> list[str]:
-    """Those of them whose gradients are never copied to the host: after a whole step, or an update on arrival, none are
-    read."""
+    """The tiles updated on the device whose gradients are never copied to the host: after a whole step, or an update on
+    arrival, none are read."""
     if reached(program, "optimizer"):
         return updated_there(program) if "train_step" in program.sections or updates_on_arrival(program) else []
     sent = {argument(node, "tile") for graph in program.sections.values() for node in find(graph, "offload")}

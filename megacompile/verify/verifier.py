@@ -17,7 +17,7 @@ on the earlier ones. The first fault is raised, with an excerpt of the program. 
     together        several ranks exchange shards, gradients, norms and losses once, and before they are read
     placed          slots fit their values, no live value is overwritten, every value is released or leased
     ordered         every hazard between lanes is ordered, within a section and against any section before it
-    handed_on       each section hands on events that cover its last accesses
+    handed_on       each section passes later ones events that cover its last accesses
 """
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def handed_on(program: Program) -> Iterator[Fault]:
             assert lane is not None, "an event of the past, which `well_formed` refuses"
             here = owed.pop((place, lane), None)
             if here is None:
-                yield Fault(f"{describe(leave)} hands on an event of {lane}, which does not access {place} in {name} "
-                            "(or that was handed on before)", "drop this leave", leave)
+                yield Fault(f"{describe(leave)} passes an event of {lane} to later sections, but {lane} does not access "
+                            f"{place} in {name} (or an earlier leave passed its event)", "drop this leave", leave)
                 continue
             access = Access.WRITE if Access.WRITE in here else Access.READ
             if argument(leave, "access") != access:
@@ -175,8 +175,8 @@ def handed_on(program: Program) -> Iterator[Fault]:
             left += [(place, lane, access, node) for node in here.values()]
             late = next((node for node in here.values() if not clocks.covers(event, node)), None)
             if late is not None:
-                yield Fault(f"{describe(leave)} hands on {event.name}, which fires before {describe(late)} is done",
-                            f"record an event on {lane} after {late.name} and hand that on", leave, late, hazard=True,
+                yield Fault(f"{describe(leave)} passes {event.name} to later sections, which fires before {describe(late)} is "
+                            "done", f"record an event on {lane} after {late.name} and pass that one", leave, late, hazard=True,
                             order=f"{describe(leave)} is not ordered after {access} by {describe(late)}")
         for (place, lane), here in owed.items():
             kind = place_kind(place)
@@ -188,8 +188,8 @@ def handed_on(program: Program) -> Iterator[Fault]:
                     for access, node in here.items() for other in lanes_against(access, kind, several_ranks) - {lane}):
                 continue
             node = next(iter(here.values()))
-            yield Fault(f"{place} is accessed by {describe(node)}, but no leave hands on an event of {lane}: a later "
-                        "section could not wait for it", f"record an event on {lane} after it and leave it", node,
+            yield Fault(f"{place} is accessed by {describe(node)}, but no leave passes an event of {lane} to later "
+                        "sections, which could not wait for it", f"record an event on {lane} after it and leave it", node,
                         hazard=True)
 
 

@@ -109,7 +109,8 @@ def _operands(node: fx.Node) -> Iterator[Fault]:
             yield Fault(f"{describe(node)} is neither a call's value for one micro-batch nor one tile's accumulators",
                         "name a call and a micro-batch, or a tile", node)
     if op.name == "leave" and op_of(operands(node, "event")[0]).name != "record":
-        yield Fault(f"{describe(node)} hands on an event of an earlier section", "record an event in this section", node)
+        yield Fault(f"{describe(node)} passes an event of an earlier section to later sections",
+                    "record an event in this section", node)
 
 
 def _operand(node: fx.Node, name: str, value: fx.Node, made: Op) -> Iterator[Fault]:

@@ -76,7 +76,7 @@ def recover(directory: Path) -> None:
                 for folder in abandoned(place, _prefix(target)):
                     _give_back(folder, target)
     except OSError as error:
-        raise CheckpointError(f"{directory} cannot be looked into ({error.strerror}): give a folder that can be "
+        raise CheckpointError(f"{directory} cannot be read ({error.strerror}): give a folder that can be "
                               "written") from error
 
 

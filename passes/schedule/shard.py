@@ -44,22 +44,19 @@ from typing import Any
 
 from torch import fx
 
+from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import Builder, Program, argument, find, nodes, op_of, operands, rebuild
+from megacompile.ir.program import SECTIONS_OF_ALL_RANKS, Builder, Program, argument, find, nodes, op_of, operands, rebuild
 
 name, requires, provides = "shard", "optimizer", "shard"
 
-#: Ops that update a tile.
-UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting", "adam_from_disk")
 _BACKWARDS = ("backward", "recompute_backward")
-#: Sections that all ranks run together.
-TOGETHER = ("forward", "backward", "backward_accumulate", "train_step", "update")
 
 
 def run(program: Program, plan: Plan) -> Program:
     if plan.processes == 1:
         return program.evolve(stage=provides)
-    sections = {key: _shard(graph, plan) if key in TOGETHER else graph for key, graph in program.sections.items()}
+    sections = {key: _shard(graph, plan) if key in SECTIONS_OF_ALL_RANKS else graph for key, graph in program.sections.items()}
     for graph in sections.values() if plan.ranks > 1 else ():
         if updated := tuple(dict.fromkeys(argument(node, "tile") for node in find(graph, *UPDATE_OPS))):
             written = tuple(argument(node, "tile") for node in find(graph, "write_state"))

@@ -38,7 +38,7 @@ from megacompile.ir.program import (
 name, requires, provides = "synchronize", "place", "synchronize"
 
 #: How far each lane is known to be: position in the section, per lane.
-Clock = dict[Lane, int]
+Known = dict[Lane, int]
 
 
 @dataclass
@@ -61,10 +61,10 @@ class _Synchronizer:
     def __init__(self, section: fx.Graph, several_ranks: bool) -> None:
         self.section, self.several_ranks = section, several_ranks
         self.position = {node: i for i, node in enumerate(nodes(section))}
-        self.clock: dict[Lane, Clock] = {lane: dict.fromkeys(Lane, -1) for lane in Lane}
+        self.known: dict[Lane, Known] = {lane: dict.fromkeys(Lane, -1) for lane in Lane}
         self.past = dict.fromkeys(Lane, 0)  # as bits: accesses before the section that each lane knows to be done
         self.bits: dict[tuple[str, Access, Lane], int] = {}
-        self.done: dict[fx.Node, Clock] = {}  # what is known once a node is done
+        self.done: dict[fx.Node, Known] = {}  # what is known once a node is done
         self.past_done: dict[fx.Node, int] = {}
         self.places: dict[str, _History] = {}
         self.waits: dict[fx.Node, list[fx.Node]] = {}  # node -> nodes whose events its lane waits for
@@ -88,7 +88,7 @@ class _Synchronizer:
             return Access.WRITE in later or (writes_only and Access.READ in later)
 
         return node not in self.recorded and all(
-            self.clock[lane][own] >= at or waits(lane) for lane in lanes_against(access, kind, self.several_ranks) - {own})
+            self.known[lane][own] >= at or waits(lane) for lane in lanes_against(access, kind, self.several_ranks) - {own})
 
     def _visit(self, node: fx.Node) -> None:
         lane = lane_of(node)
@@ -105,8 +105,8 @@ class _Synchronizer:
         for place, access in touched:
             if access == Access.WRITE or (place, Access.WRITE) not in touched:  # what a write waits for covers a read
                 self._enter(node, lane, place, access)
-        self.clock[lane][lane] = self.position[node]
-        self.done[node], self.past_done[node] = dict(self.clock[lane]), self.past[lane]
+        self.known[lane][lane] = self.position[node]
+        self.done[node], self.past_done[node] = dict(self.known[lane]), self.past[lane]
         for place, access in touched if not op_of(node).only_waits else ():
             self._remember(node, lane, place, access)
 
@@ -124,7 +124,7 @@ class _Synchronizer:
             others, past = others | lanes_that(Access.READ, kind, self.several_ranks), Access.READ
         for other in sorted(others):
             waited = self._bit(place, Access.WRITE, other) | self._bit(place, past, other)
-            if other != lane and self.clock[lane][other] < 0 and waited & ~self.past[lane]:
+            if other != lane and self.known[lane][other] < 0 and waited & ~self.past[lane]:
                 self.past[lane] |= waited
                 self.enters.setdefault(node, []).append((place, past, other))
 
@@ -132,7 +132,7 @@ class _Synchronizer:
         return 1 << self.bits.setdefault((place, access, lane), len(self.bits))
 
     def _order(self, node: fx.Node, lane: Lane, before: list[fx.Node]) -> None:
-        known = self.clock[lane]
+        known = self.known[lane]
         chosen: list[fx.Node] = []
         for other in sorted(set(before), key=self.position.__getitem__, reverse=True):
             there = lane_of(other)

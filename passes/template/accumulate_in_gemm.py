@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.ir.tokenwise import is_scaled
+from megacompile.ir.tokenwise import VIEWS, is_scaled
 from megacompile.passes.template import Target, copy_graph
 
 name = "accumulate_in_gemm"
 level = "variant"
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_VIEWS = frozenset(view.default for view in VIEWS)
 
 
 def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from megacompile.ir.example_values import example_of
 from megacompile.passes.template import Target, copy_graph
 
 name = "attention"
@@ -42,7 +43,7 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
         if node.op == "call_function" and node.target in (ours, ours.default):
             query, _, _, _, window, softcap, form, *rest = node.args  # segments and sinks
             segmented = form if any(segments is not None for segments in rest[:1]) else ""
-            node.args = (*node.args[:6], _kernel(_example(query), target, window, softcap, segmented), *rest)
+            node.args = (*node.args[:6], _kernel(example_of(query), target, window, softcap, segmented), *rest)
     result.recompile()
     return result
 
@@ -64,7 +65,7 @@ def _adopt(graph: fx.Graph, node: fx.Node) -> None:
     """Replaces a causal, unmasked, dropout-free `scaled_dot_product_attention` over [B, H, T, D] by our op."""
     given: dict[str, Any] = dict(zip(_SDPA_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     query, key, value = given["query"], given["key"], given["value"]
-    shapes = [tuple(_example(x).shape) for x in (query, key, value)]
+    shapes = [tuple(example_of(x).shape) for x in (query, key, value)]
     groups = given.get("enable_gqa", False)
     if (given.get("attn_mask") is not None or given.get("dropout_p", 0.0) != 0.0 or not given.get("is_causal", False)
             or any(len(shape) != 4 for shape in shapes) or shapes[1] != shapes[2]
@@ -80,8 +81,3 @@ def _adopt(graph: fx.Graph, node: fx.Node) -> None:
         out.meta = dict(node.meta)
     node.replace_all_uses_with(out)
     graph.erase_node(node)
-
-
-def _example(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["example_value"]
-    return value

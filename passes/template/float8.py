@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
+from megacompile.ir.example_values import example_of
 from megacompile.ir.precision import ALIGNMENT, Float8
 from megacompile.passes.template import Target, copy_graph
 from megacompile.torch_compat.core import builtin_linear
@@ -58,7 +59,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> None:
 
 def _kept(recipe: Float8, x: fx.Node, weight: fx.Node, names: tuple[str, ...]) -> str:
     """Why a product stays as it is; "" if it does not."""
-    shape, dtypes = _value(weight).shape, {_value(x).dtype, _value(weight).dtype}
+    shape, dtypes = example_of(weight).shape, {example_of(x).dtype, example_of(weight).dtype}
     if not names or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
         return "is not a product with a matrix of weights"
     if any(map(recipe.keeps, names)):
@@ -82,8 +83,3 @@ def _parameters(node: fx.Node, weights: dict[fx.Node, str]) -> tuple[str, ...]:
             found[weights[each]] = None
         stack.extend(each.all_input_nodes)
     return tuple(found)
-
-
-def _value(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["example_value"]
-    return value

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
+from megacompile.ir.example_values import example_of
+from megacompile.ir.token_loop import CHUNK_TOKENS
 from megacompile.passes.template import Target, copy_graph
 from megacompile.torch_compat.core import builtin_linear
 
 name = "fuse_loss"
 level = "model"
-
-CHUNK_TOKENS = 2048  # larger chunks were not faster, and a chunk takes 2 x chunk x vocabulary x 4 bytes
 
 
 @dataclasses.dataclass
@@ -58,7 +58,7 @@ def _fuse(graph: fx.Graph, entropy: fx.Node) -> bool:
     if chain is None or len(given["target"].meta["example_value"].shape) != 1:
         return False
     hidden, weight, *bias = (*chain.head.args, *chain.head.kwargs.values())
-    width = _value(weight).shape[1]
+    width = example_of(weight).shape[1]
     with graph.inserting_before(entropy):
         for node in chain.reshapes:
             arguments = node.args[1:]
@@ -67,7 +67,7 @@ def _fuse(graph: fx.Graph, entropy: fx.Node) -> bool:
             hidden = graph.create_node(node.op, node.target, (hidden, *arguments), dict(node.kwargs))
         call = graph.call_function(torch.ops.megacompile.linear_cross_entropy.default, (
             hidden, weight, bias[0] if bias else None, given["target"], division.args[1], given["ignore_index"],
-            chain.scale, chain.softcap, CHUNK_TOKENS, _value(weight).requires_grad))
+            chain.scale, chain.softcap, CHUNK_TOKENS, example_of(weight).requires_grad))
         loss = graph.call_function(operator.getitem, (call, 0))
     loss.meta = dict(division.meta)
     division.replace_all_uses_with(loss)
@@ -108,7 +108,7 @@ def _walk(node: fx.Node, user: fx.Node) -> _Chain | None:
 
 def _linear(node: fx.Node) -> bool:
     weight = (*node.args, *node.kwargs.values())[1]
-    return isinstance(weight, fx.Node) and _value(weight).dim() == 2 and not set(node.kwargs) - {"bias"}
+    return isinstance(weight, fx.Node) and example_of(weight).dim() == 2 and not set(node.kwargs) - {"bias"}
 
 
 def _is(node: fx.Node, method: str) -> bool:
@@ -136,7 +136,7 @@ def _keeps_last_dimension(node: fx.Node) -> bool:
     """Whether `node` slices or reshapes leading dimensions only, so that it commutes with the head."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    before, after = _value(node.args[0]), _value(node)
+    before, after = example_of(node.args[0]), example_of(node)
     if before.shape[-1] != after.shape[-1]:
         return False
     if node.target is operator.getitem:
@@ -162,8 +162,3 @@ def _with_last(sizes: tuple[Any, ...], width: int) -> tuple[Any, ...]:
 
 def _is_loss_denominator(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder" and node.meta["example_value"].dim() == 0
-
-
-def _value(node: Any) -> Tensor:
-    value: Tensor = node.meta["example_value"]
-    return value

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError, LaneError
 from megacompile.ir.program import Lane
-from megacompile.runtime.backends.clock import Clock, CudaClock
+from megacompile.runtime.backends.timestamps import CudaTimestamps, Timestamps
 from megacompile.runtime.optimizer import device_update
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.rule import Rule, Segment
@@ -90,7 +90,7 @@ class CudaBackend:
         self.compute.synchronize()  # the allocator may hand out memory whose last use is still queued on this stream
         return memory
 
-    def lock(self, host: Tensor) -> None:
+    def pin(self, host: Tensor) -> None:
         address, size = host.data_ptr(), host.numel() * host.element_size()
         if address in self._pinned:
             return
@@ -102,7 +102,7 @@ class CudaBackend:
                 "raise the limit (ulimit -l), or give a smaller pinned_memory") from error
         self._pinned[address] = size
 
-    def unlock(self, host: Tensor) -> None:
+    def unpin(self, host: Tensor) -> None:
         if self._pinned.pop(host.data_ptr(), None) is not None:
             self.cupy.cuda.runtime.hostUnregister(host.data_ptr())
 
@@ -141,9 +141,9 @@ class CudaBackend:
         else:
             event.synchronize()
 
-    def clock(self) -> Clock:
+    def timestamps(self) -> Timestamps:
         with self.cupy.cuda.Device(self.index):
-            return CudaClock(self.cupy, self.streams)
+            return CudaTimestamps(self.cupy, self.streams)
 
     def synchronize(self) -> None:
         try:

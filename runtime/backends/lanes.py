@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacompile.ir.program import Lane
-from megacompile.runtime.backends.clock import Clock
+from megacompile.runtime.backends.timestamps import Timestamps
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.rule import Rule, Segment
 
@@ -30,10 +30,10 @@ class Backend(Protocol):
     def memory(self, size: int) -> Tensor:
         """uint8 [size] on the device, for a slot."""
 
-    def lock(self, host: Tensor) -> None:
+    def pin(self, host: Tensor) -> None:
         """Pins host memory, so that copies of it run asynchronously. Idempotent. Raises `InsufficientMemoryError`."""
 
-    def unlock(self, host: Tensor) -> None: ...
+    def unpin(self, host: Tensor) -> None: ...
 
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
         """Copies uint8 to uint8 of the same size. Issued to the lane; done on return in lanes that work on the host."""
@@ -56,8 +56,8 @@ class Backend(Protocol):
     def wait(self, lane: Lane, event: Any) -> None:
         """Holds the lane back until the device's event."""
 
-    def clock(self) -> Clock:
-        """A clock of the lanes that starts now. The device must be idle."""
+    def timestamps(self) -> Timestamps:
+        """Time stamps of the lanes, from now on. The device must be idle."""
 
     def synchronize(self) -> None:
         """Waits for everything on the device. Raises `LaneError` if the device is lost to this process."""

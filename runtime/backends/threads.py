@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacompile.ir.program import Lane
-from megacompile.runtime.backends.clock import Clock, HostClock
+from megacompile.runtime.backends.timestamps import HostTimestamps, Timestamps
 from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.runtime.optimizer import host_update
 from megacompile.runtime.optimizer.host_update import Moments
@@ -36,10 +36,10 @@ class ThreadBackend:
     def memory(self, size: int) -> Tensor:
         return host_memory(size)
 
-    def lock(self, host: Tensor) -> None:
+    def pin(self, host: Tensor) -> None:
         pass  # no device copies from it
 
-    def unlock(self, host: Tensor) -> None:
+    def unpin(self, host: Tensor) -> None:
         pass
 
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
@@ -67,8 +67,8 @@ class ThreadBackend:
     def wait(self, lane: Lane, event: Any) -> None:
         pass
 
-    def clock(self) -> Clock:
-        return HostClock()
+    def timestamps(self) -> Timestamps:
+        return HostTimestamps()
 
     def synchronize(self) -> None:
         pass

@@ -85,7 +85,7 @@ class Arena:
                     self.slots[slot.name] = host_memory(slot.bytes)
                     self.slots[slot.name].zero_()  # touched pages are pinned six times faster
                     if SLOT_KINDS[slot_family(slot.name)][0] != "moments":  # only the disk and the host touch these
-                        self.backend.lock(self.slots[slot.name])
+                        self.backend.pin(self.slots[slot.name])
                 else:
                     self.slots[slot.name] = self.backend.memory(slot.bytes)
 
@@ -149,7 +149,7 @@ class Arena:
         """Frees a slot's memory, if there is any."""
         memory = self.slots.pop(name, None)
         if memory is not None and self.is_slab(name):
-            self.backend.unlock(memory)
+            self.backend.unpin(memory)
         for cache in (self._weights, self._gradients, self._states):
             for key in [k for k in cache if k[0] == name]:
                 del cache[key]

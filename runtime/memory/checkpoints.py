@@ -96,7 +96,7 @@ class HostCheckpoints:
             settle()
         for slot in slots:
             if (small := buffers.pop(slot.name, None)) is not None:
-                self.backend.unlock(small.memory)
+                self.backend.unpin(small.memory)
         needed, available = sum(slot.bytes for slot in slots), available_host_bytes()
         if needed > available:
             raise InsufficientMemoryError(
@@ -106,7 +106,7 @@ class HostCheckpoints:
             for slot in slots:
                 memory = host_memory(slot.bytes)
                 memory.zero_()  # touched pages are pinned six times faster
-                self.backend.lock(memory)
+                self.backend.pin(memory)
                 buffers[slot.name] = HostCheckpoint(memory)
 
     def bytes(self) -> int:
@@ -116,7 +116,7 @@ class HostCheckpoints:
         """Frees all memory. Lanes must be idle; no open forward can run its backward after this."""
         for buffers in self.made:
             for buffer in buffers.values():
-                self.backend.unlock(buffer.memory)
+                self.backend.unpin(buffer.memory)
         self.made.clear()
         self.idle.clear()
 

@@ -11,11 +11,11 @@ from megacompile.system.under_way import at, under_way
 
 
 def pin_all(backend: Backend, memory: Iterable[Tensor]) -> None:
-    """Pins each tensor and shows progress. Raises what `Backend.lock` raises."""
+    """Pins each tensor and shows progress. Raises what `Backend.pin` raises."""
     parts = list(memory)
     done, total = 0, sum(part.nbytes for part in parts)
     with under_way("pinning host memory"):
         for part in parts:
             at(f"{format_bytes(done)} of {format_bytes(total)}")
-            backend.lock(part)
+            backend.pin(part)
             done += part.nbytes

@@ -130,5 +130,5 @@ class StateFile:
         return "call optimizer.step() again, which completes the step, or load a checkpoint"
 
     def _failed(self, doing: str, way: str, tile: str, error: OSError, remedy: str) -> DiskError:
-        return DiskError(f"{doing} the optimizer state of {tile} {way} {self.file.folder} failed ({error.strerror}): see to "
+        return DiskError(f"{doing} the optimizer state of {tile} {way} {self.file.folder} failed ({error.strerror}): check "
                          f"the drive and {remedy}")

@@ -44,7 +44,7 @@ class ElementState:
 
     @property
     def moment_bytes(self) -> float:
-        """Those of its moments alone."""
+        """Bytes of the moments of an element."""
         return len(self.moments) * (self.format.value_bytes + (4 / BLOCK if self.format.scaled else 0.0))
 
 

@@ -157,7 +157,7 @@ class Store:
         """Whether an optimizer has made state."""
         return any(tile.has_moments for tile in self.tiles.values())
 
-    def room(self, budget: int | None = None) -> int:
+    def available_bytes(self, budget: int | None = None) -> int:
         """Bytes of host memory for training: available bytes plus those that tiles take already; at most `budget`."""
         parts = self.bytes()
         kept = sum(part.nbytes for tile in self.tiles.values() if tile.moments_written for part in tile.state())

@@ -132,7 +132,7 @@ class TileLayout:
 
     @functools.cached_property
     def state_layout(self) -> StateLayout:
-        """Where it is."""
+        """How that state is laid out in memory."""
         return StateLayout(self.states or self._default_states, tuple(aligned(s.count, self.ranks) for s in self.slices))
 
     @property

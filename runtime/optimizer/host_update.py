@@ -28,7 +28,8 @@ class Moments:
     scales: tuple[Tensor, ...] = field(default=())
 
     def part(self, start: int, stop: int) -> Moments:
-        """Those of elements [start, stop) of the segment. Where there are scales, `start` is the first element of a block."""
+        """The moments of elements [start, stop) of the segment. Where there are scales, `start` is the first element of a
+        block."""
         scales = slice(start // BLOCK, self.format.scales(stop))
         return Moments(self.format, tuple(values[start:stop] for values in self.values), tuple(s[scales] for s in self.scales))
 

@@ -12,7 +12,7 @@ VOCABULARY, LAYERS = 96, 3
 #: Token ids of models stay below it, so that no drawn token means an image or an end.
 FIRST_PLAIN_TOKEN = 8
 
-#: Tiny size -> fields that are no larger in a tiny config. Where a field is smaller, absent or None by default it stays.
+#: Tiny size -> fields that a tiny config keeps at or below it. Where a field is smaller, absent or None by default it stays.
 _AT_MOST: tuple[tuple[int, tuple[str, ...]], ...] = (
     (VOCABULARY, (
         "vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "audio_vocab_size",

@@ -27,8 +27,9 @@ from megacompile.errors import LaneError, MegacompileError
 
 ROWS, LENGTH = 5, 29  # not the sizes at which models are captured
 SECONDS = 240  # of the processor, for one class
-#: Of the norm of a gradient. Where native float32 is further from native float64 (or, where that does not run, from itself
-#: with the rows in another order), that many times this distance is: one draw of rounding says little of another.
+#: How far off a gradient may be, as a share of its norm. Native float32 may be further off: its distance is measured from
+#: native float64, or, where that does not run, from itself with the rows in another order. Then ROUNDINGS times that distance
+#: is allowed, since one draw of rounding says little of another.
 TOLERANCE, ROUNDINGS = 1e-5, 8
 
 
@@ -183,7 +184,7 @@ def _difference(model: nn.Module, batch: dict[str, Tensor], ours: tuple[Tensor, 
 
 
 def _distances(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> dict[str, float]:
-    """Of the loss and of each gradient, in its norm; a gradient that is not there is zero."""
+    """How far off the loss and each gradient are, in shares of its norm. A gradient that is not there is zero."""
     distances = {"the loss": float((ours[0] - theirs[0]).abs() / theirs[0].abs())}
     largest = max(float(g.norm()) for g in theirs[1].values())
     for name in ours[1].keys() | theirs[1].keys():

@@ -16,7 +16,7 @@ LENGTH, LAYERS = 8192, 12
 
 
 def gradients(on_the_host: bool, late: bool = False, **options: Any) -> tuple[dict[str, torch.Tensor], int, int]:
-    """Gradients of the second step, the device's peak in bytes, and its estimate. `late`: copies lag behind."""
+    """Gradients of the second step, the device's peak in bytes, and its estimate. `late`: copies come late."""
     torch.manual_seed(0)
     config = Qwen2Config(vocab_size=512, hidden_size=1024, intermediate_size=1024, num_hidden_layers=LAYERS,
                          num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=1 << 15)

@@ -163,7 +163,7 @@ RULES: dict[str, tuple[Rule, Any, Any]] = {
 @pytest.mark.parametrize(("dtype", "exact"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
 def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(
         dtype: torch.dtype, exact: bool, stored: StateFormat, name: str) -> None:
-    """Of every kind of number: ordinary, tiny, huge, denormal, infinite, none."""
+    """Numbers are of every kind: ordinary, tiny, huge, denormal, infinite, NaN."""
     count, generator = 1 << 20, torch.Generator().manual_seed(0)
     rule, first_options, second_options = RULES[name]
 

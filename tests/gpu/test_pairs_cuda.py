@@ -25,7 +25,7 @@ def seen(heads: int = 1) -> Tensor:
 
 
 def prefix() -> Tensor:
-    """Of each row so many tokens see each other both ways; what follows is causal."""
+    """So many tokens of each row see each other both ways; what follows is causal."""
     prompts = torch.arange(LENGTH) < torch.tensor([0, 77, LENGTH])[:, None, None, None]
     return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() | prompts
 

@@ -1,4 +1,4 @@
-"""Lets the parity tests import the modules that stand beside them (tests are no package, see `--import-mode`)."""
+"""Lets the parity tests import the modules that stand beside them (tests are not a package, see `--import-mode`)."""
 from __future__ import annotations
 
 import pathlib

@@ -107,9 +107,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "three tiles visit the device": {"visiting_state": ("prologue", "model.layers.1", "epilogue")},
     "a tile's state resident, all others visit": {"resident_state": ("model.layers.0",), "resident": ("model.layers.2",),
                                                   "visiting_state": "all"},
-    "moments behind all weights": {"deferred_moments": True},
-    "moments behind all weights, slab pool, K = 2": {"deferred_moments": True, "pinned_memory": "120KiB",
-                                                     "checkpoint_interval": 2},
+    "moments after all weights": {"deferred_moments": True},
+    "moments after all weights, slab pool, K = 2": {"deferred_moments": True, "pinned_memory": "120KiB",
+                                                    "checkpoint_interval": 2},
     "slab pool, a tile's state resident": {"pinned_memory": "120KiB", "resident_state": ("model.layers.1",)},
     "slab pool": {"pinned_memory": "120KiB"},
     "slab pool of one slab, K = 2": {"pinned_memory": "120KiB", "gradient_slabs": 1, "checkpoint_interval": 2},
@@ -132,7 +132,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "two layers keep their residuals",
               "everything resident, its state too", "the first tiles' state resident, K = 2", "checkpoints on the host",
-              "a tile's state resident, all others visit", "moments behind all weights")
+              "a tile's state resident, all others visit", "moments after all weights")
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -198,7 +198,7 @@ def late_models() -> Iterator[dict[str, tuple[Any, Weights]]]:
 
 
 def stragglers(seed: int) -> Any:
-    """Delays a race needs: one lane far behind the others (another for each seed), and all late at times."""
+    """Delays a race needs: one lane much later than the others (another for each seed), and all late at times."""
     draw = random.Random(seed)
     straggler = draw.choice(list(Lane))
 
@@ -285,7 +285,7 @@ def edit(shape: Any, section: str, visit: Any) -> None:
     shape.compiled.stages[program.stage] = program.evolve(sections={**program.sections, section: graph})
 
 
-#: Of which it is also shown that lateness alone does no harm: in each section, and on lanes of either side.
+#: Tests also show that lateness alone does no harm to these: in each section, and on lanes of either side.
 CONTROLS = ("Weights-Ready", "Backward-Done", "gradients are in the slab", "a resident copy is updated")
 
 

@@ -143,7 +143,7 @@ def test_a_drive_of_one_rank_that_fails_ends_all_ranks_with_the_cause(
     assert job.wait(60) == [RAISED, RAISED], job.errors(0) + job.errors(1)
     one, other = ended(job, 0), ended(job, 1)
     assert other["error"] == "DiskError" and other["message"].startswith(says), other
-    assert "see to the drive and start the job again from the last checkpoint" in other["message"]
+    assert "check the drive and start the job again from the last checkpoint" in other["message"]
     assert one["error"] == "RankError" and f"rank 1 has failed with DiskError: {says}" in one["message"], one
     assert one["at"] - begun < 30 and list((tmp_path / "state").iterdir()) == []
 

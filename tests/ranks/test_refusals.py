@@ -75,7 +75,7 @@ SAYS = {
     "labels on one rank": "the ranks' batches have different arguments",
     "rows of an average": "the model's loss is an average over rows, and the ranks have batches of 2 x 5, 3 x 5: give every",
     "padding that tokens see": "and the model would see padding: pad all of them to one length",
-    "rows that read each other": "several sequences of a batch at once, so that ranks would change what it computes",
+    "rows that read each other": "the model mixes sequences of a batch, so ranks cannot share a batch: train with one process",
     "another loss": "the model's loss is not a cross entropy over tokens, so that it cannot be divided among ranks",
 }
 

@@ -27,7 +27,7 @@ ROWS = {"per_device_train_batch_size": 4 // SIZE}
 
 
 def tokenizer() -> Any:
-    """Of words that are numbers."""
+    """Its words are numbers."""
     words = ["<pad>", "<eos>", "<unk>", *map(str, range(NUMBERS))]
     tokens = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokens.pre_tokenizer = pre_tokenizers.Whitespace()

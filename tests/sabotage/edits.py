@@ -57,9 +57,9 @@ def single(program: Program) -> Iterator[Edit]:
                     op in ("prefetch", "pack", "prefetch_shard", "pack_shard") and not _computes(node)):
                 yield Edit("op dropped", section, what, _dropped(at))
             if op == "wait":
-                behind = next((i for i in range(at + 1, len(listed)) if op_of(listed[i]).lane == argument(node, "lane")), None)
-                if behind is not None:
-                    yield Edit("wait moved", section, what, _moved(at, behind - at))
+                after = next((i for i in range(at + 1, len(listed)) if op_of(listed[i]).lane == argument(node, "lane")), None)
+                if after is not None:
+                    yield Edit("wait moved", section, what, _moved(at, after - at))
             if op in UPDATES:
                 yield from (Edit("update moved", section, f"{what} by {by}", _moved(at, by)) for by in (-12, -3, 3, 12)
                             if 0 <= at + by < len(listed))
@@ -98,7 +98,7 @@ def _exchange(section: str, listed: list[fx.Node], at: int) -> Iterator[Edit]:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a kernel takes the value: without it there is no program."""
+    """Whether a kernel takes the value: without it the program cannot be."""
     users = [user for user in node.users if op_of(user).result != "event"]
     return any(argument(user, "template") is not None or _computes(user) for user in users)
 

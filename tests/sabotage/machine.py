@@ -90,8 +90,9 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
 _EXCHANGED = {"W": (WRITE,), "P": (READ,), "R": (WRITE,), **dict.fromkeys(("G", "RW", "RG"), (READ, WRITE))}
 MAY_TOUCH_OF_SEVERAL = {kind: accesses | {("collective", access) for access in _EXCHANGED.get(kind, ())}
                         for kind, accesses in MAY_TOUCH.items()}
-#: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them;
-#: but moments alone, which only another update follows in another lane, of gradients that come behind those read for them.
+#: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them.
+#: Moments alone are the exception. Only another update follows them in another lane, and its gradients come after those read
+#: for them.
 #: `moments` are those on disk.
 
 
@@ -171,7 +172,7 @@ class Step:
         return self.op == "announce"
 
 
-#: A release of a slot is no lane's; in program order it still ends what is there.
+#: A release of a slot belongs to no lane. In program order it still ends what is there.
 NOWHERE = ""
 
 
@@ -184,7 +185,7 @@ class _Names(dict[str, str]):
 
 @dataclass
 class Machine:
-    """Turns sections, run one after the other, into steps. State: what sections leave to those behind them.
+    """Turns sections, run one after the other, into steps. State: what sections leave to those after them.
 
     `leases`: of each open forward, subject -> place; `sets`: the buffers for checkpoints that open forwards use; `carried`:
     place -> lane -> (whether it has written, event of its last access, event of its last write); `announced`: the event of the

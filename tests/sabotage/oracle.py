@@ -6,7 +6,7 @@ It shares nothing with the verifier: no clocks, no rules, no table of ops (`mach
   weights, gradients and optimizer state, or the memory that stays taken are others than those of the program before the edit;
 - some lanes wait for ever;
 - two steps, of which one writes what the other touches, may run beside each other, or in the other order: in the sections
-  of a training loop, or behind or before any section that the language allows (`beside_any_section`).
+  of a training loop, or after or before any section that the language allows (`beside_any_section`).
 
 Which steps may run beside each other is found by walking the lanes as far as they go and keeping, for each step, the
 whole set of steps that are over before it begins. Each race found is then run: with the earlier step held back, the later
@@ -52,7 +52,7 @@ _INITIAL = ("weights", "state", "moments", "announced")
 def loops(sections: Mapping[str, Section]) -> list[Loop]:
     """What a user's loop may do with the sections that there are, as short as can be: steps one after the other, two open
     forwards, whose backwards come in either order, and evaluations between. `*_lost` is what the host suffers before the
-    section behind it mends it: gradients that the user changes, weights that a failed update leaves on the device."""
+    section after it mends it: gradients that the user changes, weights that a failed update leaves on the device."""
     def there(*lines: tuple[str, int | None]) -> Loop:
         return tuple(line for line in (("load", None), *lines, ("store", None)) if line[0].removesuffix("_lost") in sections)
 
@@ -155,7 +155,7 @@ def collision(steps: Sequence[Step]) -> str | None:
 
 
 def beside_any_section(section: Section, several: bool = False, known: dict[tuple[int, str], Step] | None = None) -> str | None:
-    """The same of one section behind any other, and before any other. `several`: of programs of several ranks. `known`: steps
+    """The same of one section after any other, and before any other. `several`: of programs of several ranks. `known`: steps
     of sections that differ in waits and events alone (see `Machine`).
 
     What ran before may have touched every place in every way that the language has; of each such access only its own event
@@ -199,7 +199,7 @@ def beside_any_section(section: Section, several: bool = False, known: dict[tupl
     return None
 
 
-#: Of which bytes of a tile an op's result is.
+#: The bytes of a tile that an op's result has.
 _BYTES = {"pack": "weight_bytes", "prefetch": "weight_bytes", "resident": "weight_bytes", "reduce": "gradient_bytes",
           "offload": "gradient_bytes", "resident_gradients": "gradient_bytes", "fetch_gradients": "gradient_bytes",
           "resident_state": "state_bytes", "fetch_state": "state_bytes", "gather": "weight_bytes",
@@ -280,7 +280,7 @@ class Oracle:
 
 def removable(section: Section, several: bool = False) -> list[str]:
     """Names of the waits and events that nobody would miss: without one of them (an event with its waits and leaves) the
-    section still runs safely behind and before any other."""
+    section still runs safely after and before any other."""
     found, known = list[str](), dict[tuple[int, str], Step]()
     for each in section:
         if each.op not in ("wait", "record", "enter"):

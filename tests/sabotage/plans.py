@@ -21,7 +21,7 @@ NAMED: dict[str, dict[str, Any]] = {
         "disk_state": ("prologue", "layers.0", "layers.2", "layers.3"), "deferred_moments": True, "state_slabs": 2},
     "moments on disk, updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "state_slabs": 2, "gradient_slabs": 2,
                                             "disk_state": ("layers.0", "layers.1", "layers.2", "layers.3", "epilogue")},
-    "moments behind all weights, two micro-batches": {
+    "moments after all weights, two micro-batches": {
         "deferred_moments": True, "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
         "resident_state": ("prologue",), "visiting_state": ("layers.1",)},
     "updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
@@ -54,18 +54,18 @@ NAMED |= {
         ("all streamed", 1, (2, 2, 1)), ("all streamed", 4, (1,)), ("all resident", 2, (2, 2, 1))}}
 
 
-#: Of several ranks: each way in which they exchange what they have.
+#: Programs of several ranks: each way in which they exchange what they have.
 OF_SEVERAL: dict[str, dict[str, Any]] = {
     f"{ranks} ranks, {name}": {**NAMED[name], "ranks": ranks} for ranks, name in (
         (2, "streamed"), (4, "blocks of two, three micro-batches"), (2, "one block, slab pool"),
         (2, "resident, three micro-batches"), (2, "updated on the device"), (2, "visiting the device"),
-        (4, "moments behind all weights, two micro-batches"), (2, "updates on arrival"),
+        (4, "moments after all weights, two micro-batches"), (2, "updates on arrival"),
         (2, "checkpoints on the host, two micro-batches"), (2, "three waves added up on the host"),
         (4, "waves on the host through slabs, updates on arrival"), (2, "outputs, two micro-batches"),
         (2, "outputs, tied, updates on arrival"), (2, "layers that run twice"),
         (2, "layers that run twice, waves on the host, a shared tile"), (2, "tied, residuals kept, a frozen layer"),
         (2, "moments on disk"), (2, "moments on disk after all weights"), (2, "moments on disk, updates on arrival"))}
-#: Of several hosts, with one rank or several on each.
+#: Programs of several hosts, with one rank or several on each.
 OF_SEVERAL |= {
     f"{hosts} hosts, {ranks} {'rank' if ranks == 1 else 'ranks'} each, {name}": {**NAMED[name], "ranks": ranks, "hosts": hosts}
     for hosts, ranks, name in (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]  # tests are no package; the parity models serve too
+sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]  # tests are not a package; the parity models serve too
 
 import disk_models  # noqa: E402  (after the path is complete)
 import tiny_models  # noqa: E402

@@ -215,7 +215,7 @@ def test_layers_are_removed_that_are_like_others(model: type[Model], kept: int, 
 ])
 def test_models_of_transformers_are_traced_with_one_layer_of_each_kind(
         kind: str, changes: dict[str, Any], kept: int, further: tuple[str, ...], removed: list[Mapping[str, str]]) -> None:
-    """Of one layer more than are kept: a trace of all layers takes the longer the more there are."""
+    """The models have one layer more than are kept: each further layer makes the trace of all layers longer."""
     model = of_transformers(kind, num_hidden_layers=kept + 1, **changes)
     expected, found = (capture_(model, key=CaptureKey(further)) for capture_ in (whole, capture))
     assert described(found) == described(expected)

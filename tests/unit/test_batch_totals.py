@@ -86,7 +86,7 @@ def test_frequencies_are_those_of_the_largest_position_of_the_whole_batch(build:
         whole = native(**given)[0]
         halves = [native(**{name: rows[half] for name, rows in given.items() if name != "use_cache"}, use_cache=False)[0]
                   for half in (slice(0, 2), slice(2, 4))]
-    assert abs(float(whole - torch.stack(halves).mean())) > 1e-3, "parts of this batch are no other"
+    assert abs(float(whole - torch.stack(halves).mean())) > 1e-3, "parts of this batch are not like any other"
     same_training(built, given)
 
 
@@ -124,7 +124,7 @@ def test_a_batch_is_not_split_where_the_host_cannot_make_the_number() -> None:
 
 @pytest.mark.parametrize("positions", [False, True], ids=["of two lengths", "with positions"])
 def test_trainer_takes_the_frequencies_of_each_accumulated_batch(positions: bool, tmp_path: Path) -> None:
-    """Of a step of a short batch and a long one the short batch keeps its own."""
+    """The short batch of a step keeps its own frequencies beside a long one."""
     rows: list[dict[str, Any]] = [{"input_ids": torch.arange(length) % 64, **({"position_ids": torch.cat(
         [torch.arange(n), torch.arange(length - n)])} if positions else {})}
         for length, n in ([(LENGTH, 9 if k % 2 else 23) for k in range(8)] if positions else [(12, 0), (LENGTH, 0)] * 4)]

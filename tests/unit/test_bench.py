@@ -157,7 +157,7 @@ def test_compute_alone_goes_on_from_checkpoints_that_wait_on_the_host() -> None:
     before = weights(model)
     with step.compute_alone(model.megacompile.streamed):
         train_step(model, optimizer)
-        model.megacompile.streamed.settle()  # the update that is left out comes behind the step
+        model.megacompile.streamed.settle()  # the update that is left out comes after the step
     assert same_bits(weights(model), before)
     shared.close()
 
@@ -181,7 +181,7 @@ def test_rows_that_differ_in_their_plans_alone_share_a_model() -> None:
         assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen, 2)), "a batch that the model knows"
         with pytest.raises(MegacompileError, match="not tiles"):
             step.measure(given("--layers", "2", "--resident", "nothing"), models)
-        assert models.model is None, "what a row has failed with is no model for another"
+        assert models.model is None, "a model that a row has failed with serves no other row"
         step.measure(given("--layers", "1"), models)
         assert models.model is not model and len(models.model.model.layers) == 1
 

@@ -167,7 +167,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file not listed": (lambda f: rewrite(f, lambda b: b["files"].pop("tensors-00002.safetensors")), "does not list tens"),
     "a pickle": (lambda f: replace_file(f, pickle.dumps(Trap())), "tensors-00001.safetensors is damaged or truncated"),
     "other tensors": (lambda f: replace_file(f, (f / "tensors-00002.safetensors").read_bytes()), "but its manifest says"),
-    "a value of no kind": (lambda f: rewrite(f, lambda b: b.update(extra={"$object": "os.system"})), "no value of kind"),
+    "a value of no kind": (lambda f: rewrite(f, lambda b: b.update(extra={"$object": "os.system"})), "unknown kind of value"),
     "another model": (lambda f: rewrite(f, lambda b: b["tensors"].update(more=b["tensors"].pop("head.bias"))),
                       r"head.bias is absent in the checkpoint of a Decoder, but bfloat16 \[64\] in this Decoder"),
     "another shape": (lambda f: rewrite(f, lambda b: b["tensors"]["head.bias"].update(shape=[8, 8])), r"bfloat16 \[8, 8\]"),

@@ -125,7 +125,7 @@ def test_a_longer_batch_grows_the_buffers_and_a_shorter_one_takes_them_as_they_a
         sizes.append(pool.bytes())
     tiny_models.assert_same_gradients(model, native)
     assert sizes[0] <= sizes[1] == sizes[2] == sizes[3]
-    assert sizes[1] >= 2 * 3 * 41 * 16 * 4, "of three layers, two borders"
+    assert sizes[1] >= 2 * 3 * 41 * 16 * 4, "of three layers, two boundaries"
 
 
 def test_too_little_host_memory_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_checkpoints_in_host_memory_hold_no_device_memory(model: Any) -> None:
         losses = [m(**batch()).loss for m in (model, plain)]
         ours, theirs = (m.megacompile.streamed.forwards.open()[0].device_bytes for m in (model, plain))
         hidden = 3 * 9 * 16 * 4
-        assert theirs - ours == 2 * hidden, "of three layers, two borders"
+        assert theirs - ours == 2 * hidden, "of three layers, two boundaries"
         assert len(losses) == 2
     finally:
         plain.megacompile.close()

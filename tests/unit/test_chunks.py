@@ -53,7 +53,7 @@ def assert_same_training(ours: Training, reference: Training) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox", "hand_written"])
 def test_training_in_chunks_equals_native_autograd(family: str) -> None:
-    """Of several sequences, in chunks that do not divide them (the last has one token, and three), and larger than they are."""
+    """Chunks do not divide the sequences (the last chunk has one token, or three), or are larger than they are."""
     model, inputs = models.build(family), models.batch(3, 11)
     reference = native(model, inputs)
     for chunk in (5, 4, 16):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 SYSTEMS = {"step": "megacompile", "native": "native", "uneven": "uneven", "storage": "storage",
            "generation": "generation"}
-#: Numbers of the README that are no results: sizes of examples, versions, budgets, what `megacompile plan` asks for, licences.
+#: Numbers of the README that are not results: sizes of examples, versions, budgets, what `megacompile plan` asks for, licenses.
 NO_RESULTS = {"1", "7", "12", "13", "16", "24", "28", "64", "100", "110", "128", "1,024", "2,048", "2.0",
               "3.11", "2604.05091", "0.1.0"}
 
@@ -72,10 +72,20 @@ def value(row: dict[str, Any], field: str) -> float:
     return found if not unit else found * float(unit[1:]) if unit[0] == "*" else found / float(unit[1:])
 
 
+def device_of(row: dict[str, Any]) -> str:
+    """The device of a row in short: "H200", "4 x H100", "CPU"."""
+    name = str(row.get("device") or row.get("machine", {}).get("device") or "CPU")
+    gpu = re.search(r"[A-Z]\d{3}", name)
+    gpus = row.get("options", {}).get("gpus")
+    return ("CPU" if gpu is None else gpu[0]) if gpus is None else f"{gpus} x {gpu and gpu[0]}"
+
+
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]}: {row[1]}" for row in ROWS])
 def test_a_figure_is_its_rows(row: list[str]) -> None:
-    _, figure, field, commands, where = row
-    first, *others = [value(row_of(command, where), field.strip("`")) for command in re.findall(r"`([^`]+)`", commands)]
+    _, figure, field, commands, where, device = row
+    named = [row_of(command, where) for command in re.findall(r"`([^`]+)`", commands)]
+    assert device == device_of(named[0])
+    first, *others = [value(each, field.strip("`")) for each in named]
     measured = first / others[0] if others else first
     stated = re.match(r"[\d,.]+", figure)
     assert stated is not None

@@ -151,7 +151,7 @@ def test_wrong_arguments_are_exit_code_2(config: Path, arguments: tuple[str, ...
 
 @pytest.mark.parametrize("command", ["train", "plan", "inspect", "calibrate", "bench", "doctor"])
 def test_a_number_that_no_option_takes_is_one_sentence(command: str, config: Path, tmp_path: Path) -> None:
-    """Of every option that takes a number: NaN, infinity and numbers beyond any that is counted; below its least, too."""
+    """Every option that takes a number is given NaN, infinity, numbers beyond any count, and numbers below its least."""
     options = {each.name: each for each in typer.main.get_command(cli.app).commands[command].params}  # type: ignore[attr-defined]
     needed = {"train": [config, "--data", config], "plan": [config], "inspect": [config], "bench": ["gates"]}.get(command, [])
     tried = 0
@@ -305,7 +305,7 @@ def test_a_model_that_does_not_exist_is_refused_in_a_line(command: str, name: st
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = megacompile_command(command, name)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"megacompile: there is no model '{name}' here") and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"megacompile: model '{name}' was not found") and result.stderr.count("\n") == 1
 
 
 def test_plan_says_whether_the_host_holds_it(config: Path) -> None:

@@ -126,7 +126,7 @@ def test_every_answer_and_its_end_are_learnt_and_nothing_else(template: str) -> 
 
 
 def test_a_mark_that_ends_in_a_space_ends_there() -> None:
-    """Offsets of some tokenizers leave spaces out; the token behind the mark is not learned for that."""
+    """Offsets of some tokenizers leave spaces out; the token after the mark is still not learned."""
     tokenizer = build("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
                       "{% else %}{{ m.content }}{% endif %}{% endfor %}")
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)

@@ -73,7 +73,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Of two words."""
+    """The tokenizer knows two words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace

@@ -78,7 +78,7 @@ def test_an_error_of_the_disk_in_the_middle_of_a_step_loses_nothing(
         made = failing(patched, call, number)
         step(model, optimizer, 2, whole)
         with pytest.raises(DiskError, match=rf"{doing} the optimizer state of \S+ (from|to) {drive} failed \(Input/output "
-                                            r"error\): see to the drive and call optimizer.step\(\) again, which completes"):
+                                            r"error\): check the drive and call optimizer.step\(\) again, which completes"):
             model.megacompile.synchronize()
         assert len(made) >= number
     torn = model.megacompile.streamed.step.torn
@@ -107,7 +107,7 @@ def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
         call: str, make: Callable[..., Any], without_disk: tiny_models.Shared, deferring: tiny_models.Shared,
         monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
     """At calls all over the update: in the first reads, the second ones, and the writes. Lion's moments are not updated after
-    its weights, so they are written with them. Of a dozen calls, each kind of run takes other ones, and all on demand."""
+    its weights, so they are written with them. Each kind of run takes other calls out of a dozen; on demand it takes all."""
     expected = trained(without_disk, True, make, steps=3)
     model = deferring.fresh()
     optimizer = make(model)
@@ -199,7 +199,7 @@ def test_an_error_of_the_disk_while_a_state_is_read_or_written_is_raised_and_not
         broken(patched, "preadv")
         for read in (run.optimizer.state_dict, lambda: run.optimizer.state[weight]["exp_avg"]):
             with pytest.raises(DiskError, match=rf"reading the optimizer state of \S+ from {drive} failed \(Input/output "
-                                                r"error\): see to the drive and try again, or load a checkpoint"):
+                                                r"error\): check the drive and try again, or load a checkpoint"):
                 read()
     expected = run.moments()  # the drive works again
     moment = run.optimizer.state[weight]["exp_avg"]

@@ -211,7 +211,7 @@ def test_the_drives_are_measured_as_training_uses_them(tmp_path: Path, monkeypat
     found.save(path)
     assert Hardware.load(path) == found and "disk write" in found.table()
     monkeypatch.setattr(os, "preadv", lambda *given: 0)
-    with pytest.raises(DiskError, match=r"the drive of \S+ failed while it was measured \(the file ended\): see to the drive"):
+    with pytest.raises(DiskError, match=r"the drive of \S+ failed while it was measured \(the file ended\): check the drive"):
         with_disk_rates(found, tmp_path, 1e-3)
 
 

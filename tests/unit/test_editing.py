@@ -214,7 +214,7 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
     "another plan": ("", (("saved_layers=0", "saved_layers=1"),), "unlike its plan"),
     "more layers than there are": ("", (("saved_layers=0", "saved_layers=9"),), "and the model has 3"),
     "other residents": ("", (("resident=()", 'resident=("epilogue",)'),), "the program has sections"),
-    "residents that are no tiles": ("", (("resident=()", 'resident=("elsewhere",)'),), "are not tiles of this model"),
+    "residents that are not tiles": ("", (("resident=()", 'resident=("elsewhere",)'),), "are not tiles of this model"),
     "an order of some updates": ("", (("update_order=()", 'update_order=("epilogue",)'),), "update_order names some tiles"),
     "another update": ("", (('lean=False, update="step"', 'lean=False, update="arrival"'),), 'the plan has update="step"'),
     "more images than the model takes": ("", (("images=1", "images=3"),), "this model takes none: leave images=1"),

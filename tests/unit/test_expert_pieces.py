@@ -273,7 +273,7 @@ class _InPlace(_Twice):
 
 
 class _Switching(_Twice):
-    """Has a part of its own without gradients, behind the experts."""
+    """Has a part of its own without gradients, after the experts."""
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
         given = self.block(hidden_states)

@@ -471,7 +471,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(model: Path, data: Path, tmp_path
 def test_what_is_refused_leaves_no_folder_of_a_model(model: Path, data: Path, tmp_path: Path, wrong: tuple[str, ...]) -> None:
     given = wrong if len(wrong) == 1 else (model, *wrong)
     result = command("train", *given, "--data", data, "--steps", 1, "--length", 16, "--output", tmp_path / "run")
-    assert result.exit_code == 2 and "there is no" in result.stderr and not (tmp_path / "run/model").exists(), result.output
+    assert result.exit_code == 2 and "was not found" in result.stderr and not (tmp_path / "run/model").exists(), result.output
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -39,7 +39,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "whole_step_visiting_the_device": {
         "whole_step": True, "resident": ("prologue", "layers.1"), "resident_state": ("prologue",),
         "visiting_state": ("layers.1", "layers.2", "epilogue")},
-    "moments_behind_all_weights_k1_two_micro_batches": {
+    "moments_after_all_weights_k1_two_micro_batches": {
         "micro_batches": (1, 1), "deferred_moments": True, "resident": ("prologue", "layers.0"),
         "resident_state": ("prologue",), "visiting_state": ("layers.2",)},
     "whole_step_updates_on_arrival": {
@@ -65,7 +65,7 @@ Schedules = Callable[..., Compiled]
 
 
 def plan_of(name: str) -> Plan:
-    """The plan behind `make_schedule(**GOLDENS[name])`."""
+    """The plan of `make_schedule(**GOLDENS[name])`."""
     options = {"micro_batches": (1,), **GOLDENS[name]}
     for name in ("whole_step", "outputs"):
         options.pop(name, None)

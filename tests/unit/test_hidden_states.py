@@ -38,7 +38,7 @@ def assert_natives(ours: Any, theirs: Any) -> None:
 
 
 def test_hidden_states_are_the_models_own(model: Any, native: Any) -> None:
-    """Before the first layer, behind each, and behind the last norm; in micro-batches."""
+    """Before the first layer, after each, and after the last norm; in micro-batches."""
     batch = {"input_ids": ids()}
     with torch.no_grad():
         ours, theirs = (each(**batch, output_hidden_states=True) for each in (model, native))
@@ -84,7 +84,7 @@ def test_logits_that_are_made_otherwise_have_no_last_hidden_state(model: Any, mo
 
 
 def test_a_model_that_means_other_hidden_states_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the last is the last layer's, not the last norm's."""
+    """The last of its hidden states is the last layer's, not the last norm's."""
     found = model.megacompile.streamed.captured.require_heads().hidden
     found.beside_logits()
     monkeypatch.setattr(found.fake_model.config, "tie_last_hidden_states", False, raising=False)

@@ -6,16 +6,19 @@ import importlib
 import json
 import pickle
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import megacompile
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "streamed_k1_three_micro_batches.txt"
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "streamed_k1_three_micro_batches.txt"
 #: What the documentation has told users to import: names of modules, and what they must have.
 DOCUMENTED = {
     "megacompile.corpus": "ByteTokenizer read_text",
@@ -24,7 +27,7 @@ DOCUMENTED = {
     "megacompile.fused_head": "streamed_heads",
     "megacompile.grpo": "GRPOTrainer",
     "megacompile.inspection": "pass_log",
-    "megacompile.losses": "log_probabilities log_probabilities_and_entropies next_tokens",
+    "megacompile.losses": "log_probabilities log_probabilities_and_entropies next_tokens zero_where_ignored",
     "megacompile.passes": "PIPELINE TEMPLATE_PIPELINE insert_after insert_before replace_pass",
     "megacompile.passes.manager": "compile_program",
     "megacompile.passes.template": "Target copy_graph",
@@ -36,7 +39,14 @@ DOCUMENTED = {
     "megacompile.text": "parse",
     "megacompile.timeline": "save_trace",
     "megacompile.trainer": "Trainer",
+    "megacompile.training": "",
 }
+#: Pages and programs that show users what to import.
+SHOWN = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/**/*.py"))]
+#: An import from megacompile, in one line or with its names in parentheses.
+STATEMENT = re.compile(r"(?<![\w.])(?:from megacompile[\w.]* import (?:\([^)]*\)|[^\n`#;]+)|import megacompile(?:\.\w+)+)")
+#: A name with its module, such as `megacompile.trainer.Trainer`. It is not part of a path or of another name.
+DOTTED = re.compile(r"(?<![\w./-])megacompile(?:\.\w+)+")
 #: Seconds of processor time each.
 HEAVY = {"numpy", "sympy", "torch", "transformers"}
 
@@ -45,7 +55,7 @@ def modules_after(script: str) -> set[str]:
     """The modules that a fresh process has imported after a script."""
     code = f"import contextlib, io, json, sys\nwith contextlib.redirect_stdout(io.StringIO()):\n{script}\n" \
            "print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout))
 
@@ -132,14 +142,53 @@ def test_paths_that_the_documentation_named_still_import(module: str) -> None:
     assert all(hasattr(found, name) for name in DOCUMENTED[module].split())
 
 
+def shown(pattern: re.Pattern[str]) -> set[str]:
+    return {match for path in SHOWN for match in pattern.findall(path.read_text(encoding="utf-8"))}
+
+
+def exists(name: str) -> bool:
+    """Whether attributes and modules lead to a dotted name. Operators of PyTorch count too: `passes.md` names them so."""
+    found: Any = megacompile
+    for part in name.split(".")[1:]:
+        if not hasattr(found, part):
+            return hasattr(torch.ops.megacompile, name.split(".")[1])
+        found = getattr(found, part)
+    return True
+
+
+def test_every_import_that_the_documentation_shows_works() -> None:
+    statements = shown(STATEMENT)
+    for statement in sorted(statements):
+        exec(statement, {})
+    names = sum(len(node.names) for statement in statements for node in ast.parse(statement).body
+                if isinstance(node, ast.Import | ast.ImportFrom))
+    assert len(statements) >= 15 and names >= 25, "the documentation shows more: the pattern has missed imports"
+
+
+def test_every_dotted_name_that_the_documentation_shows_exists() -> None:
+    names = shown(DOTTED)
+    assert not [name for name in sorted(names) if not exists(name)]
+    assert len(names) >= 60, "the documentation shows more: the pattern has missed names"
+
+
+def test_an_import_that_does_not_work_is_seen() -> None:
+    (statement,) = STATEMENT.findall("Use `from megacompile.losses import absent` instead.")
+    with pytest.raises(ImportError):
+        exec(statement, {})
+    assert DOTTED.findall("`megacompile.trainer.Absent` in docs/megacompile.md") == ["megacompile.trainer.Absent"]
+    assert not exists("megacompile.trainer.Absent")
+
+
 def test_no_public_name_is_that_of_a_module() -> None:
     """Importing the module would put it in the place of what the name stands for."""
     assert not {module.name for module in pkgutil.iter_modules(megacompile.__path__)} & set(megacompile.__all__)
 
 
 def test_modules_are_attributes_without_an_import_of_their_own() -> None:
-    script = "    import megacompile\n    assert megacompile.passes.PIPELINE and megacompile.sizes.parse_bytes"
-    assert "megacompile.passes" in modules_after(script)
+    """In a fresh process, since an import anywhere in this one makes a module an attribute."""
+    named = [module for module in DOCUMENTED if module.count(".") == 1]
+    script = f"    import megacompile\n    assert megacompile.sizes.parse_bytes and all([{', '.join(named)}])"
+    assert {*named, "megacompile.sizes"} <= modules_after(script)
 
 
 @pytest.mark.parametrize("name", ["absent", "_absent", "__absent__"])

@@ -61,7 +61,7 @@ def test_waits_and_events_are_shown_with_the_layer_that_they_are_for(compiled: C
     assert before, "a slot is waited for before it is overwritten"
 
 
-def test_all_layers_and_borders_together_are_the_program(compiled: Compiled) -> None:
+def test_all_layers_and_boundaries_together_are_the_program(compiled: Compiled) -> None:
     program = compiled.program
     names = [call.name for call in program.calls]
     shown = [set(select(program, "forward", [name])["forward"]) for name in names]

@@ -15,6 +15,10 @@ FILES: dict[str, Path] = PACKAGES["source_files"]()
 imports: Callable[..., Iterator[str]] = PACKAGES["imports"]
 rank: Callable[[str], int] = PACKAGES["rank"]
 MAXIMUM_LINES = 400
+#: Modules in one folder, without `__init__.py` and without those of folders inside it.
+MAXIMUM_MODULES = 23
+#: The one exception: the package itself, since each of its modules is a path that users import.
+MAXIMUM_PUBLIC_MODULES = 27
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 
 #: The three parts of the compiler. Two of them meet only in modules that belong to none.
@@ -124,6 +128,23 @@ def test_passes_take_their_settings_from_the_plan_alone(module: str) -> None:
 def test_files_are_small(module: str) -> None:
     lines = len(FILES[module].read_text().splitlines())
     assert lines <= MAXIMUM_LINES, f"{FILES[module]} has {lines} lines: one concept a file"
+
+
+FOLDERS = {folder: [path.name for path in FILES.values() if path.parent == folder and path.name != "__init__.py"]
+           for folder in sorted({path.parent for path in FILES.values()})}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_folders_are_small(folder: Path) -> None:
+    limit = MAXIMUM_PUBLIC_MODULES if folder == ROOT / "megacompile" else MAXIMUM_MODULES
+    assert len(FOLDERS[folder]) <= limit, (
+        f"{folder.relative_to(ROOT)} has {len(FOLDERS[folder])} modules, and {limit} are allowed: split the folder by concept")
+
+
+def test_the_size_of_every_folder_is_checked() -> None:
+    assert {ROOT / "megacompile", ROOT / "passes", ROOT / "runtime"} <= FOLDERS.keys()
+    for folder, modules in FOLDERS.items():
+        assert sorted(modules) == sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
 
 
 @pytest.mark.parametrize("module", FILES)

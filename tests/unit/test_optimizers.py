@@ -284,7 +284,7 @@ def test_state_that_the_host_cannot_hold_is_refused_and_changes_nothing(one: Str
     steps(model, optimizer, range(1))
     before = state_of(model, optimizer)
     streamed = model.megacompile.streamed
-    monkeypatch.setattr(type(streamed.store), "room", lambda self, given: 1000)
+    monkeypatch.setattr(type(streamed.store), "available_bytes", lambda self, given: 1000)
     with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes"):
         megacompile.AdamW(model.parameters())
     monkeypatch.undo()

@@ -52,7 +52,7 @@ def contrast(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def statistics(logits: Tensor, targets: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Of each token, some with a gradient, some without."""
+    """Values of each token, some with a gradient, some without."""
     known = logits.log_softmax(-1)
     return {"loss": F.cross_entropy(logits, targets, ignore_index=-100, reduction="none") * weights[:, 0],
             "entropy": -(known.exp() * known).sum(-1), "right": logits.argmax(-1) == targets, "top": logits.topk(3).values}
@@ -100,7 +100,7 @@ def test_two_forwards_of_other_shapes_share_a_backward(tied: tuple[Any, Any], mo
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_values_of_tokens_and_their_gradients_are_natives(chunked: bool, tied: Any, model: Any, native: Any) -> None:
-    """Of a function that returns several tensors, of which one has no gradient and one a dimension more."""
+    """The function returns several tensors. One has no gradient, and one has a dimension more."""
     streamed, unstreamed = tied if chunked else (model, native)
     streamed.zero_grad(), unstreamed.zero_grad()
     given = dict(targets=next_tokens(ids(1)), weights=torch.rand(3, 9, 2, generator=torch.Generator().manual_seed(0)))
@@ -119,7 +119,7 @@ def test_values_of_tokens_and_their_gradients_are_natives(chunked: bool, tied: A
 
 
 def test_all_logits_never_exist_in_a_head_of_a_function(model: Any) -> None:
-    """Of 16 x 4096 tokens: neither as a value of the graph, nor by the estimate of memory."""
+    """Neither the graph nor the estimate of memory has the logits of 16 x 4096 tokens."""
     with torch.no_grad():
         model.megacompile.per_token(log_probabilities, {"input_ids": ids()}, targets=ids())
     template = model.megacompile.streamed.captured.templates["log_probabilities"]

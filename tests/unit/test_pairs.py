@@ -40,7 +40,7 @@ def blind(rows: int = ROWS, length: int = LENGTH) -> Tensor:
 
 
 def prefix(*lengths: int) -> Tensor:
-    """Of each row so many tokens see each other both ways; what follows is causal."""
+    """So many tokens of each row see each other both ways; what follows is causal."""
     prompts = torch.arange(LENGTH) < torch.tensor(lengths)[:, None, None, None]
     return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() | prompts
 
@@ -266,7 +266,7 @@ def assert_trains(model: Any, native: Any, mask: Tensor) -> None:
     (seen(2, 6), False, True), (seen(2, 6)[:, 0], False, True), (~seen(2, 6), True, False),
     (torch.zeros(2, 6, 6), False, False)], ids=["seen", "three dimensions", "hidden", "floats"])
 def test_a_mask_in_the_example_is_one_of_every_batch(example: Tensor, inverted: bool, ours: bool, own: Any) -> None:
-    """Of any size; by our attention where it says what is seen."""
+    """Masks may have any size. Our attention computes those that say what is seen."""
     model, native = own(example, inverted)
     captured = model.megacompile.streamed.captured
     assert captured.fused_attention is ours and not captured.causal

@@ -12,6 +12,7 @@ from torch import fx
 
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.ir.lowering import model_program
+from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.placement import Placements
 from megacompile.ir.plan import Plan, split
 from megacompile.ir.program import (
@@ -31,7 +32,6 @@ from megacompile.ir.program import (
 )
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
-from megacompile.verify.sums import UPDATE_OPS
 from megacompile.verify.verifier import verify
 
 LAYERS = ("layers.0", "layers.1", "layers.2", "layers.3")
@@ -52,8 +52,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "updated on the device": {"resident": ("prologue", "layers.0", "epilogue"), "resident_state": ("prologue", "layers.0")},
     "visiting the device": {"resident": ("prologue",), "resident_state": ("prologue",),
                             "visiting_state": ("layers.0", "layers.2", "epilogue")},
-    "moments behind all weights": {"deferred_moments": True, "resident": ("prologue", "layers.1"),
-                                   "resident_state": ("prologue",), "visiting_state": ("layers.2",)},
+    "moments after all weights": {"deferred_moments": True, "resident": ("prologue", "layers.1"),
+                                  "resident_state": ("prologue",), "visiting_state": ("layers.2",)},
     "all updated on the device": {"resident": EVERY_TILE, "resident_state": EVERY_TILE, "micro_batches": (1, 1)},
 }
 
@@ -71,7 +71,7 @@ def case(request: pytest.FixtureRequest, make_schedule: Schedules) -> tuple[Prog
     return make_schedule(**PLANS[request.param]).program, plan_of(PLANS[request.param])
 
 
-def is_border(program: Program, tile: str) -> bool:
+def is_boundary(program: Program, tile: str) -> bool:
     return any(tile in call.tiles for call in program.calls if call.role != "layer")
 
 
@@ -93,7 +93,7 @@ def test_layers_never_occupy_more_slots_than_planned(case: tuple[Program, Plan])
     program, plan = case
     limits = {"weights": plan.weight_slots, "reduced": plan.gradient_slots, "staging": plan.staging_slabs,
               "slab": plan.gradient_slabs}
-    layers = [t for t in program.tiles if not is_border(program, t)]
+    layers = [t for t in program.tiles if not is_boundary(program, t)]
     for graph in program.sections.values():
         for kind, limit in limits.items():
             stay = {"weights": plan.resident, "reduced": plan.resident_state}.get(kind, ())
@@ -128,7 +128,7 @@ def test_device_slots_do_not_grow_with_depth(make_schedule: Schedules) -> None:
     assert set(shallow) == {"W0", "W1", "WB0", "G0", "G1", "GB0"}
 
 
-def test_border_slots_are_as_large_as_the_border_needs_at_once(make_schedule: Schedules) -> None:
+def test_boundary_slots_are_as_large_as_the_boundary_needs_at_once(make_schedule: Schedules) -> None:
     """A tied embedding beside each call's own tile: the large ones share one slot, whichever call comes first."""
     names = ("prologue", "layers.0", "epilogue")
     tiles = {n: Tile(n, 1, size, size, True) for n, size in zip((*names, "tied"), (300, 200, 100, 9000), strict=True)}
@@ -269,7 +269,7 @@ def test_a_forward_has_one_wait_for_each_arrival_and_each_slot_taken_again(
     """However many micro-batches there are. The epilogue takes the prologue's slot."""
     forward = make_schedule(layers=6, weight_slots=slots, micro_batches=micro_batches).program.section("forward")
     assert waits(forward, Lane.COMPUTE, Lane.H2D) == 6 + 2
-    # The border's slot is free again long before its next turn: a layer's wait, if there is one before it, covers it.
+    # The boundary's slot is free again long before its next turn: a layer's wait, if there is one before it, covers it.
     assert waits(forward, Lane.H2D, Lane.COMPUTE) in (6 - slots, 6 - slots + 1)
 
 

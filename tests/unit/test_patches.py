@@ -193,7 +193,7 @@ def test_padding_and_packing_with_images_are_as_they_are_natively() -> None:
 @pytest.mark.on_demand
 @pytest.mark.parametrize("example", [pictured(19, *EXAMPLE), None])
 def test_a_checkpoint_is_read_into_tiles_and_written_again(example: Any, tmp_path: Path) -> None:
-    """Of a model of images and text, which is no causal language model to transformers; for text alone, too."""
+    """The model takes images and text. Transformers does not call it a causal language model. Text alone works too."""
     native = qwen()
     native.save_pretrained(tmp_path / "read")
     model = megacompile.from_pretrained(tmp_path / "read", device="cpu", dtype=torch.float32, example=example).train()
@@ -272,7 +272,7 @@ def test_models_that_say_images_otherwise_are_refused() -> None:
     class Adding(Tower):
         _deepstack_process = None
 
-    with pytest.raises(CaptureError, match="Adding adds features of images and videos to its first layers by positions"):
+    with pytest.raises(CaptureError, match="Adding supports images or videos, not both: give one of pixel_values, pixel"):
         install_encoders(Adding(), {**given, "pixel_values_videos": torch.zeros(4, 8), "video_grid_thw": torch.ones(1, 3)})
 
 

@@ -113,7 +113,7 @@ def test_smaller_micro_batches_take_less_workspace_and_as_many_checkpoints(analy
 
 
 def test_a_larger_interval_keeps_fewer_checkpoints_and_recomputes_in_more_memory() -> None:
-    """Of a model whose layers, not its loss, hold most."""
+    """The model's layers, not its loss, hold most."""
     small_loss = analyse(tiny_models.build(**{**SIZES, "vocab_size": 64}))
     estimates = [estimate(small_loss, checkpoint_interval=k, weight_slots=4) for k in (1, 2, 3)]
     for less, more in itertools.pairwise(estimates):
@@ -203,7 +203,7 @@ class LiveBytes(TorchDispatchMode):
 
     @staticmethod
     def _storages(values: Any) -> Iterator[Any]:
-        """Of what has memory: a tensor on the meta device describes another."""
+        """Storages of tensors that have memory: a tensor on the meta device describes another."""
         return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_meta)
 
     def _is_given(self, storage: Any) -> bool:
@@ -226,7 +226,7 @@ def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analy
     """Slots aside, which are counted exactly: never less, and at most 40% more."""
     monkeypatch.setattr(api, "analyse", lambda *_, **__: analysis)
     analysis[0].check_shape(1, LENGTH)
-    for template in analysis[0].templates.values():  # what is traced and lowered once is no part of a step
+    for template in analysis[0].templates.values():  # a step does not include what is traced and lowered once
         for name in template.variant_names:
             template.variant(name, options.get("token_chunk", 0), options.get("residuals", "all"))
     model = megacompile.stream(tiny_models.build(**SIZES), device="cpu", reference=True, **options)
@@ -247,7 +247,7 @@ def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analy
 
 @pytest.mark.parametrize("length", [64, 256])
 def test_the_estimate_of_math_attention_holds_its_scores(length: int) -> None:
-    """As CUDA in fp32 uses it: several [B, H, T, T] in float32 at once, which are no results of any op."""
+    """As CUDA in fp32 uses it: several [B, H, T, T] in float32 at once, which no op returns."""
     query, key = torch.randn(2, length, 4, 16).transpose(1, 2), torch.randn(2, length, 2, 16).transpose(1, 2)
     for softcap in (0.0, 30.0):
         options = (0.25, 0, softcap, "math")
@@ -355,11 +355,11 @@ def test_a_loss_that_cannot_be_split_is_not_split(analysis: Analysis) -> None:
 def test_what_is_pinned_is_within_its_budget(analysis: Analysis) -> None:
     """Tiles are pinned where they fit, with a slab for gradients that are added to; else as many slabs as fit."""
     _, tiling = analysis
-    layouts, border = tiling.layouts.values(), tiling.boundary()
+    layouts, boundary = tiling.layouts.values(), tiling.boundary()
     tiles = sum(x.weight_bytes + x.gradient_bytes for x in layouts)
-    layer, edge = (max(x.gradient_bytes for x in layouts if (x.name in border) == at_border) for at_border in (False, True))
-    slab = max(x.weight_bytes for x in layouts if x.name not in border)
-    edges = edge + max(x.weight_bytes for x in layouts if x.name in border)
+    layer, edge = (max(x.gradient_bytes for x in layouts if (x.name in boundary) == inside) for inside in (False, True))
+    slab = max(x.weight_bytes for x in layouts if x.name not in boundary)
+    edges = edge + max(x.weight_bytes for x in layouts if x.name in boundary)
 
     def spent(budget: int | None) -> tuple[bool, int, int]:
         chosen = Planner(*analysis, StreamConfig.of(device="cpu"), 2**40, budget, 0).plan(8, LENGTH)
@@ -378,9 +378,9 @@ def test_what_is_pinned_is_within_its_budget(analysis: Analysis) -> None:
 @pytest.mark.parametrize("staging", [1, 2])
 def test_slabs_take_no_more_than_the_budget_of_pinned_memory(staging: int) -> None:
     _, tiling = api.analyse(tiny_models.build(), StreamConfig.of(device="cpu"), "cpu", None, None)
-    border = tiling.boundary()
-    at_border, layers = ([x for x in tiling.layouts.values() if (x.name in border) == there] for there in (True, False))
-    least = sum(max(x.weight_bytes for x in tiles) + max(x.gradient_bytes for x in tiles) for tiles in (at_border, layers))
+    boundary = tiling.boundary()
+    edges, layers = ([x for x in tiling.layouts.values() if (x.name in boundary) == inside] for inside in (True, False))
+    least = sum(max(x.weight_bytes for x in tiles) + max(x.gradient_bytes for x in tiles) for tiles in (edges, layers))
     least += (staging - 1) * max(x.weight_bytes for x in layers)
     model = megacompile.stream(tiny_models.build(), device="cpu", pinned_memory=least)
     try:

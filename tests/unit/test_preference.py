@@ -44,7 +44,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Of words that are numbers."""
+    """Its words are numbers."""
     words = ["<pad>", "<eos>", "<unk>", *map(str, range(NUMBERS))]
     tokens = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokens.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -16,7 +16,7 @@ import megacompile
 from megacompile.errors import LaneError, MegacompileError
 from megacompile.ir.program import Lane, lane_of, nodes, op_of, operands
 from megacompile.predict.simulate import Item, Timeline, simulate, step_of
-from megacompile.runtime.backends.clock import CudaClock, HostClock
+from megacompile.runtime.backends.timestamps import CudaTimestamps, HostTimestamps
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.runtime.reference import ReferenceExecutor
 
@@ -127,12 +127,12 @@ def test_a_loop_that_updates_on_arrival_is_recorded_step_by_step(model: Any) -> 
     assert [{i.section for i in found.items if i.step == n} for n in range(4)] == [{"forward", "backward"}] * 3 + [set()]
 
 
-def test_nothing_is_recorded_and_no_clock_is_read_outside_a_recording(
+def test_nothing_is_recorded_and_no_time_is_taken_outside_a_recording(
         model: Any, optimizer: megacompile.AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
     with model.megacompile.record() as recording:
         train_step(model, optimizer)
     before = len(recording.timeline().items)
-    monkeypatch.setattr(HostClock, "stamp", lambda self, lane: pytest.fail("a clock was read"))
+    monkeypatch.setattr(HostTimestamps, "stamp", lambda self, lane: pytest.fail("a time was taken"))
     train_step(model, optimizer)
     model.megacompile.synchronize()
     assert len(recording.timeline().items) == before
@@ -170,7 +170,7 @@ def test_a_recording_that_an_error_ends_leaves_the_model_ready_for_the_next(
     assert recorded(model, optimizer).items
 
 
-def test_a_cuda_clock_puts_events_of_streams_and_moments_of_the_host_on_one_scale() -> None:
+def test_cuda_timestamps_put_events_of_streams_and_moments_of_the_host_on_one_scale() -> None:
     class Event:
         def record(self, stream: str) -> None:
             self.ms, self.stream = 1e3 * time.perf_counter(), stream
@@ -178,13 +178,13 @@ def test_a_cuda_clock_puts_events_of_streams_and_moments_of_the_host_on_one_scal
         def synchronize(self) -> None: ...
 
     cupy = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=lambda begin, end: end.ms - begin.ms))
-    clock = CudaClock(cupy, {Lane.COMPUTE: "stream 1", Lane.H2D: "stream 2"})
+    timestamps = CudaTimestamps(cupy, {Lane.COMPUTE: "stream 1", Lane.H2D: "stream 2"})
     stamps = []
     for lane in (Lane.H2D, Lane.CPU, Lane.COMPUTE, Lane.PACK):
         time.sleep(0.005)
-        stamps.append(clock.stamp(lane))
+        stamps.append(timestamps.stamp(lane))
     assert stamps[0].stream == "stream 2" and stamps[2].stream == "stream 1"
-    seconds = [0.0, *map(clock.seconds, stamps)]
+    seconds = [0.0, *map(timestamps.seconds, stamps)]
     assert all(0.004 < after - before < 0.5 for before, after in itertools.pairwise(seconds)), seconds
 
 

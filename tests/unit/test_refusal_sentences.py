@@ -138,7 +138,7 @@ def test_a_model_that_has_not_run_has_no_program() -> None:
 
 def test_an_unknown_mode_of_compilation_is_refused(model: Any) -> None:
     variant = next(iter(model.megacompile.streamed.captured.templates.values())).variant("forward")
-    with pytest.raises(UnsupportedError, match='mode "fast" is none of "eager" and "inductor"'):
+    with pytest.raises(UnsupportedError, match='mode must be "eager" or "inductor", not "fast"'):
         compile_variant(variant, [], "fast")
 
 
@@ -187,6 +187,13 @@ def test_what_a_model_without_logits_cannot_do_is_refused() -> None:
     model.megacompile.close()
 
 
+def test_a_loss_of_tokens_for_a_model_without_logits_is_refused() -> None:
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    with pytest.raises(UnsupportedError, match="LossAlone must return logits for loss=, and a loss field if it returns a"):
+        megacompile.stream(LossAlone(), device="cpu", loss=megacompile.losses.log_probabilities,
+                           example={"input_ids": ids, "labels": ids, "targets": ids})
+
+
 def test_a_batch_with_a_part_of_what_the_loss_reads_is_refused() -> None:
     ids = torch.ones(2, 4, dtype=torch.int64)
     model = megacompile.stream(Weighted(), device="cpu", example={"input_ids": ids, "labels": ids, "weights": ids})
@@ -216,7 +223,7 @@ USES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a dtype": (
         lambda m: megacompile.stream(LossAlone(), dtype=torch.float16), r"dtype must be torch\.float32 or torch\.bfloat16"),
     "a device": (lambda m: megacompile.stream(LossAlone(), device="tpu"), "device must be 'cpu' or 'cuda', not 'tpu'"),
-    "an update beside what is no pass": (
+    "an update beside an unknown pass": (
         lambda m: megacompile.AdamW(m.parameters(), overlap="forward"),
         r"overlap='forward' must be None \(update during the next forward\) or 'backward'"),
     "a second derivative": (
@@ -234,7 +241,7 @@ def test_a_use_that_is_not_supported_is_refused(model: Any, what: str) -> None:
 
 def test_a_model_that_one_thread_runs_has_no_lanes_to_record() -> None:
     model = megacompile.stream(LossAlone(), device="cpu", reference=True)
-    with pytest.raises(MegacompileError, match="there are no lanes to record: leave reference out"), model.megacompile.record():
+    with pytest.raises(MegacompileError, match="so no lanes exist to record: leave reference out"), model.megacompile.record():
         pass
     model.megacompile.close()
 

@@ -322,7 +322,7 @@ def test_a_batch_for_which_a_micro_batch_does_not_fit_is_refused(untouched: Any)
 
 
 class Bounded(Model):
-    """As a model with learned positions; its loss is no mean over tokens."""
+    """Like a model with learned positions. Its loss is not a mean over tokens."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:  # type: ignore[override]
         assert input_ids.shape[1] <= 32, "too long"

@@ -119,7 +119,7 @@ class RoutedLayer(nn.Module):
 
 
 class Routed(nn.Module):
-    """`way`: how the model makes totals of its routers' outputs behind the last layer."""
+    """`way`: how the model makes totals of its routers' outputs after the last layer."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

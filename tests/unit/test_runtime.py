@@ -53,7 +53,7 @@ def mapped(address: int) -> bool:
 
 
 def test_a_forked_process_has_the_weights_and_nothing_else_of_a_tile() -> None:
-    """Of pages that it has, each is copied when training next writes it."""
+    """Each page that the process has is copied when training next writes it."""
     tile = HostTile.allocate(TileLayout.of("tile", torch.bfloat16, [("weight", (64, 1024), True)]))
     tile.allocate_gradients()
     tile.allocate_moments()

@@ -135,7 +135,7 @@ def test_a_pipeline_of_copies_and_layers_is_bound_by_the_slower(make_schedule: S
     assert computing.step_s == 1 + 10 * 4
     assert computing.binds == Lane.COMPUTE
     copying = run(program, prefetch=4.0, forward=1.0, loss=1.0, **free)
-    # Border tiles take turns in one slot: the epilogue's copy waits for the prologue's call, which is long over.
+    # Boundary tiles take turns in one slot: the epilogue's copy waits for the prologue's call, which is long over.
     assert copying.step_s == 10 * 4 + 1
     assert copying.binds == Lane.H2D
 
@@ -241,7 +241,7 @@ def test_an_update_overlaps_with_the_next_forward(make_schedule: Schedules) -> N
 
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_an_update_on_arrival_overlaps_with_the_backward(whole_step: bool, make_schedule: Schedules) -> None:
-    """Where the update at the step's end hides behind nothing, since the forward is short."""
+    """The update at the step's end overlaps with nothing, since the forward is short."""
     slow = {"adam": 6.0, "forward": 1.0, "loss": 1.0}
     programs = [make_schedule(layers=8, whole_step=whole_step, update=update).program for update in ("step", "arrival")]
     at_end, on_arrival = (run(program, steps=3, sections=None, **slow) for program in programs)

@@ -332,9 +332,9 @@ def test_no_plan_takes_more_of_the_host_than_there_is(analysis: Any) -> None:
     summed = []
     for layers in (0, 1, 3, 100):
         room = planner(analysis, budget, waves=4, host_bytes=tiles + layers * layer)
-        assert room.host_room == layers * layer + tiling.host_parts()["gradients"]
+        assert room.host_bytes_left == layers * layer + tiling.host_parts()["gradients"]
         plans = room.step_plans(32, LENGTH, "step")
-        assert all(sum(host_parts(captured, tiling, plan).values()) <= room.host_room for plan in plans)
+        assert all(sum(host_parts(captured, tiling, plan).values()) <= room.host_bytes_left for plan in plans)
         summed.append(max(len(plan.host_sums) for plan in plans))
     assert summed == sorted(summed) and summed[0] == 0 < summed[-1]
 
@@ -347,7 +347,7 @@ def test_checkpoints_that_the_host_has_no_room_for_are_refused(analysis: Any) ->
     few, most = (planner(analysis).estimate(plan(host_checkpoints=count)).total for count in (True, False))
     assert plan(few).host_checkpoints == DEPTH - 1
     with pytest.raises(InsufficientMemoryError, match=r"needs 512\.00 KiB of checkpoints and (34\.65 KiB) of gradients in "
-                       r"host memory, and \1 are left beside weights and optimizer state: use fewer or shorter sequences"):
+                       r"host memory, and \1 are left after weights and optimizer state: use fewer or shorter sequences"):
         plan(few, host_bytes=tiles)
     assert not plan(most, host_bytes=tiles).host_checkpoints
 

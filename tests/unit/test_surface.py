@@ -638,7 +638,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Returns (logits, loss); a larger list that is no stack of layers would be found first."""
+    """Returns (logits, loss); a larger list that is not a stack of layers would be found first."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

@@ -290,7 +290,7 @@ MALFORMED = {  # name: (what to replace, by what, what the message says)
     "open string": ('p.result("loss"', 'p.result("loss', "key has another kind of value"),
     "two nodes in a line": ("p.scale(l)", "p.scale(l); p.scale(l)", "not a node"),
     "deeper line": ("    p.scale(l)", "        p.scale(l)", "8 spaces before it; expected 4"),
-    "line behind pass": ("    pass\n", "    pass\n    pass\n", "a line after `pass`"),
+    "line after pass": ("    pass\n", "    pass\n    pass\n", "a line after `pass`"),
     "section without a line": ("    pass\n", "", "a section without a line"),
     "section with Python's own name": ("def load", "def import", "a section cannot have this name"),
     "endless name of a value": ("v_1 =", f"{'v' * 2000} =", "expected at most 1024"),

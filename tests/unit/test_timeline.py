@@ -27,7 +27,7 @@ def simulated(make_schedule: Callable[..., Any]) -> Timeline:
 
 @pytest.fixture
 def both(model: Any) -> dict[str, Timeline]:
-    """Of one program, simulated and measured."""
+    """The timelines of one program, simulated and measured."""
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     with model.megacompile.record() as recording:
         for seed in range(3):

@@ -156,42 +156,52 @@ def test_the_display_that_came_last_shows_lines_until_it_goes(display: Display) 
         display.waiting("compiling")
 
 
-def waits(display: Display, start: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def waits(display: Display, start: str, function: Callable[..., Any], called: list[str]) -> Callable[..., Any]:
+    """The function, once the display shows a line that begins with `start`. Each call adds `start` to `called`."""
     def waiting(*args: Any, **options: Any) -> Any:
         display.waiting(start)
+        called.append(start)
         return function(*args, **options)
     return waiting
 
 
 def test_making_a_schedule_is_said(display: Display, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduling, "compile_program", waits(display, "planning 8 x 64: ", scheduling.compile_program))
-    monkeypatch.setattr(scheduling, "outlook",
-                        lambda *plans, **options: display.waiting("simulating this plan and its alternatives: "))
+    called: list[str] = []
+    planning, simulating = "planning 8 x 64: ", "simulating this plan and its alternatives: "
+    monkeypatch.setattr(scheduling, "compile_program", waits(display, planning, scheduling.compile_program, called))
+    monkeypatch.setattr(scheduling, "outlook", waits(display, simulating, lambda *plans, **options: None, called))
     scheduling.schedule(tiny_models.build(), batch=8, length=64, hardware=replace(Hardware.find("h200"), device_type="cpu")
                         ).outlook()
+    assert set(called) == {planning, simulating}
 
 
 def test_planning_and_compiling_are_said_in_a_step(display: Display, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "compile_program", waits(display, "planning 5 x 13: ", shapes.compile_program))
-    monkeypatch.setattr(Binder, "_kernel", waits(display, "compiling kernels for 5 x 13: prologue, forward, ", Binder._kernel))
+    called: list[str] = []
+    planning, compiling = "planning 5 x 13: ", "compiling kernels for 5 x 13: prologue, forward, "
+    monkeypatch.setattr(shapes, "compile_program", waits(display, planning, shapes.compile_program, called))
+    monkeypatch.setattr(Binder, "_kernel", waits(display, compiling, Binder._kernel, called))
     model(**tiny_models.batch(rows=5, length=13)).loss.backward()
+    assert set(called) == {planning, compiling}
 
 
 def test_pinning_is_said_with_how_much_is_done(display: Display) -> None:
     pinned: list[int] = []
 
-    def lock(memory: torch.Tensor) -> None:
+    def pin(memory: torch.Tensor) -> None:
         display.waiting(f"pinning host memory: {format_bytes(1024 * len(pinned))} of {format_bytes(3072)}, ")
         pinned.append(memory.nbytes)
 
-    backend: Any = SimpleNamespace(lock=lock)
+    backend: Any = SimpleNamespace(pin=pin)
     pin_all(backend, (torch.empty(1024, dtype=torch.uint8) for _ in range(3)))
     assert pinned == [1024] * 3 and display.lines[-1] == ""
 
 
 def test_moving_weights_is_said(display: Display, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megacompile.api, "build_store", waits(display, "moving the weights of ", megacompile.api.build_store))
+    called: list[str] = []
+    moving = "moving the weights of "
+    monkeypatch.setattr(megacompile.api, "build_store", waits(display, moving, megacompile.api.build_store, called))
     megacompile.stream(tiny_models.build(), device="cpu").megacompile.close()
+    assert called == [moving]
 
 
 def test_the_bar_of_a_run_shows_what_its_step_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

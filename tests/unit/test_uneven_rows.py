@@ -25,7 +25,7 @@ CHANGES: dict[str, Any] = dict(per_device_train_batch_size=4, gradient_accumulat
 
 
 def rows(count: int) -> list[dict[str, Tensor]]:
-    """Of 3 to 60 tokens that count upwards."""
+    """Each row has 3 to 60 tokens that count upwards."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.empty(count).log_normal_(3.0, 0.8, generator=generator).clamp(3, 60).long().tolist()
     return [{"input_ids": (torch.arange(length) + number) % tiny_models.VOCABULARY} for number, length in enumerate(lengths)]

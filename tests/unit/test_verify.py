@@ -55,7 +55,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("well_formed", "event of a node that no lane runs"): (
         STREAMED, "synchronize", "forward", r"record\(w1\)", "record(e)", "is of a node that no lane executes"),
     ("well_formed", "event of the past handed on"): (
-        STREAMED, "synchronize", "forward", r'("W0", "read", )e_12', r"\1e_3", "hands on an event of an earlier section"),
+        STREAMED, "synchronize", "forward", r'("W0", "read", )e_12', r"\1e_3", "passes an event of an earlier section to"),
     ("well_formed", "release of an event"): (
         STREAMED, "synchronize", "forward", r"release\(w1\)", "release(e_1)", "takes e_1, but enter keeps nothing"),
     ("well_formed", "residuals of a plain forward"): (
@@ -153,7 +153,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "tile part moments/layers.0 is read by read_state layers.0 while disk_write may still write it from an earlier"),
     ("handed_on", "moments whose write is not handed on"): (
         DISK, "synchronize", "update", r'    p.leave\("moments/layers.1", "write".*\n', "",
-        "moments/layers.1 is accessed by write_state layers.1, but no leave hands on an event of disk_write"),
+        "moments/layers.1 is accessed by write_state layers.1, but no leave passes an event of disk_write"),
     ("sent_home", "gradient that is never offloaded"): (
         STREAMED, "offload", "backward", r"    o2 = .*\n", "", "tile layers.1 trains, but has no offload in backward"),
     ("sent_home", "gradient that is offloaded twice"): (
@@ -350,7 +350,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "compute may still read it"),
     ("handed_on", "access that nobody hears of"): (
         STREAMED, "synchronize", "forward", r'    p.leave\("W0", "read".*\n', "",
-        "W0 is accessed by forward layers.0 mb 1, but no leave hands on an event of compute"),
+        "W0 is accessed by forward layers.0 mb 1, but no leave passes an event of compute"),
     ("handed_on", "read for a write"): (
         STREAMED, "synchronize", "forward", r'leave\("W0", "write"', 'leave("W0", "read"',
         "is wrong: h2d does write the place"),
@@ -421,10 +421,10 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "exchanges values between ranks, but the program has one rank"),
     ("handed_on", "event that fires too early"): (
         STREAMED, "synchronize", "forward", r'(leave\("W1", "write", )e_9', r"\1e_8",
-        "hands on e_8, which fires before prefetch layers.1 is done"),
+        "passes e_8 to later sections, which fires before prefetch layers.1 is done"),
     ("handed_on", "place that was not touched"): (
         STREAMED, "synchronize", "update", r'leave\("gradients/prologue", "read"', 'leave("D0", "read"',
-        "which does not access D0 in update"),
+        "but cpu does not access D0 in update"),
 }
 
 

@@ -106,8 +106,8 @@ def test_state_that_a_new_optimizer_replaces_does_not_stay_pinned(shared: tiny_m
     model = planned(shared, visiting_state="all")
     streamed, pinned = model.megacompile.streamed, {}
     trained(model, whole=True)  # makes the slabs, which are pinned too
-    with (mock.patch.object(streamed.backend, "lock", lambda part: pinned.setdefault(part.data_ptr(), part.nbytes)),
-          mock.patch.object(streamed.backend, "unlock", lambda part: pinned.pop(part.data_ptr(), None))):
+    with (mock.patch.object(streamed.backend, "pin", lambda part: pinned.setdefault(part.data_ptr(), part.nbytes)),
+          mock.patch.object(streamed.backend, "unpin", lambda part: pinned.pop(part.data_ptr(), None))):
         trained(model, whole=True)
         before = dict(pinned)
         megacompile.AdamW(model.parameters(), state_dtype="8bit")
@@ -217,7 +217,7 @@ def test_as_many_tiles_visit_as_make_a_step_faster_that_waits_for_the_host() -> 
 
 @pytest.mark.parametrize("count", range(1, 12))
 def test_the_best_number_of_visits_is_found(count: int) -> None:
-    """Of steps that are ever faster up to it, and ever slower beyond."""
+    """Each visit up to it makes the step faster, and each one beyond makes it slower."""
     held_up = StepTimes(1.0, {}, {Lane.CPU: 1.0})
     for best in range(count + 1):
         simulator: Any = SimpleNamespace(times=lambda plan, whole: held_up,

@@ -21,7 +21,7 @@ TOOLS = ("{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t.name }};{% e
          "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
          "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-#: Its prompt is no beginning of what is rendered once there is an answer.
+#: What is rendered once there is an answer does not begin with its prompt.
 UNLIKE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
 

@@ -43,10 +43,10 @@ class Places:
         counted = self.count({source.name: batch[source.name].cpu() for source in self.count.sources})
         fits = counted % self.features == 0 if self.images else counted == self.features
         for row in (~fits).nonzero().flatten().tolist():
-            remedy = "give every image all of its places" if self.images else "give every sequence exactly one"
+            remedy = "give every image all of its tokens" if self.images else "give every sequence exactly one image"
             raise UnsupportedError(
-                f"{name}: sequence {row} of the batch has {int(counted[row])} places for an image's features, and an image has "
-                f"{self.features}: {remedy} (a model streamed without images in its example trains on text alone)")
+                f"{name}: sequence {row} of the batch has {int(counted[row])} placeholder tokens for images, and one image "
+                f"needs {self.features}: {remedy} (a model streamed without images in its example trains on text alone)")
         return (counted / self.features).int().tolist()
 
 
@@ -140,7 +140,7 @@ def _readers(features: fx.Node) -> list[fx.Node]:
 
 @contextlib.contextmanager
 def _calls_before(graph: ModelGraph, node: fx.Node) -> Iterator[Callable[..., fx.Node]]:
-    """Within, a function that adds calls, of functions or methods, before `node`."""
+    """A context that yields a function. It adds calls of functions or methods before `node`."""
     inner = graph.graph.graph
 
     def call(target: str | Callable[..., Any], *args: Any) -> fx.Node:

@@ -52,8 +52,8 @@ def install_encoders(
         return (), example
     adding = [module for module in model.modules() if hasattr(type(module), _ADDING)]
     if adding and len(said) > 1:
-        raise CaptureError(f"{type(model).__name__} adds features of images and videos to its first layers by positions that "
-                           f"depend on values: have {' or '.join(m.patches for m in said)} in the example, not both")
+        raise CaptureError(f"{type(model).__name__} supports images or videos, not both: give one of "
+                           f"{', '.join(m.patches for m in said)} in the example")
     found = [_found(model, modality, example[modality.patches]) for modality in said]
     for owner, width, patches in found:  # after all are copied: one method may call another
         _redirect(owner, patches, width)

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.ir.example_values import example_of
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -37,7 +38,7 @@ def all_layers_call_attention(model: ModelGraph) -> bool:
 
 def masks_pairs(model: ModelGraph) -> bool:
     """Whether some layer's attention reads a mask of every pair, under which tokens may see later ones."""
-    given = [_example(argument) for region in _regions(model) for call in _attentions(region)
+    given = [example_of(argument) for region in _regions(model) for call in _attentions(region)
              for argument in call.args[7:] if isinstance(argument, fx.Node)]
     return any(mask.dtype == torch.bool for mask in given)
 
@@ -67,7 +68,7 @@ def _adopt(model: ModelGraph, graph: fx.Graph, node: fx.Node) -> None:
     mask = given.get("attn_mask")
     if mask is None or given.get("dropout_p", 0.0) != 0.0 or given.get("is_causal", False):
         return
-    query, key, value, seen = (_example(given[name]) for name in _ARGUMENTS[:4])
+    query, key, value, seen = (example_of(given[name]) for name in _ARGUMENTS[:4])
     shapes = [tuple(map(str, x.shape)) for x in (query, key, value, seen)]  # as text: comparing symbols would add guards
     if any(len(shape) != 4 for shape in shapes) or shapes[1] != shapes[2] or seen.dtype != torch.bool:
         return
@@ -86,11 +87,6 @@ def _adopt(model: ModelGraph, graph: fx.Graph, node: fx.Node) -> None:
     call.meta, out.meta = dict(node.meta), dict(node.meta)
     with model.fakes:
         sums = query.new_empty(query.shape[:3], dtype=torch.float32)
-    call.meta["example_value"] = (_example(node), sums)
+    call.meta["example_value"] = (example_of(node), sums)
     node.replace_all_uses_with(out)
     graph.erase_node(node)
-
-
-def _example(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["example_value"]
-    return value

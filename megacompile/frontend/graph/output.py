@@ -77,8 +77,8 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
         found[role] = position[id(value)]
         fields.append((key, role))
     if other_loss and ("logits" not in found or ("loss" not in found and not isinstance(returned, Tensor))):
-        raise UnsupportedError(f"{name} returns no logits for a loss of your own, or has no place for the loss: return only "
-                               "logits, or a structure that has a loss as well")
+        raise UnsupportedError(f"{name} must return logits for loss=, and a loss field if it returns a structure: return only "
+                               "logits, or a structure that also has a loss")
     if "loss" not in found and not other_loss and not _whole_batch_makes(model, found.get("logits"), trained):
         raise UnsupportedError(
             f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "

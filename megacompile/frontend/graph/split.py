@@ -60,7 +60,7 @@ def split_at_layers(model: ModelGraph, module: nn.Module, stack: LayerStack, res
     call gets a call's outputs: a value that is read later (an early layer's keys, an embedding added at the end) is one more
     output of every call in between. All calls may read the prologue's values without a gradient directly.
 
-    Raises `CaptureError` if a layer reads nothing that an earlier call hands on; if `chained`, nothing that the call before it
+    Raises `CaptureError` if a layer reads nothing that an earlier call passes on; if `chained`, nothing that the call before it
     makes, or that is made from that. No dead-code elimination here: Dynamo's graph still has in-place ops whose results nobody
     reads. It is safe after AOT, which makes the graph functional.
     """
@@ -113,13 +113,13 @@ class _Cut:
         return sorted(travelling, key=lambda n: (self.made_by[n] != stage, self.order[n]))
 
     def _source(self, stage: int, previous: Sequence[fx.Node], node: fx.Node) -> Source:
-        """Where a stage gets a value from that it does not make. `previous`: what the call before it hands on."""
+        """Where a stage gets a value from that it does not make. `previous`: what the call before it passes on."""
         if node in self.model.sources:
             found = self.model.sources[node]
             return Source("random", index=stage) if found.kind == "random" else found
         if node in previous:
             return Source("carried", index=previous.index(node))
-        assert node in self.shared, f"stage {stage} reads {node.name}, which nothing hands on to it"
+        assert node in self.shared, f"stage {stage} reads {node.name}, which nothing passes to it"
         return Source("shared", index=self.shared.index(node))
 
     def prologue(self) -> Section:

@@ -107,8 +107,8 @@ def with_results(section: Section, positions: Sequence[int]) -> Section:
 
 @contextlib.contextmanager
 def _portable_attention(target: TargetLike) -> Iterator[None]:
-    """Within, a model's own `scaled_dot_product_attention` that no pass mapped onto our op is traced as plain aten ops if it
-    will not run on the CPU. Fakes are on the CPU, so it would otherwise become the CPU's kernel."""
+    """A context in which a model's own `scaled_dot_product_attention` that no pass mapped onto our op is traced as plain aten
+    ops if it will not run on the CPU. Fakes are on the CPU, so it would otherwise become the CPU's kernel."""
     if target.device_type == "cpu":
         yield
     else:

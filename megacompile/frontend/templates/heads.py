@@ -24,8 +24,9 @@ from megacompile.frontend.templates.build import Renaming
 from megacompile.frontend.templates.hidden_states import ALL, LAST, HiddenStates
 from megacompile.frontend.templates.sizes import Condition, conditions
 from megacompile.frontend.templates.template import Call, Template
-from megacompile.frontend.templates.token_functions import CHUNK_TOKENS, Described, name_of, with_function
+from megacompile.frontend.templates.token_functions import Described, name_of, with_function
 from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.ir.token_loop import CHUNK_TOKENS
 from megacompile.torch_compat.core import pytree
 
 LOGITS = "logits"

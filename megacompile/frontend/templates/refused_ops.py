@@ -28,8 +28,8 @@ def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
         if draws(node.target, node.args, node.kwargs):
             module, line = _culprit(section, lambda name: any(part in name for part in _RANDOM))
             raise UnsupportedError(
-                f"{module} draws random numbers ({node.target}) by other means than dropout that leaves its input as it is, "
-                f"which streaming does not support: use F.dropout, or set what it scales by to 0{line}")
+                f"{module} draws random numbers with {node.target}; streaming supports only dropout that does not change its "
+                f"input: use F.dropout without inplace=True, or set the noise scale to 0{line}")
         if node.target is torch.ops.aten._local_scalar_dense.default:
             module, line = _culprit(section, lambda name: name in ("item", "tolist"))
             raise CaptureError(

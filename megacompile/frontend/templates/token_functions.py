@@ -27,9 +27,6 @@ from megacompile.ir.tokenwise import across_tokens
 from megacompile.losses import IGNORED, leaves_out_ignored
 from megacompile.torch_compat.core import pytree
 
-#: For how many tokens logits exist at a time, as in the fused loss.
-CHUNK_TOKENS = 2048
-
 #: Tensors that a function takes besides logits: name, dtype, and shape after [B, T].
 Described = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 #: The tensor that says which tokens may be left out.
@@ -115,7 +112,7 @@ def with_loss(model: ModelGraph, renaming: Renaming, logits: Section, function: 
     graph, output = section.graph.graph, section.graph.graph.output_node()
     values = output.all_input_nodes
     if len(values) != 1 or values[0].meta["example_value"].dim() != 2 or not section.has_gradient[0]:
-        raise UnsupportedError(f"the loss {name} returns something else than one differentiable value for each token: let it "
+        raise UnsupportedError(f"the loss {name} must return one differentiable value for each token: "
                                "return a tensor with as many elements as logits have rows")
     loss_denominator = _placeholder(model, graph, "loss_denominator", (), torch.float32)
     (value,) = values

@@ -41,7 +41,7 @@ def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None
     if mode == "eager":
         return variant.graph.forward
     if mode != "inductor":
-        raise UnsupportedError(f'mode "{mode}" is none of "eager" and "inductor"')
+        raise UnsupportedError(f'mode must be "eager" or "inductor", not "{mode}"')
     inductor = inductor or Inductor()
     if token_loops(variant.graph):
         return _compile_loops(variant, example_args, inductor)

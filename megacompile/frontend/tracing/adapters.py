@@ -14,8 +14,8 @@ _READER = "dequantize_module_weight"
 
 @contextlib.contextmanager
 def traceable_adapters() -> Iterator[None]:
-    """Within, PEFT reads a layer's weight directly, or its values if it is quantized. Before DoRA reads a weight, it imports
-    the module of the layer's class to find quantized layers, which Dynamo cannot follow."""
+    """A context in which PEFT reads a layer's weight directly, or its values if it is quantized. Before DoRA reads a weight, it
+    imports the module of the layer's class to find quantized layers, which Dynamo cannot follow."""
     readers = {key: module for key, module in sys.modules.items() if key.startswith("peft.") and _READER in vars(module)}
     originals = {key: getattr(module, _READER) for key, module in readers.items()}
     for module in readers.values():

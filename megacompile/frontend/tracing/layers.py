@@ -184,8 +184,8 @@ def share_weights(stack: LayerStack) -> bool:
 
 @contextlib.contextmanager
 def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[None]:
-    """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node. `each_call`: it traces every call
-    separately. When a layer runs again or shares another's weights, Dynamo has cached much about it, and its check before
+    """A context in which Dynamo turns each call of a decoder layer into an `invoke_subgraph` node. `each_call`: it traces every
+    call separately. When a layer runs again or shares another's weights, Dynamo has cached much about it, and its check before
     reusing the region does not cover everything that the region depends on."""
     # Dynamo refuses calls of loggers, which models make (gpt2 logs that it has no loss type).
     settings: dict[str, object] = {"ignore_logging_functions": {
@@ -217,7 +217,7 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
 
 @contextlib.contextmanager
 def _without_reuse() -> Iterator[None]:
-    """Within, Dynamo reuses no region for another call. (Torch 2.11 never does.)"""
+    """A context in which Dynamo reuses no region for another call. (Torch 2.11 never does.)"""
     regions = dynamo.regions()
     with (mock.patch.object(regions, "is_reuse_eligible", return_value=False)
           if hasattr(regions, "is_reuse_eligible") else contextlib.nullcontext()):
@@ -226,7 +226,7 @@ def _without_reuse() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_classes(classes: Mapping[nn.Module, type[nn.Module]]) -> Iterator[None]:
-    """Within, the modules have these classes."""
+    """A context in which the modules have these classes."""
     before = {module: type(module) for module in classes}
     for module, cls in classes.items():
         module.__class__ = cls

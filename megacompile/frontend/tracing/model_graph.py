@@ -135,7 +135,7 @@ def _with_own_globals(function: Any) -> Any:
 
 @contextlib.contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """Within, `torch.distributions` do not check their parameters' values, which fakes do not have."""
+    """A context in which `torch.distributions` do not check their parameters' values, which fakes do not have."""
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -146,16 +146,16 @@ def unchecked_distributions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchecked_values() -> Iterator[None]:
-    """Within, models of transformers skip their own checks of values, which a template does not contain in any case; positions
-    and images are checked on the host. Torch 2.11 turns such a check into a number that stops its trace."""
+    """A context in which models of transformers skip their own checks of values, which a template does not contain in any case;
+    positions and images are checked on the host. Torch 2.11 turns such a check into a number that stops its trace."""
     with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
         yield
 
 
 @contextlib.contextmanager
 def sizes_unread_by_messages() -> Iterator[None]:
-    """Within, a message about sizes is written with their symbols. Dynamo would write the traced numbers, and so turn the
-    number of images into a constant: models format a message with the number of features even if nothing is wrong."""
+    """A context in which a message about sizes is written with their symbols. Dynamo would write the traced numbers, and so
+    turn the number of images into a constant: models format a message with the number of features even if nothing is wrong."""
     written = LazySymNodeFormatString.__repr__
 
     def with_symbols(self: Any) -> str:

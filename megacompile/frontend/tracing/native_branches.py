@@ -22,8 +22,8 @@ _ASKS = "is_torchdynamo_exporting"
 
 @contextlib.contextmanager
 def native_branches(model: nn.Module) -> Iterator[None]:
-    """Within, the code of `model`'s modules sees that it is not exported, as in a native run. Functions of transformers that
-    it calls, such as masks and kernels, make their own query."""
+    """A context in which the code of `model`'s modules sees that it is not exported, as in a native run. Functions of
+    transformers that it calls, such as masks and kernels, make their own query."""
     own = {type(module).__module__ for module in model.modules()}
     with contextlib.ExitStack() as patches:
         for name in own:
@@ -34,7 +34,7 @@ def native_branches(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_traced(model: nn.Module) -> Iterator[None]:
-    """Within, `model` takes the same branches in a plain run as in a trace."""
+    """A context in which `model` takes the same branches in a plain run as in a trace."""
     with native_branches(model), reported_as_export():
         yield
 

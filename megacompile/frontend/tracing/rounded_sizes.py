@@ -18,7 +18,7 @@ from megacompile.torch_compat.symbols import FloorDiv, Mod, PythonMod, SymNode
 
 @contextlib.contextmanager
 def rounded_sizes() -> Iterator[None]:
-    """Within, the padding of a symbolic size to a multiple is written with that multiple."""
+    """A context in which the padding of a symbolic size to a multiple is written with that multiple."""
     remainder: Any = SymNode._mod  # type: ignore[attr-defined]
 
     def written(self: SymNode, other: SymNode) -> SymNode:

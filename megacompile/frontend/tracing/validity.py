@@ -61,7 +61,7 @@ class Validity:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Within, gradients are recorded, whatever mode the caller is in: a batch may need another trace in the middle of
-    evaluation."""
+    """A context in which gradients are recorded, whatever mode the caller is in: a batch may need another trace in the middle
+    of evaluation."""
     with torch.inference_mode(False), torch.enable_grad():
         yield

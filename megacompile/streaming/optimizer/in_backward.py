@@ -66,7 +66,7 @@ class OptimizerInBackward:
         reason = self._reason(forward, others)
         if reason is not None:
             for each in (forward, *others):
-                each.closed = True
+                each.close()
                 each.end()
             raise reason
 

@@ -91,13 +91,13 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
     before, store = streamed.tiling, streamed.store
     tiling = before.with_states(states)
     if tiling.host != before.host or not store.has_moments:
-        room = store.room(parse_bytes(streamed.config.host_memory))
+        budget_bytes = store.available_bytes(parse_bytes(streamed.config.host_memory))
         if streamed.config.disk is not None:  # all ranks choose the same tiles
-            room = min(streamed.together.values("the optimizer's constructor", room))
+            budget_bytes = min(streamed.together.values("the optimizer's constructor", budget_bytes))
         stays = [tile for tile, layout in tiling.host.items() if layout == before.host[tile] and store.tiles[tile].has_moments]
-        tiling = with_disk(tiling, streamed.config, room, on_arrival, there=set(stays) & set(before.on_disk),
+        tiling = with_disk(tiling, streamed.config, budget_bytes, on_arrival, there=set(stays) & set(before.on_disk),
                            in_memory=set(stays) - set(before.on_disk))
-        check_state(tiling, room, on_arrival, config=streamed.config)
+        check_state(tiling, budget_bytes, on_arrival, config=streamed.config)
     if tiling == before:
         return
     new = [tile for tile in tiling.on_disk if store.tiles[tile].file is None or tiling.host[tile] != before.host[tile]]
@@ -109,7 +109,7 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
             file.close()
         raise
     for unused in store.keep(tiling.host, tiling.layouts, tiling.on_disk, file):
-        streamed.backend.unlock(unused)  # the system does not take pinned pages back
+        streamed.backend.unpin(unused)  # the system does not take pinned pages back
     streamed.captures.keep(tiling)
     streamed.writes.remainders.clear()
 

@@ -17,6 +17,7 @@ from megacompile.runtime.memory.host_copies import STATE
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.optimizer.rule import MatrixRule, Rule
 from megacompile.runtime.update import Update, counting
+from megacompile.streaming.call_lock import exclusive
 from megacompile.streaming.optimizer import masters, requested
 from megacompile.streaming.optimizer.hyper_parameters import (
     Check,
@@ -32,7 +33,6 @@ from megacompile.streaming.optimizer.saved import check_saved
 from megacompile.streaming.optimizer.state import OptimizerState, SavedState, StateMemory
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
-from megacompile.streaming.turns import in_turn
 from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
 from megacompile.weights.tiling import Tiling
 
@@ -219,7 +219,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             streamed.step.check_whole()
             with torch.enable_grad():
                 loss = closure()  # without the lock: its backward may run in autograd's thread
-        with streamed.turn:
+        with streamed.call_lock:
             self._take_step(streamed)
         return loss
 
@@ -310,7 +310,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             return None
         update, streamed = self._update, self.streamed
         if update.norm is None:
-            with streamed.turn, streamed.guarded():
+            with streamed.call_lock, streamed.guarded():
                 streamed.drain(sooner=update.judged)
             if update.norm is None or update.refused:
                 streamed.settle()  # raises its failure
@@ -354,7 +354,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             streamed.copy_back_whole()
         self.ownership.write_back(owners_of(self._parameters()))
 
-    @in_turn
+    @exclusive
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype. Load

@@ -53,7 +53,7 @@ class Served:
 
     @property
     def device(self) -> torch.device:
-        """Where its kernels run."""
+        """The device that runs the kernels of this capture."""
         return self.binder.device
 
 

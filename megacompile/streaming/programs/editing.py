@@ -182,7 +182,7 @@ def _check_host(program: Program, unedited: Program, shapes: Shapes, shape: Shap
     """Raises `InsufficientMemoryError` if the program's slabs exceed the plan's by more than the host has left."""
     planner = shapes.planner_for(shape.capture_key)
     more = _slot_bytes(program, on_host=True) - _slot_bytes(unedited, on_host=True)
-    left = planner.host_room - sum(planner.host_parts(plan).values())
+    left = planner.host_bytes_left - sum(planner.host_parts(plan).values())
     if more > left:
         raise InsufficientMemoryError(
             f"the program has {format_bytes(more)} more of slabs in host memory than its plan, and "

@@ -59,7 +59,7 @@ class ExternalWrites:
 
     @contextlib.contextmanager
     def ignoring(self, names: Iterable[str]) -> Iterator[None]:
-        """In this context, writes to these parameters are not writes: their own values are copied to them."""
+        """A context in which writes to these parameters do not count as writes: their own values are copied to them."""
         parameters = {name: self.parameters[name] for name in names if name in self.parameters}
         unwritten = [name for name, parameter in parameters.items() if self._state(parameter) == self.seen[name]]
         yield
@@ -77,7 +77,7 @@ class ExternalWrites:
                 continue
             if self.store.shared and not self.store.loading:
                 raise UnsupportedError(
-                    f"{name} was changed outside megacompile.AdamW, and all ranks share it, so that each rank's change counts: "
+                    f"{name} was changed outside megacompile.AdamW, but all ranks share its memory: "
                     "update with megacompile.AdamW, and set values with load_state_dict of the whole model on every rank")
             tile_name, position = self.tiling.position[name]
             tile = self.store.tiles[tile_name]

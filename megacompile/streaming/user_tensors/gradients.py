@@ -195,15 +195,15 @@ class Gradients(Mapping[str, Tensor]):
         return changed
 
     def _refuse_changed(self, replaced: Collection[str], zeros: bool = False) -> None:
-        """Raises `UnsupportedError` for a gradient that the user has changed: the ranks share it, so that each rank's change
-        would count. `zeros`: unless it is zero now, which every rank may set."""
+        """Raises `UnsupportedError` for a gradient that the user has changed: all ranks share its memory, so each rank's
+        change would count. `zeros`: unless it is zero now, which every rank may set."""
         given = {name: tensor for name in self._stored if (tensor := self.parameters[name].grad) is not None}
         changed = [name for name, tensor in given.items() if not self._is_noted(name, tensor)]
         sampled = [name for name in self._changed() if name in given] if given else []
         for name in (*changed, *sampled):
             if not zeros or name in replaced or self._stored[name].any():
                 raise UnsupportedError(
-                    f"the gradient of {name} was changed, and all ranks share it, so that each rank's change would count: clip "
+                    f"the gradient of {name} was changed, but all ranks share its memory: clip "
                     "with megacompile.AdamW(max_grad_norm=...), and scale the loss instead of gradients")
 
     def _is_noted(self, name: str, given: Tensor) -> bool:

@@ -132,7 +132,7 @@ def test_a_first_call_in_inference_mode_leaves_the_model_usable() -> None:
     assert torch.isfinite(loss)
 
 
-def test_a_sum_over_all_tokens_divided_by_their_number_is_recognised() -> None:
+def test_a_sum_over_all_tokens_divided_by_their_number_is_recognized() -> None:
     class Summed(Moody):
         def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
             logits, _ = super().forward(input_ids)

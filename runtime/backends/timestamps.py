@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from megacompile.ir.program import Lane
 
 
-class Clock(Protocol):
-    """Begins at 0 when it is made; the device must be idle then."""
+class Timestamps(Protocol):
+    """Time begins at 0 when this is made; the device must be idle then."""
 
     def stamp(self, lane: Lane) -> Any:
         """The time at which the lane finishes everything issued to it so far. Called from the lane's thread."""
@@ -18,7 +18,7 @@ class Clock(Protocol):
         """A stamp's time in seconds, once the device has passed it."""
 
 
-class HostClock:
+class HostTimestamps:
     """For lanes whose work is done when it is issued."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class HostClock:
         return stamp - self.begin_s
 
 
-class CudaClock:
+class CudaTimestamps:
     """For lanes that are streams of one device, whose stamps are events, and for lanes of the host.
 
     The device measures the time between events of any of its streams. One event, which the host waits for, relates its time
@@ -41,7 +41,7 @@ class CudaClock:
         self.cupy, self.streams = cupy, streams
         self.begin = self._event(Lane.COMPUTE)
         self.begin.synchronize()
-        self.host = HostClock()
+        self.host = HostTimestamps()
 
     def _event(self, lane: Lane) -> Any:
         event = self.cupy.cuda.Event()  # with timing, and with a spinning wait, which returns sooner

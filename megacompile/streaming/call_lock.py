@@ -24,10 +24,10 @@ class _HasModel(Protocol):
 M = TypeVar("M", bound=_HasModel)
 
 
-def in_turn(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+def exclusive(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
     """Decorates a method that uses the model exclusively: other threads wait."""
     @functools.wraps(method)
     def alone(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.streamed.turn:
+        with self.streamed.call_lock:
             return method(self, *args, **kwargs)
     return alone
