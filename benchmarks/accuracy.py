@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import megacompile
 from megacompile import training
 from megacompile.finetuning.chat import Encoded
-from megacompile.finetuning.rows import Order, Rows, collate
+from megacompile.finetuning.training_sequences import Order, Rows, collate
 from megacompile.streaming.optimizer.names import OPTIMIZERS, optimizer_named
 
 BATCH, LENGTH, LARGEST = 64, 32, 12

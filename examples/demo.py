@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 import megacompile
 from megacompile import training
 from megacompile.corpus import ByteTokenizer, read_text
-from megacompile.finetuning.packing import pack
-from megacompile.finetuning.progress import ProgressDisplay, RunProgress
-from megacompile.finetuning.rows import Order, Rows, collate, in_order
+from megacompile.finetuning.document_packing import pack
+from megacompile.finetuning.run_progress import ProgressDisplay, RunProgress
+from megacompile.finetuning.training_sequences import Order, Rows, collate, in_order
 
 BATCH, LENGTH = 4, 128
 HELD_OUT_BYTES = 400_000

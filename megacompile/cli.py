@@ -131,7 +131,7 @@ def train(
     from rich.console import Console
 
     from megacompile.finetuning.launch import check_gpus, launch
-    from megacompile.finetuning.run import run
+    from megacompile.finetuning.train_command import run
     from megacompile.planning.process_group import process_count
     if gpus > 1 and process_count() == 1:
         check_gpus(gpus, knobs.device)
@@ -326,9 +326,9 @@ def bench(
     from megacompile import inspection
     from megacompile import picture as pictures
     from megacompile.bench import plots, rows
-    from megacompile.bench.run import run
     from megacompile.bench.shapes import SHAPES
     from megacompile.bench.table import markdown
+    from megacompile.bench.table_run import run
     from megacompile.bench.tables import TABLES
     if plot is not None:
         pictures.check_matplotlib()

@@ -11,7 +11,7 @@ from trl.trainer import sft_trainer
 
 from megacompile import trainer
 from megacompile.errors import UnsupportedError
-from megacompile.trainers.adapters import add_adapter
+from megacompile.trainers.added_adapter import add_adapter
 from megacompile.trainers.fused_head import streamed_heads
 from megacompile.trainers.named_models import load_named
 from megacompile.trainers.reference_model import loaded_as

@@ -47,8 +47,8 @@ from megacompile.bench.step_clock import Clock, collections, step_fields
 from megacompile.bench.uneven_rows import DATA, FULL, PackedRows, RandomRows, collate, stack
 from megacompile.errors import MegacompileError
 from megacompile.finetuning.reports import LOG, read_log
-from megacompile.finetuning.run import run
 from megacompile.finetuning.settings import Settings
+from megacompile.finetuning.train_command import run
 from megacompile.inputs.packed_layout import LENGTH
 from megacompile.planning.process_group import process_count
 from megacompile.system.under_way import work_done

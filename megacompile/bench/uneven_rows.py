@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megacompile.finetuning.packing import best_fit
+from megacompile.finetuning.document_packing import best_fit
 from megacompile.losses import IGNORED
 
 

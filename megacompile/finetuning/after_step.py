@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megacompile import training
-from megacompile.finetuning.progress import Entry, OneStepLate, ProgressDisplay, RunProgress
 from megacompile.finetuning.reports import Reports
+from megacompile.finetuning.run_progress import Entry, OneStepLate, ProgressDisplay, RunProgress
 from megacompile.finetuning.saves import Saves
 from megacompile.finetuning.settings import Settings
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer

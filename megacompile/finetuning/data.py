@@ -10,12 +10,12 @@ from torch import Tensor
 from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, check_vocabulary, read_text
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import ChatEncoder, Encoded
-from megacompile.finetuning.files import is_text, placed, read_rows
+from megacompile.finetuning.data_files import is_text, placed, read_rows
+from megacompile.finetuning.document_packing import join, pack, pack_conversations
 from megacompile.finetuning.formats import Format, Row, detect, messages_of, text_of
-from megacompile.finetuning.packing import join, pack, pack_conversations
-from megacompile.finetuning.rows import Rows
 from megacompile.finetuning.settings import TooLong
 from megacompile.finetuning.tools import tools_of
+from megacompile.finetuning.training_sequences import Rows
 
 Say = Callable[[str], None]
 

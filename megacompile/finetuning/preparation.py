@@ -14,8 +14,8 @@ from megacompile.errors import ArgumentError
 from megacompile.finetuning import resuming
 from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.folder import check_writable
-from megacompile.finetuning.rows import Order, Rows, split
 from megacompile.finetuning.settings import Settings
+from megacompile.finetuning.training_sequences import Order, Rows, split
 from megacompile.planning.process_group import process_count
 from megacompile.streaming.optimizer.names import optimizer_named
 from megacompile.tools.lora import Lora

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from megacompile.errors import MegacompileError
-from megacompile.finetuning.progress import Entry
+from megacompile.finetuning.run_progress import Entry
 from megacompile.finetuning.trackers import Trackers
 from megacompile.system.atomic_files import replace_file
 from megacompile.system.regular_files import read_regular

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.batches.image_patches import Patches, model_arguments
 from megacompile.frontend.batches.mask_uses import only_hides
-from megacompile.frontend.batches.patches import Patches, model_arguments
 from megacompile.frontend.captured import CapturedModel
 from megacompile.frontend.pipeline import CaptureState, Watch, run_steps
 from megacompile.frontend.steps import STEPS
 from megacompile.frontend.templates.template import TargetLike, TemplatePass
 from megacompile.frontend.tracing.layers import Layers, LayerStack, find_layers
-from megacompile.frontend.tracing.options import refuse_options
+from megacompile.frontend.tracing.model_options import refuse_options
 from megacompile.frontend.tracing.trace import our_attention, subject
 from megacompile.frontend.tracing.validity import Validity, recording
 from megacompile.ir.plan import PLAIN, CaptureKey

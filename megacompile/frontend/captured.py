@@ -11,9 +11,9 @@ import sympy
 from torch import Tensor
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.batches.image_patches import Patches
 from megacompile.frontend.batches.image_positions import Places
-from megacompile.frontend.batches.pairs import of_pairs
-from megacompile.frontend.batches.patches import Patches
+from megacompile.frontend.batches.pair_masks import of_pairs
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.graph.loss import TargetCount
 from megacompile.frontend.graph.output import OutputStructure

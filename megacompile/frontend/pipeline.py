@@ -16,8 +16,8 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from megacompile.frontend.batches.image_patches import Patches
 from megacompile.frontend.batches.image_positions import Places
-from megacompile.frontend.batches.patches import Patches
 from megacompile.frontend.captured import AttentionFacts, BatchFacts, LayerFacts, LossFacts
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.graph.loss import TargetCount

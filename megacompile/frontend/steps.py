@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.frontend.batches.image_patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
 from megacompile.frontend.batches.image_positions import Places, places_of, take_aligned
-from megacompile.frontend.batches.pairs import argument, masks_in, masks_of, pairs_of, refuse_added
-from megacompile.frontend.batches.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
-from megacompile.frontend.batches.rows import fixes_rows, images_of
+from megacompile.frontend.batches.pair_masks import argument, masks_in, masks_of, pairs_of, refuse_added
+from megacompile.frontend.batches.split_rows import fixes_rows, images_of
 from megacompile.frontend.captured import AttentionFacts, BatchFacts, LayerFacts, LossFacts
 from megacompile.frontend.graph.attention_calls import (
     adopt_masked_attention,
@@ -37,12 +37,12 @@ from megacompile.frontend.templates.hidden_states import HiddenStates
 from megacompile.frontend.templates.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
 from megacompile.frontend.templates.token_functions import Described, taken_by_loss, with_loss
-from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.alike_layers import with_repeats
 from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE, capture_shape, is_transformers_model, make_fake_model
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.layers import LayerStack, find_layers
 from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.frontend.tracing.peft_tracing import forward_signature
 from megacompile.frontend.tracing.python_state import refuse_changing_state
 from megacompile.frontend.tracing.trace import Traced, subject, trace
 from megacompile.frontend.tracing.validity import Validity

@@ -12,7 +12,7 @@ from rich.progress import track
 from megacompile import training
 from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.formats import Format
-from megacompile.finetuning.rows import Batch, in_order
+from megacompile.finetuning.training_sequences import Batch, in_order
 from megacompile.inference.opening import Opening
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.finetuning.files import is_text, placed, read_lines, read_rows
+from megacompile.finetuning.data_files import is_text, placed, read_lines, read_rows
 from megacompile.finetuning.formats import Message, prompt_of
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch import BatchArguments, RepackedCaptures
-from megacompile.inputs.captures import Captures
+from megacompile.inputs.capture_protocols import Captures
 from megacompile.inputs.packed_layout import Layout, Span
 from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, padded
 from megacompile.ir.plan import CaptureKey

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.batches.pairs import described, of_pairs
+from megacompile.frontend.batches.pair_masks import described, of_pairs
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import LENGTH, TemplateInput
-from megacompile.inputs.captures import Capture, Captures
+from megacompile.inputs.capture_protocols import Capture, Captures
 from megacompile.inputs.grouped_rows import GroupedRows
 from megacompile.inputs.images import arrange_images, images_of_each
 from megacompile.inputs.packed_layout import BoolArray, Layout
-from megacompile.inputs.packing import further_arguments
-from megacompile.inputs.pairs import hidden_as_bool, read_typed_mask
-from megacompile.inputs.patches import align_patches
+from megacompile.inputs.padding_arguments import further_arguments
+from megacompile.inputs.pair_mask_arguments import hidden_as_bool, read_typed_mask
+from megacompile.inputs.patch_alignment import align_patches
 from megacompile.inputs.repacking import Repacking, Wanted, present_tokens
 from megacompile.inputs.rounded_lengths import RightPadding, padded, padding_for
 from megacompile.ir.plan import CaptureKey

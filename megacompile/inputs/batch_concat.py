@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacompile.frontend.batches.pairs import pairs_of, tokens_of
+from megacompile.frontend.batches.pair_masks import pairs_of, tokens_of
 from megacompile.losses import IGNORED
 
 

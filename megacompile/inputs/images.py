@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.batches.rows import images_of
+from megacompile.frontend.batches.split_rows import images_of
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import TemplateInput
 

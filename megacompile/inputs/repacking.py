@@ -21,7 +21,7 @@ from megacompile.frontend.templates.across_rows import across_tokens
 from megacompile.frontend.templates.segment_sources import calls_blind_to
 from megacompile.frontend.templates.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.templates.template import TemplateInput
-from megacompile.inputs.captures import Captures
+from megacompile.inputs.capture_protocols import Captures
 from megacompile.inputs.grouped_rows import GroupedRows, Grouping
 from megacompile.inputs.packed_layout import LENGTH, SHARES, BoolArray, Layout, Span, array_of, lay_out, power_of_two, spans_of
 from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, is_usual

@@ -18,7 +18,7 @@ import disk_models  # noqa: E402  (after the path is complete)
 import tiny_models  # noqa: E402
 from resumable import Run, Streamed  # noqa: E402
 
-from megacompile.finetuning import progress  # noqa: E402
+from megacompile.finetuning import run_progress  # noqa: E402
 from megacompile.system import direct_file  # noqa: E402
 
 
@@ -71,14 +71,14 @@ def run(resumable: Streamed) -> Run:
 @pytest.fixture
 def ctrl_c_after_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """`megacompile train` gets SIGINT when its second step has been shown."""
-    show = progress.ProgressDisplay.__call__
+    show = run_progress.ProgressDisplay.__call__
 
-    def show_then_interrupt(display: progress.ProgressDisplay, entry: progress.Entry) -> None:
+    def show_then_interrupt(display: run_progress.ProgressDisplay, entry: run_progress.Entry) -> None:
         show(display, entry)
         if entry.step.number == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(progress.ProgressDisplay, "__call__", show_then_interrupt)
+    monkeypatch.setattr(run_progress.ProgressDisplay, "__call__", show_then_interrupt)
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

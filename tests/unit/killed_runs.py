@@ -25,7 +25,7 @@ def kill_runs_at_random_moments(directory: Path, model: Path, data: Path, moment
 
     Raises AssertionError if a checkpoint or a line of the log is lost, the settings are torn, or a run that comes to its end
     differs from one that was never killed."""
-    import megacompile.finetuning.run  # noqa: F401  (once, and not in each process)
+    import megacompile.finetuning.train_command  # noqa: F401  (once, and not in each process)
 
     child = start_run(model, data, directory / "whole", more)
     begin = time.monotonic()

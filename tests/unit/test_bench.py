@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import megacompile
 from megacompile import cli
-from megacompile.bench import clocks, generation, native, plots, rows, run, shapes, step, tables
+from megacompile.bench import clocks, generation, native, plots, rows, shapes, step, table_run, tables
 from megacompile.bench.table import markdown, measured
 from megacompile.bench.tables import TABLES, Spec, Table
 from megacompile.errors import MegacompileError
@@ -342,7 +342,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[st
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
     monkeypatch.setitem(tables.MODULES, "fake", "fake_row")
-    monkeypatch.setattr(run, "described_machine", lambda: {"device": "d"})
+    monkeypatch.setattr(table_run, "described_machine", lambda: {"device": "d"})
     monkeypatch.delitem(sys.modules, "fake_row", raising=False)
     return lambda: [line.rsplit(" ", 1)[0] for line in processes(tmp_path)]
 
@@ -355,11 +355,11 @@ def processes(folder: Path) -> list[str]:
 def test_rows_that_are_in_the_file_are_not_measured_again(tmp_path: Path, log: Callable[[], list[str]]) -> None:
     table, output = Table("t", (fake(size=1), fake(size=2))), tmp_path / "out/rows.jsonl"
     said: list[str] = []
-    assert run.run(table, output, report=said.append) == 0
+    assert table_run.run(table, output, report=said.append) == 0
     assert log() == ["good 1", "good 2"] and "0 of 2" in said[0] and said[1:] == ["fake --size 1: 2.0 TFLOPS",
                                                                                   "fake --size 2: 3.0 TFLOPS"]
     before = output.read_text()
-    run.run(replace(table, rows=(*table.rows, fake(size=3))), output)
+    table_run.run(replace(table, rows=(*table.rows, fake(size=3))), output)
     assert log() == ["good 1", "good 2", "good 3"]
     assert output.read_text().startswith(before) and len(rows.read(output)) == 3
 
@@ -367,28 +367,28 @@ def test_rows_that_are_in_the_file_are_not_measured_again(tmp_path: Path, log: C
 def test_a_row_that_fails_is_kept_with_its_error_and_stops_no_other(
         tmp_path: Path, log: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     table, output = Table("t", (fake("fails"), fake("aborts"), fake(size=3))), tmp_path / "rows.jsonl"
-    run.run(table, output)
+    table_run.run(table, output)
     failed, aborted, good = rows.read(output)
     assert failed["error"] == "LaneError: broken" and good["tflops"] == 4.0
     assert aborted["error"] == "the process ended with SIGABRT: out of luck"
     assert (aborted["system"], aborted["options"], aborted["device"]) == ("fake", {"mode": "aborts"}, "d")
     assert "out of luck" in capsys.readouterr().err
-    run.run(table, output)
+    table_run.run(table, output)
     assert len(log()) == 3, "rows that failed are measured again only if asked"
-    run.run(table, output, retry=True)
+    table_run.run(table, output, retry=True)
     assert log()[3:] == ["fails 0", "aborts 0"]
     assert len(rows.read(output)) == 5 and len(rows.latest(rows.read(output))) == 3
 
 
 def test_what_the_last_row_of_a_process_fails_of_is_printed(
         tmp_path: Path, log: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    run.run(Table("t", (fake("explains"),)), tmp_path / "rows.jsonl")
+    table_run.run(Table("t", (fake("explains"),)), tmp_path / "rows.jsonl")
     assert "what went wrong" in capsys.readouterr().err
 
 
 def test_rows_of_one_model_share_a_process_and_no_other_does(tmp_path: Path, log: Callable[[], list[str]]) -> None:
     table = Table("t", (fake(size=1), fake(size=2, model="b"), fake(size=3), fake("aborts", size=4), fake(size=5)))
-    assert run.run(table, tmp_path / "rows.jsonl") == 0
+    assert table_run.run(table, tmp_path / "rows.jsonl") == 0
     measured = [line.split() for line in processes(tmp_path)]
     assert [size for _, size, _ in measured] == ["1", "3", "4", "2", "5"]
     one, three, aborted, other, five = (process for *_, process in measured)
@@ -398,15 +398,15 @@ def test_rows_of_one_model_share_a_process_and_no_other_does(tmp_path: Path, log
 
 def test_rows_that_time_did_not_suffice_for_are_missing_yet(tmp_path: Path, log: Callable[[], list[str]]) -> None:
     table, output = Table("t", (fake(size=1), fake("hangs", size=2), fake(size=3))), tmp_path / "rows.jsonl"
-    assert run.run(table, output, limit_s=0.0) == 3 and log() == []
-    assert run.run(table, output, limit_s=1.0) == 2
+    assert table_run.run(table, output, limit_s=0.0) == 3 and log() == []
+    assert table_run.run(table, output, limit_s=1.0) == 2
     assert log() == ["good 1", "hangs 2"] and [row["tflops"] for row in rows.read(output)] == [2.0]
 
 
 def test_a_row_that_hangs_is_given_up(
         tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "ROW_LIMIT_S", 0.3)
-    assert run.run(Table("t", (fake("hangs"), fake("hangs", size=1))), tmp_path / "rows.jsonl") == 0
+    monkeypatch.setattr(table_run, "ROW_LIMIT_S", 0.3)
+    assert table_run.run(Table("t", (fake("hangs"), fake("hangs", size=1))), tmp_path / "rows.jsonl") == 0
     hung, another = rows.read(tmp_path / "rows.jsonl")
     assert hung["error"].startswith("took more than") and hung["options"] == {"mode": "hangs"}
     assert another["error"].startswith("took more than")
@@ -414,13 +414,13 @@ def test_a_row_that_hangs_is_given_up(
 
 def test_ctrl_c_leaves_whole_rows(tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLES, "some", Table("t", (fake(size=1), fake(size=2))))
-    true = run.measured
+    true = table_run.measured
 
     def stopped(specs: Sequence[Spec], end: float) -> Iterator[rows.Row]:
         yield next(true(specs, end))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "measured", stopped)
+    monkeypatch.setattr(table_run, "measured", stopped)
     result = CliRunner().invoke(cli.app, ["bench", "some", "--output", str(tmp_path / "rows.jsonl")])
     assert result.exit_code == 130 and "the finished rows are in" in result.output
     assert [row["tflops"] for row in rows.read(tmp_path / "rows.jsonl")] == [2.0]
@@ -438,7 +438,7 @@ def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(TABLES, "small", Table("Small", (
         Spec("native", dict(size, micro_batch_size=1), how), Spec("megacompile", dict(size, layers=1000)))))
     command = ["bench", "small", "--shape", "tiny", "--output", str(tmp_path / "rows.jsonl")]
-    monkeypatch.setattr(run, "measured", lambda specs, end, true=run.measured: (
+    monkeypatch.setattr(table_run, "measured", lambda specs, end, true=table_run.measured: (
         true(specs, end) if specs[0].system == "native" else iter([dict(error="too deep")])))
     result = CliRunner().invoke(cli.app, command)
     assert result.exit_code == 0, result.output
@@ -447,7 +447,7 @@ def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch:
     assert row["device"] == rows.machine("cpu")["device"] == failed["device"] and row["commit"] and row["tflops"] > 0
     assert "0 of 2 rows" in result.output and "| native " in result.output
     assert "megacompile --shape tiny --batch 2 --length 32 --layers 1000: too deep" in result.output
-    monkeypatch.setattr(run, "described_machine", lambda: rows.machine("cpu"))
+    monkeypatch.setattr(table_run, "described_machine", lambda: rows.machine("cpu"))
     again = CliRunner().invoke(cli.app, command)
     assert "2 of 2 rows" in again.output and len(rows.read(tmp_path / "rows.jsonl")) == 2
     assert again.output.split("\n", 1)[1] in result.output

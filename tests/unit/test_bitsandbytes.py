@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import megacompile
 from megacompile.errors import UnsupportedError
-from megacompile.trainers.adapters import add_adapter
+from megacompile.trainers.added_adapter import add_adapter
 from megacompile.weights.bitsandbytes import adopt_bitsandbytes
 
 LORA = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")

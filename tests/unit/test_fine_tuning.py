@@ -29,13 +29,13 @@ from megacompile import cli, training
 from megacompile.corpus import load_tokenizer
 from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning import folder, preparation, resuming, saves
-from megacompile.finetuning import run as runs
+from megacompile.finetuning import train_command as runs
 from megacompile.finetuning.data import read
-from megacompile.finetuning.progress import Entry
 from megacompile.finetuning.reports import Reports, draw_curve, read_log
-from megacompile.finetuning.rows import Order, Rows, collate, in_order, split
+from megacompile.finetuning.run_progress import Entry
 from megacompile.finetuning.settings import Settings, TooLong
 from megacompile.finetuning.trackers import Tracker, started
+from megacompile.finetuning.training_sequences import Order, Rows, collate, in_order, split
 from megacompile.inputs import repacking
 from megacompile.tools.lora import Lora
 from megacompile.tools.options import Knobs

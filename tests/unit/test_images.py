@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import capture
-from megacompile.frontend.batches.rows import TRACED_ROWS
+from megacompile.frontend.batches.split_rows import TRACED_ROWS
 
 IMAGE, PATCHES, SIZE = 63, 4, 8
 

@@ -17,7 +17,7 @@ from tiny_models import same_bits
 
 from megacompile import latest_checkpoint, save_checkpoint
 from megacompile.errors import MegacompileError
-from megacompile.finetuning import run as runs
+from megacompile.finetuning import train_command as runs
 from megacompile.finetuning.reports import Reports
 from megacompile.finetuning.settings import Settings
 from megacompile.tools.lora import Lora

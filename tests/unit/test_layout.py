@@ -4,6 +4,7 @@ from __future__ import annotations
 import ast
 import itertools
 import runpy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -132,6 +133,12 @@ def test_files_are_small(module: str) -> None:
 
 FOLDERS = {folder: [path.name for path in FILES.values() if path.parent == folder and path.name != "__init__.py"]
            for folder in sorted({path.parent for path in FILES.values()})}
+
+
+def test_a_file_name_is_used_at_most_twice() -> None:
+    """Files of one name are hard to tell apart in an editor and in a traceback. Shims of public names do not count."""
+    names = Counter(path.name for module, path in FILES.items() if path.name != "__init__.py" and module.count(".") > 1)
+    assert not {name: count for name, count in names.items() if count > 2}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))

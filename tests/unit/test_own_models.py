@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import capture
-from megacompile.inputs.packing import further_arguments
+from megacompile.inputs.padding_arguments import further_arguments
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.batches import pairs
+from megacompile.frontend.batches import pair_masks
 from megacompile.frontend.ops.attention import attention, transformers_attention
 from megacompile.inputs.batch_concat import join
-from megacompile.inputs.packing import further_arguments
-from megacompile.inputs.pairs import hidden_as_bool, read_attention_mask
+from megacompile.inputs.padding_arguments import further_arguments
+from megacompile.inputs.pair_mask_arguments import hidden_as_bool, read_attention_mask
 from megacompile.planning import memory
 
 ROWS, LENGTH = 5, 13
@@ -316,18 +316,18 @@ def test_a_mask_of_each_head_is_explicit_scores() -> None:
 
 def test_a_form_says_a_mask_so_that_it_can_be_made_again() -> None:
     for mask in (seen(), seen(heads=4), seen()[:, 0], torch.zeros(ROWS, 1, LENGTH, LENGTH, dtype=torch.bfloat16)):
-        further = pairs.described("mask", mask)
-        made = pairs.example_of(further, torch.Size((ROWS, LENGTH)))
-        assert (made.shape, made.dtype, pairs.argument(further)) == (mask.shape, mask.dtype, "mask")
+        further = pair_masks.described("mask", mask)
+        made = pair_masks.example_of(further, torch.Size((ROWS, LENGTH)))
+        assert (made.shape, made.dtype, pair_masks.argument(further)) == (mask.shape, mask.dtype, "mask")
     tokens = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    assert pairs.described("position_ids", tokens) == "position_ids" and not pairs.masks_in(["position_ids"])
+    assert pair_masks.described("position_ids", tokens) == "position_ids" and not pair_masks.masks_in(["position_ids"])
 
 
 def test_images_as_long_as_a_sequence_and_embeddings_are_no_masks() -> None:
     tokens = torch.ones(2, 6, dtype=torch.long)
     given = {"pixel_values": torch.zeros(2, 3, 6, 6), "mask": seen(2, 6), "input_ids": tokens, "codes": tokens,
              "inputs_embeds": torch.zeros(2, 6, 16), "short": torch.zeros(2, 1, 5, 5), "apart": torch.zeros(3, 1, 6, 6)}
-    assert pairs.pairs_of(given) == {"mask"} and pairs.tokens_of({"mask": seen(2, 6), "input_ids": tokens}) == (2, 6)
+    assert pair_masks.pairs_of(given) == {"mask"} and pair_masks.tokens_of({"mask": seen(2, 6), "input_ids": tokens}) == (2, 6)
 
 
 def test_masks_of_one_length_are_joined_and_others_are_not() -> None:

@@ -16,10 +16,10 @@ from megacompile.corpus import ByteTokenizer, PretrainedTokenizer
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import Encoded
 from megacompile.finetuning.data import check_sources, read
-from megacompile.finetuning.files import is_text, read_rows
+from megacompile.finetuning.data_files import is_text, read_rows
+from megacompile.finetuning.document_packing import join, pack, pack_conversations
 from megacompile.finetuning.formats import Format
-from megacompile.finetuning.packing import join, pack, pack_conversations
-from megacompile.finetuning.rows import Order, Padding, Rows, collate, in_order, split
+from megacompile.finetuning.training_sequences import Order, Padding, Rows, collate, in_order, split
 
 ALPACA = [{"instruction": "one", "input": "", "output": "1"}, {"instruction": "two", "input": "NA", "output": "2"}]
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from megacompile import training
 from megacompile.errors import MegacompileError
-from megacompile.finetuning import progress
+from megacompile.finetuning import run_progress
 
 CONFIG = """{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
  "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}"""
@@ -131,14 +131,14 @@ def test_an_evaluation_is_the_mean_over_labels_and_not_over_batches() -> None:
     assert training.evaluate(model, batches) == pytest.approx(float(expected)) and model.training
 
 
-def entry(number: int, **changes: Any) -> progress.Entry:
+def entry(number: int, **changes: Any) -> run_progress.Entry:
     step = training.Step(number, 2.5, 1e-4, 1000.0, 0.25, 0.125, 2**20, 3 * 2**30, 0.5)
-    return progress.Entry(step, **{**dict(epoch=0.5, mean_loss=2.75, seconds_left=7500.0, grad_norm=0.5), **changes})
+    return run_progress.Entry(step, **{**dict(epoch=0.5, mean_loss=2.75, seconds_left=7500.0, grad_norm=0.5), **changes})
 
 
 def test_a_log_file_gets_the_first_the_last_and_every_nth_line() -> None:
     out = io.StringIO()
-    with progress.ProgressDisplay(Console(file=out, width=200), steps=7, interval=3) as display:
+    with run_progress.ProgressDisplay(Console(file=out, width=200), steps=7, interval=3) as display:
         for number in range(1, 8):
             display(entry(number))
             display.line(entry(number))
@@ -150,7 +150,7 @@ def test_a_log_file_gets_the_first_the_last_and_every_nth_line() -> None:
 
 def test_a_run_s_course_has_epoch_mean_loss_and_time_left() -> None:
     ends = iter([100.0, 102.0, 106.0])
-    course = progress.RunProgress(10, batch=4, rows=8, losses=[4.0], clock=lambda: next(ends))
+    course = run_progress.RunProgress(10, batch=4, rows=8, losses=[4.0], clock=lambda: next(ends))
     entries = [course(training.Step(n, loss, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0)) for n, loss in ((2, 2.0), (3, 3.0), (4, 1.0))]
     assert [each.epoch for each in entries] == [1.0, 1.5, 2.0]
     assert [each.mean_loss for each in entries] == [3.0, 3.0, 2.5]
@@ -160,10 +160,10 @@ def test_a_run_s_course_has_epoch_mean_loss_and_time_left() -> None:
 def test_norms_are_read_one_step_late_or_when_flushed() -> None:
     known: dict[int, float] = {}
     handed: list[tuple[int, float | None]] = []
-    late = progress.OneStepLate(lambda each: handed.append((each.step.number, each.grad_norm)))
+    late = run_progress.OneStepLate(lambda each: handed.append((each.step.number, each.grad_norm)))
     for number in (1, 2):
         step = training.Step(number, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, functools.partial(known.get, number))
-        late(progress.Entry(step, 0.0, 0.0, None))
+        late(run_progress.Entry(step, 0.0, 0.0, None))
         assert handed == [(1, 0.5)] * (number - 1), "it waited, or came early"
         known[number] = 0.5 * number
     late.flush()

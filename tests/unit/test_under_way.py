@@ -17,7 +17,7 @@ from rich.console import Console
 
 import megacompile
 from megacompile import scheduling
-from megacompile.finetuning.progress import ProgressDisplay
+from megacompile.finetuning.run_progress import ProgressDisplay
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.memory.pinning import pin_all
 from megacompile.sizes import format_bytes

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.batches.pairs import argument, masks_in
+from megacompile.frontend.batches.pair_masks import argument, masks_in
 from megacompile.frontend.ops import attention_kernels as kernels
 from megacompile.frontend.ops import segmented_attention as segmented
 

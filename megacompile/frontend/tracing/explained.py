@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
-from megacompile.frontend.tracing.options import config_name
+from megacompile.frontend.tracing.model_options import config_name
 
 FIXED_SIZES_REMEDY = "compute with the sizes of the inputs, not with constants"
 #: Phrases in Dynamo's texts if Python reads a value of a tensor. Fakes of several modes meet where

@@ -14,11 +14,11 @@ from torch import nn
 
 from megacompile.errors import CaptureError
 from megacompile.frontend.batches.modalities import aligned, is_images
-from megacompile.frontend.batches.pairs import argument, example_of, pairs_of, tokens_of
+from megacompile.frontend.batches.pair_masks import argument, example_of, pairs_of, tokens_of
 from megacompile.frontend.ops.attention import register_with_transformers
-from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.layers import Layers, encoders, find_layers
 from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
+from megacompile.frontend.tracing.peft_tracing import forward_signature
 from megacompile.frontend.tracing.recorders import remove_hooks_for_gradients
 from megacompile.ir.plan import CaptureKey
 from megacompile.torch_compat.core import FakeTensorMode

@@ -18,14 +18,14 @@ from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
 from megacompile.errors import CaptureError, MegacompileError
-from megacompile.frontend.batches.pairs import pairs_of
+from megacompile.frontend.batches.pair_masks import pairs_of
 from megacompile.frontend.templates.template import Source
-from megacompile.frontend.tracing.adapters import traceable_adapters
 from megacompile.frontend.tracing.buffers import own_rewritten_buffers
 from megacompile.frontend.tracing.explained import explained
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS, raise_foreign
 from megacompile.frontend.tracing.layers import LayerStack, layers_as_regions
 from megacompile.frontend.tracing.native_branches import native_branches
+from megacompile.frontend.tracing.peft_tracing import traceable_adapters
 from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
 from megacompile.frontend.tracing.trace_caches import release_tracked_fakes
 from megacompile.torch_compat import dynamo

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.batches.pairs import masks_of
-from megacompile.frontend.batches.patches import model_arguments
-from megacompile.frontend.batches.rows import images_of, join_rows, traced_apart
+from megacompile.frontend.batches.image_patches import model_arguments
+from megacompile.frontend.batches.pair_masks import masks_of
+from megacompile.frontend.batches.split_rows import images_of, join_rows, traced_apart
 from megacompile.frontend.graph.attention_calls import all_layers_call_attention
 from megacompile.frontend.ops.attention import implementation_for
-from megacompile.frontend.tracing.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.tracing.alike_layers import Shortened, shorten
 from megacompile.frontend.tracing.fake_model import capture_shape, fake_batch, is_transformers_model, make_fake_model
 from megacompile.frontend.tracing.layer_calls import layer_calls
 from megacompile.frontend.tracing.layers import find_layers, share_weights
 from megacompile.frontend.tracing.model_graph import ModelGraph, capture_model_graph
+from megacompile.frontend.tracing.peft_tracing import forward_signature, switch_off_adapters
 from megacompile.frontend.tracing.recorders import install_recorders
 from megacompile.frontend.tracing.rehearsal import Rehearsal, rehearse
 from megacompile.ir.plan import CaptureKey

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from megacompile.frontend.batches.patches import model_arguments
+from megacompile.frontend.batches.image_patches import model_arguments
 from megacompile.frontend.tracing.fake_model import capture_shape
 from megacompile.frontend.tracing.modes import RecordedCall, alike, operations, torch_calls
 from megacompile.frontend.tracing.trace import Traced, subject, trace

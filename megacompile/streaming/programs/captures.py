@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megacompile.errors import CaptureError, UnsupportedError, first_line
-from megacompile.frontend.batches.pairs import argument, masks_in
+from megacompile.frontend.batches.pair_masks import argument, masks_in
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import TemplateInput
 from megacompile.inputs.batch import batch_types

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch import fx
 
 from megacompile.errors import InsufficientMemoryError, ProgramError, listed, shortened
-from megacompile.frontend.batches.pairs import argument as argument_of
+from megacompile.frontend.batches.pair_masks import argument as argument_of
 from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import Plan, Shape
 from megacompile.ir.program import SLOT_KINDS, STAGES, Program, argument, find, op_of, slot_family

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.batches.modalities import MAKING_POSITIONS, MODALITIES, POSITIONS, Modality, aligned
 from megacompile.frontend.batches.patch_survey import survey
-from megacompile.frontend.batches.rows import images_in_a_row
+from megacompile.frontend.batches.split_rows import images_in_a_row
 from megacompile.frontend.graph.loss import TargetCount
 from megacompile.frontend.ops.patch_encoder import PatchEncoder
 from megacompile.frontend.tracing.fake_model import make_fake_model

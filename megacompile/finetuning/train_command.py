@@ -21,13 +21,13 @@ from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning.after_step import AfterStep
 from megacompile.finetuning.folder import created, locked
 from megacompile.finetuning.preparation import Preparation, prepare
-from megacompile.finetuning.progress import WINDOW, ProgressDisplay, RunProgress
 from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
 from megacompile.finetuning.resuming import resume
-from megacompile.finetuning.rows import Batch, Padding, Rows, collate, in_order, padded_length
+from megacompile.finetuning.run_progress import WINDOW, ProgressDisplay, RunProgress
 from megacompile.finetuning.saves import Saves
 from megacompile.finetuning.settings import Settings
 from megacompile.finetuning.trackers import started
+from megacompile.finetuning.training_sequences import Batch, Padding, Rows, collate, in_order, padded_length
 from megacompile.inputs import packed_layout
 from megacompile.losses import IGNORED
 from megacompile.planning.process_group import process_count, rank_in_job

@@ -6,7 +6,7 @@ from typing import Any
 
 from megacompile.api import attach
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.tracing.adapters import traceable_adapters
+from megacompile.frontend.tracing.peft_tracing import traceable_adapters
 from megacompile.weights.moving import build_store
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.batches.image_patches import Patches
 from megacompile.frontend.batches.modalities import MAKING_POSITIONS, MODALITIES, POSITIONS
-from megacompile.frontend.batches.patches import Patches
 from megacompile.frontend.capture import CapturedModel
 
 

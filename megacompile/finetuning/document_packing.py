@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import MegacompileError
-from megacompile.finetuning.rows import Rows
+from megacompile.finetuning.training_sequences import Rows
 
 
 def pack(tokens: Tensor, length: int) -> Rows:

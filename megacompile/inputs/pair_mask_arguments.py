@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.batches.pairs import is_pairs, refuse_added
+from megacompile.frontend.batches.pair_masks import is_pairs, refuse_added
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import TemplateInput
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.packed_layout import array_of
-from megacompile.inputs.pairs import read_attention_mask, read_mask
+from megacompile.inputs.pair_mask_arguments import read_attention_mask, read_mask
 from megacompile.losses import IGNORED
 
 #: Arguments for kernels of packed rows that repeat what position IDs already say.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.frontend.batches.modalities import aligned, is_images
-from megacompile.frontend.batches.pairs import pairs_of
+from megacompile.frontend.batches.pair_masks import pairs_of
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
 from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher
