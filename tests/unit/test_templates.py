@@ -256,7 +256,7 @@ def test_every_stage_is_kept_as_text() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match='mode "fast"'):
+    with pytest.raises(UnsupportedError, match='not "fast"'):
         compile_variant(captured("qwen2").templates["prologue"].variant("forward"), [], "fast")
 
 
