@@ -3,10 +3,10 @@
     python benchmarks/step.py --shape qwen2-7b --layers 28 --batch 64 --length 1024 --checkpoint-interval 1
 
 Prints one JSON line: machine, versions, commit, the time of every step, TFLOPS (6 x parameters x tokens / step time, 4 for
-frozen parameters, without recomputation), predicted time, how busy each lane was, peak device memory (what
-PyTorch's allocator reserves, and what is allocated in it), host bytes, and losses.
-`--append FILE` appends the line to a file. `--then` begins the options of another row, which the same process measures. If only
-the plan and the batch differ, it uses the same model.
+frozen parameters, without recomputation), predicted time, how busy each lane was, peak device memory (what PyTorch's
+allocator reserves, and what is allocated in it), host bytes, and losses. `--append FILE` appends the line to a file. `--then`
+begins the options of another row, which the same process measures. If only the plan and the batch differ, it uses the same
+model.
 
 LoRA over frozen weights, in bfloat16 or in codes:
 

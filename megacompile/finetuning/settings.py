@@ -105,8 +105,8 @@ class Settings:
     optim_args: OptimArgs = None
     overlap: Annotated[bool, typer.Option(
         "--overlap", rich_help_panel=_LEARNING,
-        help="Update each layer as soon as its gradients arrive (in plans: --update arrival). Needs --max-grad-norm "
-             "0.")] = False
+        help="Update each layer as soon as its gradients arrive (in plans: --update arrival). "
+             "Needs --max-grad-norm 0.")] = False
     dtype: ModelDType = DType.AUTO
     bf16: Annotated[bool, typer.Option(
         "--bf16", rich_help_panel=_LEARNING, help="Same as --dtype bfloat16. Master weights stay in FP32.")] = False

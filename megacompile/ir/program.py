@@ -51,10 +51,10 @@ from megacompile.ir.plan import Plan, Shape
 from megacompile.ir.stack import differentiated_layers
 
 __all__ = [
-    "OPS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec", "Kept", "Lane", "Op",
-    "Program", "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find", "gives_outputs", "lane_of",
-    "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places", "reached", "rebuild",
-    "slot_family", "slot_ranks", "stays", "trainable", "uses"]
+    "OPS", "SECTIONS_OF_ALL_RANKS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec",
+    "Kept", "Lane", "Op", "Program", "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find",
+    "gives_outputs", "lane_of", "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places",
+    "reached", "rebuild", "slot_family", "slot_ranks", "stays", "trainable", "uses"]
 
 #: Bytes of a chunk of a visiting tile. Copies of this size reach the link's rate, and the slot costs a plan little memory.
 VISITING_BYTES = 1 << 25

@@ -76,8 +76,8 @@ def device_of(row: dict[str, Any]) -> str:
     """The device of a row in short: "H200", "4 x H100", "CPU"."""
     name = str(row.get("device") or row.get("machine", {}).get("device") or "CPU")
     gpu = re.search(r"[A-Z]\d{3}", name)
-    gpus = row.get("options", {}).get("gpus")
-    return ("CPU" if gpu is None else gpu[0]) if gpus is None else f"{gpus} x {gpu and gpu[0]}"
+    short, count = "CPU" if gpu is None else gpu[0], row.get("options", {}).get("gpus")
+    return short if count is None else f"{count} x {short}"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]}: {row[1]}" for row in ROWS])
