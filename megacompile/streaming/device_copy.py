@@ -212,7 +212,9 @@ class DeviceCopy:
             self._forget(stays_too=False)
         if not keep_tiles or not self._holds(needed + streamed.arena.device_bytes()):
             self._forget(stays_too=True)
-        if self.native is None or streamed.arena.device_bytes() < before:
+        # Without a stated budget the use takes the allocator's free memory, which PyTorch gives back where the device is full.
+        stated = streamed.planner.config.device_memory is not None
+        if stated and (self.native is None or streamed.arena.device_bytes() < before):
             streamed.backend.trim()
 
     def free_slots(self) -> bool:

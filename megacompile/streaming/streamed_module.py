@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
+from megacompile.ir.program import Lane
 from megacompile.streaming.adapters import base_calls_streamed
 from megacompile.streaming.generation import Way, ways_to_generate, with_options
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
-from megacompile.torch_compat.core import parse_to
+from megacompile.torch_compat.core import parse_to, pytree
 from megacompile.weights.saving import save_whole
 
 
@@ -193,12 +194,21 @@ class StreamedPretrained(StreamedModule):
             return super().generate(*args, **with_options(kwargs, use_cache=False))  # type: ignore[misc]
 
     def _generate(self, way: Way, *args: Any) -> Any:
+        """Generates in the lane compute, whose free memory the allocator gives to no other stream."""
+        backend = self.megacompile.streamed.backend
         use = self.megacompile.streamed.device_copy.use(original_class(self), way.bytes, way.turns)
-        with torch.no_grad(), use as native:
-            return native.generate(*args, **way.kwargs)  # type: ignore[operator]
+        backend.enter(_tensors([args, way.kwargs]))
+        with torch.no_grad(), backend.issuing(Lane.COMPUTE), use as native:
+            found = native.generate(*args, **way.kwargs)  # type: ignore[operator]
+        backend.exit(_tensors(found))
+        return found
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _for_generation(inputs: dict[str, Any]) -> dict[str, Any]:
