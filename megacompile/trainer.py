@@ -240,7 +240,7 @@ def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) ->
     if captured.is_averaged or captured.across_rows or captured.totals:
         return True
     lengths = {each.shape[1:2] for batch in batches for each in batch.values() if isinstance(each, Tensor)}
-    return captured.counts_places and (len(lengths) > 1 or "position_ids" in batches[0])
+    return captured.counts_positions and (len(lengths) > 1 or "position_ids" in batches[0])
 
 
 def _max_grad_norm(optimizer: StreamedOptimizer, argument: float) -> float | None:

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from megacompile.ir.program import Kept, argument
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.kernels import Batch, Kernel
+from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint
 from megacompile.runtime.memory.arena import Arena
-from megacompile.runtime.memory.checkpoints import HostCheckpoint
 from megacompile.runtime.memory.shards import Share
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.ranks import Ranks

@@ -16,8 +16,8 @@ from megacompile.runtime.collective_operations import COLLECTIVE_OPERATIONS
 from megacompile.runtime.frame import Frame, own_bytes
 from megacompile.runtime.kernels import Activation, Kernel, bind
 from megacompile.runtime.kernels import accumulate as accumulate_gradients
+from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from megacompile.runtime.memory.arena import Accumulators, Gradients, State, Weights
-from megacompile.runtime.memory.checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from megacompile.runtime.memory.shards import Share
 from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.runtime.update_operations import UPDATE_OPERATIONS

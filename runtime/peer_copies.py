@@ -99,5 +99,5 @@ class PeerCopies:
 
     def _inbox(self, rank: int, half: int, source: int, room: int) -> Tensor:
         """fp32 [room]: where `source` writes in another rank's memory."""
-        place = (source - rank) % self.size - 1
-        return self._peers.get_buffer(rank, (room,), torch.float32, (2 + half) * self._half // 4 + place * room)
+        part = (source - rank) % self.size - 1
+        return self._peers.get_buffer(rank, (room,), torch.float32, (2 + half) * self._half // 4 + part * room)

@@ -219,7 +219,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         host_gib=gib(stats["host_bytes"]),
         predicted_host_gib=gib(predicted_host_bytes(model)),
         host_bytes_per_parameter=round(stats["host_bytes"] / stats["parameters"], 3), resident_set_gib=gib(resident_bytes()),
-        resident_set_before_gib=gib(models.before), checkpoint_gib=gib(checkpoint_bytes(model, plan)),
+        resident_set_before_gib=gib(models.before), checkpoint_gib=gib(activation_checkpoint_bytes(model, plan)),
         setup_s=round(setup_s, 1), **of_the_disk(model, simulated))
 
 
@@ -323,7 +323,7 @@ def profile(model: Any, step: Step, given: argparse.Namespace) -> None:
     print(profiled.key_averages().table(sort_by="device_time_total", row_limit=40, max_name_column_width=70))
 
 
-def checkpoint_bytes(model: Any, plan: Any) -> int:
+def activation_checkpoint_bytes(model: Any, plan: Any) -> int:
     """The bytes of the activation checkpoints of one step: the inputs of all blocks."""
     blocks = -(-(model.config.num_hidden_layers - plan.saved_layers) // plan.checkpoint_interval)
     return int(blocks * plan.batch * plan.length * model.config.hidden_size * model.dtype.itemsize)

@@ -115,9 +115,9 @@ class ChatEncoder:
                                        "them in the chat template with {% generation %}")
             tokens = apart
         end = self._tokenizer.eos_token_id
-        ends = [place for place in range(len(start), len(tokens)) if tokens[place] == end]
+        ends = [index for index in range(len(start), len(tokens)) if tokens[index] == end]
         learned_until = ends[-1] + 1 if ends else len(tokens)  # nothing is generated after the end token
-        return Encoded(tokens, [len(start) <= place < learned_until for place in range(len(tokens))])
+        return Encoded(tokens, [len(start) <= index < learned_until for index in range(len(tokens))])
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

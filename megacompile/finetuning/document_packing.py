@@ -57,15 +57,15 @@ def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
     with_space: defaultdict[int, list[int]] = defaultdict(list)
     spaces: list[int] = []  # the keys of `with_space` with a non-empty list, sorted
     for number in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
-        place = bisect_left(spaces, sizes[number])
-        if place == len(spaces):
+        index = bisect_left(spaces, sizes[number])
+        if index == len(spaces):
             members.append([])
             which, space = len(members) - 1, room
         else:
-            space = spaces[place]
+            space = spaces[index]
             which = with_space[space].pop()
             if not with_space[space]:
-                del spaces[place]
+                del spaces[index]
         members[which].append(number)
         left = space - sizes[number]
         if not with_space[left]:

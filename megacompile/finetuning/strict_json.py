@@ -22,19 +22,19 @@ def parse(text: str) -> Any:
 def items(text: str) -> Iterator[Any]:
     """The items of an array, parsed one by one, so that an error is raised for the item that has it. Raises `ValueError` as
     `parse` does."""
-    place = _after_space(text, _after_space(text, 0) + 1)  # after the bracket
-    more = text[place:place + 1] != "]"
+    index = _after_space(text, _after_space(text, 0) + 1)  # after the bracket
+    more = text[index:index + 1] != "]"
     while more:
-        found, place = _value(text, place)
+        found, index = _value(text, index)
         yield found
-        place = _after_space(text, place)
-        more = text[place:place + 1] == ","
+        index = _after_space(text, index)
+        more = text[index:index + 1] == ","
         if more:
-            place = _after_space(text, place + 1)
-        elif text[place:place + 1] != "]":
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, place)
-    if _after_space(text, place + 1) < len(text):
-        raise json.JSONDecodeError("Extra data", text, place + 1)
+            index = _after_space(text, index + 1)
+        elif text[index:index + 1] != "]":
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, index)
+    if _after_space(text, index + 1) < len(text):
+        raise json.JSONDecodeError("Extra data", text, index + 1)
 
 
 def utf8(text: str) -> str:
@@ -49,8 +49,8 @@ def utf8(text: str) -> str:
     return text
 
 
-def _after_space(text: str, place: int) -> int:
-    found = _SPACE.match(text, place)
+def _after_space(text: str, index: int) -> int:
+    found = _SPACE.match(text, index)
     assert found is not None, "the pattern matches an empty string"
     return found.end()
 
@@ -67,12 +67,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _value(text: str, place: int) -> tuple[Any, int]:
-    """The value that begins at index `place`, and the index of its end."""
+def _value(text: str, index: int) -> tuple[Any, int]:
+    """The value that begins at `index`, and the index of its end."""
     try:
-        found, end = _DECODER.raw_decode(text, place)
-        utf8(text[place:end])
-        if _HALF.search(text, place, end):
+        found, end = _DECODER.raw_decode(text, index)
+        utf8(text[index:end])
+        if _HALF.search(text, index, end):
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

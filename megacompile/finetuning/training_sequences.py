@@ -75,8 +75,8 @@ class Rows:
         """The position of each token of a sequence in its conversation, int64, 1-D."""
         assert self.begins is not None, "a sequence is one conversation"
         begins = self.begins[slice(*self.spans[index].tolist())]
-        places = torch.arange(begins.numel())
-        return places - places.where(begins, 0).cummax(0).values
+        indexes = torch.arange(begins.numel())
+        return indexes - indexes.where(begins, 0).cummax(0).values
 
     def select(self, which: Tensor) -> Rows:
         """Some of the rows, selected by a mask or by indices. Shares memory."""
@@ -133,17 +133,17 @@ class Order:
 
     def batches(self, done: int = 0) -> Iterator[list[int]]:
         """The indices of the rows of each step after the first `done` steps. The last step may have fewer than `batch`."""
-        place, epoch, order = done * self.batch, -1, np.empty(0, np.int64)
-        while self.total is None or place < self.total:
-            end = place + self.batch if self.total is None else min(place + self.batch, self.total)
+        start, epoch, order = done * self.batch, -1, np.empty(0, np.int64)
+        while self.total is None or start < self.total:
+            end = start + self.batch if self.total is None else min(start + self.batch, self.total)
             step = []
-            for each in range(place, end):
+            for each in range(start, end):
                 if each // self.rows != epoch:
                     epoch = each // self.rows
                     order = _permutation(self.rows, self.seed, epoch + 1)
                 step.append(int(order[each % self.rows]))
             yield step
-            place = end
+            start = end
 
 
 @dataclass(frozen=True)

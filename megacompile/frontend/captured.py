@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.batches.image_patches import Patches
-from megacompile.frontend.batches.image_positions import Places
+from megacompile.frontend.batches.image_positions import ImagePositions
 from megacompile.frontend.batches.pair_masks import of_pairs
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.graph.loss import TargetCount
@@ -59,10 +59,10 @@ class BatchFacts:
     their positional order. `labels`: those that only the loss reads. `same_logits_without_labels`: a forward without labels
     computes the logits that were captured with them.
     `across_rows`: the name and source line of an operation on several sequences at once, in which case batches are not split;
-    else "". `totals`: how values made of all rows of a batch are computed, for each of its micro-batches. `counts_places`: the
-    model computes with such a value of the positions in a row, which differs for longer rows.
-    `places`: where features (of images, for example) are put among tokens; each checks a batch. `patches`: encoders of images
-    of any size, whose batch arguments are aligned with tokens.
+    else "". `totals`: how values made of all rows of a batch are computed, for each of its micro-batches. `counts_positions`:
+    the model computes with such a value of the positions in a row, which differs for longer rows. `image_positions`: where
+    features (of images, for example) are put among tokens; each checks a batch. `patches`: encoders of images of any size,
+    whose batch arguments are aligned with tokens.
     """
 
     forward_arguments: frozenset[str]
@@ -71,8 +71,8 @@ class BatchFacts:
     same_logits_without_labels: bool
     across_rows: str
     totals: tuple[TargetCount, ...]
-    counts_places: bool
-    places: tuple[Places, ...]
+    counts_positions: bool
+    image_positions: tuple[ImagePositions, ...]
     patches: tuple[Patches, ...]
 
 
@@ -238,9 +238,9 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
     def reads_batches_as(self, other: CapturedModel) -> bool:
         """Whether batches are read, padded and split alike for both captures of a model, in training and in evaluation."""
         def facts(captured: CapturedModel) -> tuple[Any, ...]:
-            counted = (captured.totals, captured.places, captured.patches)
+            counted = (captured.totals, captured.image_positions, captured.patches)
             return (captured.batch_inputs, captured.labels, captured.same_logits_without_labels, bool(captured.across_rows),
-                    *map(len, counted), captured.counts_places, captured.fused_attention, captured.causal, captured.masks_hide,
-                    captured.masks_added, captured.has_loss, captured.has_loss_denominator, captured.is_averaged,
-                    captured.heads is None, captured.evaluating)
+                    *map(len, counted), captured.counts_positions, captured.fused_attention, captured.causal,
+                    captured.masks_hide, captured.masks_added, captured.has_loss, captured.has_loss_denominator,
+                    captured.is_averaged, captured.heads is None, captured.evaluating)
         return facts(self) == facts(other) and (self.same_in_evaluation() or not other.same_in_evaluation())

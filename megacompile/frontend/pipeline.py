@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from megacompile.frontend.batches.image_patches import Patches
-from megacompile.frontend.batches.image_positions import Places
+from megacompile.frontend.batches.image_positions import ImagePositions
 from megacompile.frontend.captured import AttentionFacts, BatchFacts, LayerFacts, LossFacts
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.graph.loss import TargetCount
@@ -80,10 +80,10 @@ class CaptureState(Given):
     # What rewriting the graph found.
     output: OutputStructure
     positions: list[int]
-    places: tuple[Places, ...]
+    image_positions: tuple[ImagePositions, ...]
     has_loss: bool
     count_targets: CountTargets | None
-    counts_places: bool
+    counts_positions: bool
     totals: tuple[TargetCount, ...]
     arguments_mix: str
     # The graph in pieces.

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.frontend.batches.image_patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
-from megacompile.frontend.batches.image_positions import Places, places_of, take_aligned
+from megacompile.frontend.batches.image_patches import (
+    Patches,
+    install_encoders,
+    model_arguments,
+    refuse_adapters,
+    with_positions,
+)
+from megacompile.frontend.batches.image_positions import ImagePositions, find_image_positions, take_aligned
 from megacompile.frontend.batches.pair_masks import argument, masks_in, masks_of, pairs_of, refuse_added
 from megacompile.frontend.batches.split_rows import fixes_rows, images_of
 from megacompile.frontend.captured import AttentionFacts, BatchFacts, LayerFacts, LossFacts
@@ -20,7 +26,7 @@ from megacompile.frontend.graph.attention_calls import (
     masks_pairs,
     says_causal,
 )
-from megacompile.frontend.graph.batch_totals import counts_places as computes_with_places
+from megacompile.frontend.graph.batch_totals import counts_positions as computes_with_positions
 from megacompile.frontend.graph.batch_totals import take_totals
 from megacompile.frontend.graph.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.graph.grad_modes import follow_gradients
@@ -148,10 +154,10 @@ def find_output(graph: ModelGraph, name: str, loss: Loss) -> tuple[OutputStructu
 
 
 def place_images(graph: ModelGraph, name: str, patches: tuple[Patches, ...], batch: dict[str, Tensor],
-                 key: CaptureKey) -> tuple[tuple[Patches, ...], tuple[Places, ...]]:
+                 key: CaptureKey) -> tuple[tuple[Patches, ...], tuple[ImagePositions, ...]]:
     """Finds where the model puts images' features among tokens, and takes features by row."""
-    patches = with_places(patches, take_aligned(graph, name), name)
-    return patches, places_of(graph, name, images_of(batch), key.images)
+    patches = with_positions(patches, take_aligned(graph, name), name)
+    return patches, find_image_positions(graph, name, images_of(batch), key.images)
 
 
 def normalize(graph: ModelGraph, loss: Loss, output: OutputStructure,
@@ -169,7 +175,7 @@ def _one(batch: Mapping[str, Tensor]) -> Tensor:
 
 def take_batch_totals(graph: ModelGraph) -> tuple[bool, tuple[TargetCount, ...], str]:
     """Turns values made of all rows of the batch's arguments into inputs; names one that the host cannot compute."""
-    return computes_with_places(graph), *take_totals(graph)
+    return computes_with_positions(graph), *take_totals(graph)
 
 
 def draw_dropout(graph: ModelGraph) -> None:
@@ -308,7 +314,8 @@ def describe_loss(graph: ModelGraph, loss: Loss, has_loss: bool, count_targets: 
 def describe_batch(
     graph: ModelGraph, fake_model: nn.Module, batch: dict[str, Tensor], key: CaptureKey, positions: Sequence[int],
     calls: tuple[Call, ...], loss_facts: LossFacts, read_by_loss: Described, arguments_mix: str, layers_mix: str,
-    totals: tuple[TargetCount, ...], counts_places: bool, places: tuple[Places, ...], patches: tuple[Patches, ...],
+    totals: tuple[TargetCount, ...], counts_positions: bool, image_positions: tuple[ImagePositions, ...],
+    patches: tuple[Patches, ...],
 ) -> BatchFacts:
     """Which batch arguments are read, which of them only by the loss, and what is computed across rows."""
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
@@ -321,7 +328,7 @@ def describe_batch(
         forward_arguments=frozenset(forward_signature(fake_model).parameters), batch_inputs=inputs, labels=labels,
         same_logits_without_labels=same_logits,
         across_rows=arguments_mix or ("" if loss_facts.is_averaged else layers_mix), totals=totals,
-        counts_places=counts_places, places=places, patches=patches)
+        counts_positions=counts_positions, image_positions=image_positions, patches=patches)
 
 
 def _same_logits_without_labels(
@@ -360,9 +367,9 @@ STEPS: tuple[Step, ...] = (
     Step("follow gradients", mark_gradients, changes=("graph",)),
     Step("adopt attention", adopt_attention, changes=("graph",)),
     Step("find the output", find_output, gives=("output", "positions")),
-    Step("place images", place_images, gives=("patches", "places"), changes=("graph",)),
+    Step("place images", place_images, gives=("patches", "image_positions"), changes=("graph",)),
     Step("normalize the loss", normalize, gives=("has_loss", "count_targets"), changes=("graph",)),
-    Step("take batch totals", take_batch_totals, gives=("counts_places", "totals", "arguments_mix"), changes=("graph",)),
+    Step("take batch totals", take_batch_totals, gives=("counts_positions", "totals", "arguments_mix"), changes=("graph",)),
     Step("draw dropout", draw_dropout, changes=("graph",)),
     Step("split at layers", split, gives=("sections",)),
     Step("number dropouts", number_dropouts, changes=("sections",)),

@@ -43,11 +43,11 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Prompt], output: Path
         for start in range(0, len(prompts), batch * _WINDOW):
             window = prompts[start:start + batch * _WINDOW]
             answers: dict[int, tuple[str, int]] = {}
-            for places in _by_length(window, batch):
-                answers |= zip(places, answered(model, tokenizer, [window[place] for place in places], sampling), strict=True)
-                tokens += sum(answers[place][1] for place in places)
-                progress.update(task, advance=len(places), rate=f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
-            _write(file, window, [answers[place] for place in range(len(window))])
+            for indexes in _by_length(window, batch):
+                answers |= zip(indexes, answered(model, tokenizer, [window[index] for index in indexes], sampling), strict=True)
+                tokens += sum(answers[index][1] for index in indexes)
+                progress.update(task, advance=len(indexes), rate=f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
+            _write(file, window, [answers[index] for index in range(len(window))])
     seconds = time.perf_counter() - began
     console.print(f"{len(prompts):,} answers, {tokens:,} tokens in {seconds:,.1f} s ({tokens / seconds:,.0f} tokens/s)")
 
@@ -60,11 +60,11 @@ def _opened(output: Path) -> IO[str]:
 
 
 def _by_length(prompts: Sequence[Prompt], batch: int) -> Iterator[list[int]]:
-    """The places of prompts in batches of similar length, so that little of a batch is padding. The longest come first: if
+    """The indexes of prompts in batches of similar length, so that little of a batch is padding. The longest come first: if
     memory does not suffice, that is seen at once."""
-    places = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].tokens))
-    for start in range(0, len(places), batch):
-        yield places[start:start + batch]
+    indexes = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].tokens))
+    for start in range(0, len(indexes), batch):
+        yield indexes[start:start + batch]
 
 
 def answered(model: Any, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[str, int]]:
@@ -83,7 +83,7 @@ def answered(model: Any, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sa
 
 def _text(tokenizer: Any, tokens: list[int], sampling: Sampling, ends: set[int]) -> tuple[str, int]:
     """The text up to the first end, and how many tokens were generated for it."""
-    stop = next((place for place, token in enumerate(tokens) if token in ends), None)
+    stop = next((index for index, token in enumerate(tokens) if token in ends), None)
     if stop is not None:
         tokens = tokens[:stop + 1]  # what follows fills the batch
     return sampling.cut(tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens)

@@ -43,7 +43,7 @@ class Sampling:
 
     def cut(self, text: str) -> str:
         """An answer without what follows the first stop text."""
-        ends = [place for stop in self.stop or () if (place := text.find(stop)) >= 0]
+        ends = [index for stop in self.stop or () if (index := text.find(stop)) >= 0]
         return text[:min(ends)] if ends else text
 
 

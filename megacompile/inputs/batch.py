@@ -188,7 +188,7 @@ def _plain_inputs(name: str, captured: CapturedModel, types: Mapping[str, Templa
     labels = captured.labels
     known = {key: given[key] for key in captured.batch_inputs if given.get(key) is not None}
     inputs = {key: _checked(name, key, value, types.get(key)) for key, value in known.items() if not of_pairs(types.get(key))}
-    images = {key for places in captured.places for key in places.images}
+    images = {key for positions in captured.image_positions for key in positions.images}
     inputs |= {key: torch.zeros(0, *types[key].shape[1:], dtype=types[key].dtype) for key in images - inputs.keys()}
     if missing := [key for key in captured.batch_inputs if key not in labels and key not in {*inputs, *known}]:
         raise UnsupportedError(f"{name}: {', '.join(missing)} must be given to a streamed model")

@@ -23,8 +23,8 @@ def arrange_images(name: str, captured: CapturedModel, inputs: Mapping[str, Tens
     `captured`: the capture for plain batches. Raises `UnsupportedError` if the number of images differs from the number of
     their placeholders."""
     numbers: dict[str, list[int]] = {}
-    for places in captured.places:
-        numbers |= dict.fromkeys(places.images, places.numbers(name, inputs))
+    for positions in captured.image_positions:
+        numbers |= dict.fromkeys(positions.images, positions.numbers(name, inputs))
     largest = max((max(each) for each in numbers.values()), default=1)
     most = 1 << max(largest - 1, 0).bit_length()
     if most > 1 and (others := images_of(inputs) - numbers.keys()):
@@ -36,7 +36,7 @@ def arrange_images(name: str, captured: CapturedModel, inputs: Mapping[str, Tens
 
 def _by_rows(name: str, key: str, images: Tensor, numbers: list[int], most: int) -> Tensor:
     if len(images) != sum(numbers):
-        raise UnsupportedError(f"{name}: {key} has {len(images)} images, but the batch's sequences have places for "
+        raise UnsupportedError(f"{name}: {key} has {len(images)} images, but the batch's sequences have placeholders for "
                                f"{sum(numbers)}: put the placeholders of every image into input_ids, and no others")
     if not len(images):
         images = images.new_zeros((1, *images.shape[1:]))  # never read

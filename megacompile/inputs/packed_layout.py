@@ -130,9 +130,9 @@ class Layout:
         for padding. Differentiable."""
         flat = packed.flatten(0, 1)
         filled = self.filled.to(flat.device)
-        places = self.source.flatten()[self.filled].to(flat.device)
+        indexes = self.source.flatten()[self.filled].to(flat.device)
         out = flat.new_zeros(self.size[0] * self.size[1], *flat.shape[1:])
-        return out.index_copy(0, places, flat[filled]).unflatten(0, self.size)
+        return out.index_copy(0, indexes, flat[filled]).unflatten(0, self.size)
 
 
 def array_of(tensor: Tensor) -> npt.NDArray[Any]:

@@ -44,8 +44,9 @@ def align_patches(model: nn.Module, captured: CapturedModel, given: Mapping[str,
 def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor, device: torch.device) -> dict[str, Tensor]:
     patches, sizes = given.get(found.modality.patches), given.get(found.modality.sizes)
     per_feature, shape = found.encoder.per_feature, found.encoder.patch
-    assert found.places is not None, "made when the model was captured"
-    there = found.places({key: given[key].cpu() for key in {source.name for source in found.places.sources}}) > 0
+    assert found.feature_positions is not None, "made when the model was captured"
+    read = {source.name for source in found.feature_positions.sources}
+    there = found.feature_positions({key: given[key].cpu() for key in read}) > 0
     if patches is None and sizes is None:
         patches, sizes = torch.zeros(0, *shape), torch.zeros(0, 3, dtype=torch.long)
     if (not isinstance(patches, Tensor) or not isinstance(sizes, Tensor) or patches.shape[1:] != shape or sizes.dim() != 2
@@ -55,19 +56,19 @@ def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor
                                "the model's processor makes them")
     sizes = sizes.cpu().long()
     patches_of = sizes.prod(1)
-    features, places = patches_of // per_feature, there.sum(1)
+    features, counts = patches_of // per_feature, there.sum(1)
     if int(patches_of.sum()) != len(patches) or bool((patches_of % per_feature).any()):
         raise UnsupportedError(f"{name}: {found.modality.patches} has {len(patches)} patches, but {found.modality.sizes} calls "
                                f"for {int(patches_of.sum())}: pass all patches of every image")
     ends = {0, *features.cumsum(0).tolist()}
-    for row, end in enumerate(places.cumsum(0).tolist()):
+    for row, end in enumerate(counts.cumsum(0).tolist()):
         if end not in ends:
-            raise UnsupportedError(f"{name}: sequence {row} of the batch has {int(places[row])} places for features, which do "
-                                   f"not match whole images of {found.modality.sizes}: put all placeholders of an image into "
-                                   "one sequence of input_ids")
-    if int(places.sum()) != int(features.sum()):
+            raise UnsupportedError(f"{name}: sequence {row} of the batch has {int(counts[row])} placeholders for features, "
+                                   f"which do not match whole images of {found.modality.sizes}: put all placeholders of an "
+                                   "image into one sequence of input_ids")
+    if int(counts.sum()) != int(features.sum()):
         raise UnsupportedError(f"{name}: {found.modality.sizes} calls for {int(features.sum())} features, but the batch's "
-                               f"sequences have places for {int(places.sum())}: put the placeholders of every image into "
+                               f"sequences have placeholders for {int(counts.sum())}: put the placeholders of every image into "
                                "input_ids, and no others")
     of_tokens = torch.zeros((*tokens.shape, found.encoder.elements), dtype=found.dtype, device=device)
     of_tokens[there.to(device)] = patches.to(device, found.dtype).reshape(-1, found.encoder.elements)

@@ -238,9 +238,9 @@ def obstacle(captured: CapturedModel, types: Mapping[str, TemplateInput]) -> str
 
 
 def _obstacles(captured: CapturedModel, types: Mapping[str, TemplateInput]) -> Iterator[str]:
-    images = {name for places in captured.places for name in places.images}
+    images = {name for positions in captured.image_positions for name in positions.images}
     of_rows = [name for name, given in types.items() if len(given.shape) < 2 or given.shape[1] != LENGTH_SYMBOL]
-    if images or captured.places or captured.patches:
+    if images or captured.image_positions or captured.patches:
         yield f"the model takes images{_named(sorted(images) or of_rows)}"
     if of_rows:
         yield f"some arguments have values for rows instead of tokens{_named(of_rows)}"

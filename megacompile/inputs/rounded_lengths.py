@@ -111,7 +111,7 @@ def _is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], i
     shapes = [types[name].shape if name in types else () for name in inputs]
     if any(len(shape) < 2 or shape[1] != LENGTH or LENGTH in shape[2:] for shape in shapes):
         return False  # values for rows, images or pairs of tokens
-    if captured.totals or captured.counts_places or captured.places or captured.patches or captured.across_rows:
+    if captured.totals or captured.counts_positions or captured.image_positions or captured.patches or captured.across_rows:
         return False
     if captured.has_loss and (captured.token_loss or captured.is_averaged or not captured.has_loss_denominator):
         return False

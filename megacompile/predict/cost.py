@@ -22,7 +22,7 @@ from megacompile.frontend.templates.joint import base_of
 from megacompile.frontend.templates.template import Template, Variant
 from megacompile.ir.token_loop import TokenLoop, Total, token_loops, total_dtype
 from megacompile.predict.fusion import computes, fuse
-from megacompile.runtime.memory.checkpoints import ALIGNMENT
+from megacompile.runtime.memory.activation_checkpoints import ALIGNMENT
 
 #: Peaks so far, by (batch, length, fused): the planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
@@ -258,7 +258,7 @@ def output_bytes(template: Template, batch: int, length: int) -> int:
     return _evaluated(template, "output_bytes", batch, length)
 
 
-def checkpoint_bytes(template: Template, length: int) -> int:
+def activation_checkpoint_bytes(template: Template, length: int) -> int:
     """Bytes that a template's outputs for one sequence take in a buffer, each of them aligned. n sequences take at most n times
     as much."""
     return output_bytes(template, 1, length) + (template.outputs - 1) * ALIGNMENT

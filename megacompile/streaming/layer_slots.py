@@ -45,7 +45,7 @@ class LayerWeights:
         return last.start + last.host.numel()
 
     @property
-    def places(self) -> dict[str, int]:
+    def offsets(self) -> dict[str, int]:
         """The first byte in the slot of each parameter by name."""
         return {name: piece.start + start for piece in self.pieces for name, start in piece.parameters.items()}
 
@@ -86,7 +86,7 @@ def resident_layers(layers: Sequence[LayerWeights], budget_bytes: int) -> list[L
     time. `budget_bytes` hold at least the slots."""
     largest = max(layer.bytes for layer in layers)
     count = min((budget_bytes - slot_bytes(layers)) // largest, len(layers) - 1)
-    return [layers[place * len(layers) // count] for place in range(count)]
+    return [layers[number * len(layers) // count] for number in range(count)]
 
 
 def slot_bytes(layers: Sequence[LayerWeights]) -> int:
@@ -118,7 +118,7 @@ class LayerSlots:
         """For the parameters of `model` that are in slots, by their `id`: the part of the slot, like the parameter."""
         parameters, found = dict(nn.Module.named_parameters(model, remove_duplicate=False)), {}
         for position, layer in enumerate(self.layers):
-            for name, start in layer.places.items():
+            for name, start in layer.offsets.items():
                 p = parameters[name]
                 found[id(p)] = self._slot(position).memory[start:start + p.nbytes].view(p.dtype).view(p.shape)
         return found

@@ -12,8 +12,8 @@ from megacompile.errors import InsufficientMemoryError, LeaseError
 from megacompile.ir.program import Kept
 from megacompile.planning.planner import Planner
 from megacompile.runtime.kernels import Activation, Batch
+from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint
 from megacompile.runtime.memory.arena import Accumulators
-from megacompile.runtime.memory.checkpoints import HostCheckpoint
 from megacompile.sizes import format_bytes
 from megacompile.streaming.programs.shapes import CompiledShape
 

@@ -44,6 +44,6 @@ def discard_plans(streamed: Streamed, before: str) -> None:
     streamed.step.programs_dropped()
     streamed.runner.forget_run()
     streamed.arena.close()
-    streamed.checkpoints.close()
+    streamed.activation_checkpoints.close()
     streamed.store.drop_sums()
     streamed.backend.trim()

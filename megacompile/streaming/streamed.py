@@ -22,8 +22,8 @@ from megacompile.planning.planner import Planner
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Batch
+from megacompile.runtime.memory.activation_checkpoints import HostCheckpoints
 from megacompile.runtime.memory.arena import Arena
-from megacompile.runtime.memory.checkpoints import HostCheckpoints
 from megacompile.runtime.memory.pinning import pin_all
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.ranks import Ranks
@@ -62,7 +62,7 @@ class Streamed:
                  config: StreamConfig, ranks: Ranks | None = None, agreed_budgets: Sequence[str] = ()) -> None:
         self.call_lock = threading.RLock()  # see call_lock.py
         self.model, self.captured, self.store, self.backend = model, captured, store, backend
-        self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
+        self.arena, self.activation_checkpoints = Arena(backend), HostCheckpoints(backend)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
         self.dtypes = {p.dtype for p in self.parameters.values() if p.is_floating_point()}  # codes of weights are integers
         self.gradients = Gradients(self.parameters, tiling, store)
@@ -81,10 +81,10 @@ class Streamed:
         self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
-        self.forwards = OpenForwards()
-        self.device_copy = DeviceCopy(self)
+        self.forwards, self.device_copy = OpenForwards(), DeviceCopy(self)
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays pinned.
-        self._give_back = weakref.finalize(self, give_back, executor, self.arena, self.checkpoints, store, backend, ranks)
+        self._give_back = weakref.finalize(self, give_back, executor, self.arena, self.activation_checkpoints, store,
+                                           backend, ranks)
         if self.planner.pinned().tiles:
             pin_all(backend, store.streamed_memory())
 
@@ -183,7 +183,7 @@ class Streamed:
 
     def _open(self, shape: CompiledShape, batch: Batch) -> OpenForward:
         forward = OpenForward(shape, batch, self.step.version)
-        forward.host, forward.give_back = self.checkpoints.lend(forward, shape.host_slots, self.settle)
+        forward.host, forward.give_back = self.activation_checkpoints.lend(forward, shape.host_slots, self.settle)
         return forward
 
     def train_step(self, given: BatchArguments, update: Update, overlap: bool) -> Tensor:

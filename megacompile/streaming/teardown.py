@@ -4,8 +4,8 @@ from __future__ import annotations
 from megacompile.frontend.tracing.trace_caches import forget_generated_code, forget_symbols
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
+from megacompile.runtime.memory.activation_checkpoints import HostCheckpoints
 from megacompile.runtime.memory.arena import Arena
-from megacompile.runtime.memory.checkpoints import HostCheckpoints
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.ranks import Ranks
 from megacompile.runtime.reference import ReferenceExecutor

@@ -175,8 +175,9 @@ def handed_on(program: Program) -> Iterator[Fault]:
             left += [(place, lane, access, node) for node in here.values()]
             late = next((node for node in here.values() if not clocks.covers(event, node)), None)
             if late is not None:
-                yield Fault(f"{describe(leave)} passes {event.name} to later sections, which fires before {describe(late)} is "
-                            "done", f"record an event on {lane} after {late.name} and pass that one", leave, late, hazard=True,
+                yield Fault(f"{describe(leave)} passes {event.name} to later sections, and {event.name} fires before "
+                            f"{describe(late)} is done",
+                            f"record an event on {lane} after {late.name} and pass that one", leave, late, hazard=True,
                             order=f"{describe(leave)} is not ordered after {access} by {describe(late)}")
         for (place, lane), here in owed.items():
             kind = place_kind(place)

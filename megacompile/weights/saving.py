@@ -71,9 +71,9 @@ def recover(directory: Path) -> None:
     `CheckpointError`."""
     target = directory.resolve()
     try:
-        for place in {target.parent, target}:
-            if place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK):
-                for folder in abandoned(place, _prefix(target)):
+        for parent in {target.parent, target}:
+            if parent.is_dir() and os.access(parent, os.R_OK | os.W_OK | os.X_OK):
+                for folder in abandoned(parent, _prefix(target)):
                     _give_back(folder, target)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read ({error.strerror}): give a folder that can be "

@@ -40,7 +40,7 @@ HOST_MARGIN_BYTES = 1 << 30
 
 
 #: (tile, index of the parameter in it).
-Place = tuple[str, int]
+Position = tuple[str, int]
 #: (whether a parameter trains, its dtype): parameters of one kind share a tile.
 Kind = tuple[bool, torch.dtype]
 
@@ -58,16 +58,17 @@ class Spec(NamedTuple):
 class Tiling:
     """The tiles of a model: `layouts` as they are streamed, `host` as they are in host memory.
 
-    `tiles_of`: the tiles of each call, its own first. `position`: each parameter's place in host memory. `places`: where it is
-    streamed, several places for experts in pieces. `read_at`: where a call finds a value, by the call's name for it. `hosts`:
-    how many hosts have a copy of these tiles. `on_disk`: the tiles whose moments are on disk; they are streamed whole."""
+    `tiles_of`: the tiles of each call, its own first. `position`: each parameter's tile in host memory, and its index there.
+    `streamed_at`: where it is streamed, several positions for experts in pieces. `read_at`: where a call finds a value, by the
+    call's name for it. `hosts`: how many hosts have a copy of these tiles. `on_disk`: the tiles whose moments are on disk; they
+    are streamed whole."""
 
     layouts: Mapping[str, TileLayout]
     host: Mapping[str, TileLayout]
     tiles_of: Mapping[str, tuple[str, ...]]
-    position: Mapping[str, Place]
-    places: Mapping[str, tuple[Place, ...]]
-    read_at: Mapping[str, Place]
+    position: Mapping[str, Position]
+    streamed_at: Mapping[str, tuple[Position, ...]]
+    read_at: Mapping[str, Position]
     hosts: int = 1
     on_disk: tuple[str, ...] = ()
 
@@ -89,18 +90,18 @@ class Tiling:
 
         own, on_host, streamed = (_tiles(members, specs) for members in (whole, experts, parts))
         host = {tile: _layout(tile, names, specs, ranks) for tile, names in (own | on_host).items()}
-        position = _places(own | on_host)
+        position = _positions(own | on_host)
         layouts = {tile: host[tile] if tile in own else _part(_layout(tile, names, specs, ranks), shares, host, position)
                    for tile, names in (own | streamed).items()}
         tiles_of = _tiles_of(calls, {tile: readers[names[0]] for tile, names in (streamed | own).items()})
-        read_at = _places(own | streamed)
-        places: dict[str, tuple[Place, ...]] = {}
-        for name, place in read_at.items():
+        read_at = _positions(own | streamed)
+        streamed_at: dict[str, tuple[Position, ...]] = {}
+        for name, at in read_at.items():
             parameter = shares[name].parameter if name in shares else name
-            places[parameter] = (*places.get(parameter, ()), place)
+            streamed_at[parameter] = (*streamed_at.get(parameter, ()), at)
         ordered = {tile: layouts[tile] for tiles in tiles_of.values() for tile in tiles}
         homes = {layout.home or tile: host[layout.home or tile] for tile, layout in ordered.items()}
-        return cls(ordered, homes, tiles_of, position, places, read_at, hosts)
+        return cls(ordered, homes, tiles_of, position, streamed_at, read_at, hosts)
 
     @property
     def ranks(self) -> int:
@@ -173,7 +174,7 @@ class Tiling:
     def _undivided(self, name: str, state: ElementState) -> ElementState:
         tile, index = self.position[name]
         start, shape = self.host[tile].slices[index].start, self.host[tile].slices[index].shape
-        begins = [self.layouts[streamed].at_home(i).start - start for streamed, i in self.places.get(name, ())]
+        begins = [self.layouts[streamed].at_home(i).start - start for streamed, i in self.streamed_at.get(name, ())]
         if state.whole:
             begins.append(math.prod(shape[-2:]))  # where the next matrix of a stack begins
         divided = state.format.scaled and any(begin % BLOCK for begin in begins)
@@ -206,8 +207,9 @@ class Tiling:
         """The calls as schedules for sequences of `length` tokens see them. `lengths`: those of each micro-batch if they
         differ."""
         layers = {call.template for call in calls[1:-1]}
-        handed_on = {name: (cost.checkpoint_bytes(templates[name], length),
-                            tuple(cost.checkpoint_bytes(templates[name], each) for each in lengths)) for name in layers}
+        handed_on = {name: (cost.activation_checkpoint_bytes(templates[name], length),
+                            tuple(cost.activation_checkpoint_bytes(templates[name], each) for each in lengths))
+                     for name in layers}
         return tuple(replace(spec, template=call.template, weightless=_weightless(templates[call.template]),
                              output_bytes=handed_on.get(call.template, (0, ()))[0],
                              bytes_of_each=handed_on.get(call.template, (0, ()))[1])
@@ -279,7 +281,7 @@ def _tiles_of(calls: Sequence[Call], readers: Mapping[str, Sequence[str]]) -> di
                                     key=lambda tile: len(readers[tile]))) for call in calls}
 
 
-def _places(tiles: Mapping[str, Sequence[str]]) -> dict[str, Place]:
+def _positions(tiles: Mapping[str, Sequence[str]]) -> dict[str, Position]:
     return {name: (tile, i) for tile, names in tiles.items() for i, name in enumerate(names)}
 
 
@@ -302,7 +304,7 @@ def _layout(tile: str, names: Sequence[str], specs: Mapping[str, Spec], ranks: i
 
 
 def _part(layout: TileLayout, shares: Mapping[str, Rows], host: Mapping[str, TileLayout],
-          position: Mapping[str, Place]) -> TileLayout:
+          position: Mapping[str, Position]) -> TileLayout:
     """The layout of shares of parameters, as part of their host tile."""
     home, origins, slices = "", [], []
     for s in layout.slices:

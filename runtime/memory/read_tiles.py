@@ -20,18 +20,18 @@ class ReadTiles:
 
     def __init__(self, memory: Tensor, tiles: Sequence[str], check: Callable[[], None]) -> None:
         self.tiles, self._memory, self._check = tuple(tiles), memory, check
-        self._places = {name: place for place, name in enumerate(tiles)}
+        self._indexes = {name: index for index, name in enumerate(tiles)}
 
     def mark(self, *names: str) -> None:
         """These tiles may change."""
         for name in names:
-            self._memory[self._places[name]] = 1
+            self._memory[self._indexes[name]] = 1
 
     def wait(self, *names: str) -> None:
         """Returns once these tiles (all, if none is named) may change. Raises `RankError`."""
         looked = time.monotonic()
-        for place in map(self._places.__getitem__, names or self._places):
-            while not self._memory[place]:
+        for index in map(self._indexes.__getitem__, names or self._indexes):
+            while not self._memory[index]:
                 time.sleep(_PAUSE_S)
                 if time.monotonic() - looked > _LOOK_S:
                     looked = time.monotonic()

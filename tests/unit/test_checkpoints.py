@@ -21,8 +21,8 @@ from megacompile.ir.program import Builder, Lane, Program, argument, copy_sectio
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Planner
 from megacompile.predict import cost
-from megacompile.runtime.memory import arena, checkpoints
-from megacompile.runtime.memory.checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
+from megacompile.runtime.memory import activation_checkpoints, arena
+from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from megacompile.verify.verifier import verify
 
 OPTIONS = {"micro_batch_size": 2, "host_checkpoints": True}
@@ -40,8 +40,8 @@ def model(shared: tiny_models.Shared) -> Any:
     return shared.fresh()
 
 
-def buffers(model: Any) -> checkpoints.HostCheckpoints:
-    return model.megacompile.streamed.checkpoints
+def buffers(model: Any) -> activation_checkpoints.HostCheckpoints:
+    return model.megacompile.streamed.activation_checkpoints
 
 
 def idle(model: Any) -> bool:
@@ -131,7 +131,7 @@ def test_a_longer_batch_grows_the_buffers_and_a_shorter_one_takes_them_as_they_a
 def test_too_little_host_memory_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu", **OPTIONS)
     try:
-        monkeypatch.setattr(checkpoints, "available_host_bytes", lambda: 100)
+        monkeypatch.setattr(activation_checkpoints, "available_host_bytes", lambda: 100)
         with pytest.raises(InsufficientMemoryError, match=r"activation checkpoints need .* and 100 B are available: use fewer"):
             model(**batch())
         assert not model.megacompile.streamed.forwards.open()
@@ -190,7 +190,7 @@ def test_tensors_of_any_layout_come_back_as_they_were() -> None:
     assert tensors[0] is given[0] and tensors[1] is given[1], "what has neither gaps nor overlaps is not copied"
     buffer = HostCheckpoint(torch.zeros(4096, dtype=torch.uint8), described(tensors))
     for tensor, (_, where) in zip(tensors, buffer.pieces(), strict=True):
-        assert where.start % checkpoints.ALIGNMENT == 0
+        assert where.start % activation_checkpoints.ALIGNMENT == 0
         buffer.memory[where] = as_bytes(tensor)
     for tensor, original, (part, where) in zip(tensors, given, buffer.pieces(), strict=True):
         again = as_tensor(buffer.memory[where], part)

@@ -308,7 +308,7 @@ def test_weights_that_several_layers_or_the_head_share_stay_on_the_device() -> N
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     streamed = megacompile.stream(model, device="cpu")
     layers = streamed.megacompile.streamed.device_copy._layers()
-    names = {name for layer in layers for name in layer.places}
+    names = {name for layer in layers for name in layer.offsets}
     assert not any("embed_tokens" in name or "lm_head" in name for name in names)
     assert {name for name in names if "up_proj" in name} == {f"model.layers.{n}.mlp.up_proj.weight" for n in (1,)}
     streamed.megacompile.close()

@@ -203,7 +203,7 @@ def test_a_tile_part_is_copied_into_a_slot_and_back_to_its_place() -> None:
         f"pieces.{i}.up", f"pieces.{i}.bias", *["experts.norm"] * i))) for i in range(2)]
     tiling = Tiling.of(model, calls, None, rows)
     assert tiling.tiles_of == {"pieces.0": ("pieces.0",), "pieces.1": ("pieces.1", "pieces.1.rest")}
-    assert tiling.places["experts.up"] == (("pieces.0", 0), ("pieces.1", 0))
+    assert tiling.streamed_at["experts.up"] == (("pieces.0", 0), ("pieces.1", 0))
     assert list(tiling.host) == ["experts", "pieces.1.rest"]
     old = copy.deepcopy(experts)
     store, layout = build_store(model, tiling), tiling.layouts["pieces.1"]

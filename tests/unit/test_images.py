@@ -108,7 +108,7 @@ def test_images_train_as_they_do_natively_wherever_they_are() -> None:
     two = {**refused, "input_ids": refused["input_ids"].clone()}
     two["input_ids"][2, :] = IMAGE
     for other, message in (
-            (without, "pixel_values has 4 images, but the batch's sequences have places for 3"),
+            (without, "pixel_values has 4 images, but the batch's sequences have placeholders for 3"),
             (two, "sequence 2 of the batch has 19 placeholder tokens for images, and one image needs 4"),
             ({**refused, "pixel_values": torch.zeros(4, 3, 8, 12)}, r"pixel_values must be a tensor \[batch, 3, 8, 8\]"),
             ({name: t for name, t in refused.items() if name != "pixel_values"}, "has 0 images")):

@@ -421,7 +421,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "exchanges values between ranks, but the program has one rank"),
     ("handed_on", "event that fires too early"): (
         STREAMED, "synchronize", "forward", r'(leave\("W1", "write", )e_9', r"\1e_8",
-        "passes e_8 to later sections, which fires before prefetch layers.1 is done"),
+        "e_8 fires before prefetch layers.1 is done"),
     ("handed_on", "place that was not touched"): (
         STREAMED, "synchronize", "update", r'leave\("gradients/prologue", "read"', 'leave("D0", "read"',
         "but cpu does not access D0 in update"),

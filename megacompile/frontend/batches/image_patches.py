@@ -23,14 +23,14 @@ from megacompile.torch_compat.core import FakeTensorMode
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Patches:
-    """The encoder of one modality in a captured model. `dtype`: the encoder's; `places`: counts where a batch has positions
-    for features, float32 [batch, length]; None until it is captured."""
+    """The encoder of one modality in a captured model. `dtype`: the encoder's; `feature_positions`: counts where a batch has
+    features, float32 [batch, length]; None until it is captured."""
 
     modality: Modality
     encoder: PatchEncoder
     dtype: torch.dtype
     has_positions: bool
-    places: TargetCount | None = None
+    feature_positions: TargetCount | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +147,14 @@ def model_arguments(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]
     return given
 
 
-def with_places(found: Collection[Patches], places: Mapping[int, TargetCount], name: str) -> tuple[Patches, ...]:
+def with_positions(found: Collection[Patches], positions: Mapping[int, TargetCount], name: str) -> tuple[Patches, ...]:
     """`found` with the positions of each encoder's features, by the encoder's number. Raises `CaptureError` if an encoder has
     none."""
     for each in found:
-        if each.encoder.number not in places:
+        if each.encoder.number not in positions:
             raise CaptureError(f"{name} does not put features of {each.modality.patches} among its tokens by masked_scatter: "
                                f"stream it for text alone, without {each.modality.patches} in the example")
-    return tuple(dataclasses.replace(each, places=places[each.encoder.number]) for each in found)
+    return tuple(dataclasses.replace(each, feature_positions=positions[each.encoder.number]) for each in found)
 
 
 def refuse_adapters(found: Collection[Patches], name: str) -> None:

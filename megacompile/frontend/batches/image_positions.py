@@ -1,9 +1,9 @@
-"""Features that a model puts in the place of tokens with `masked_scatter`, such as image features at the positions that the
-processor reserved.
+"""Features that a model writes over tokens with `masked_scatter`, such as image features at the positions that the processor
+reserved.
 
 `masked_scatter` takes features in the order of all rows, so the features of a row would depend on how many images earlier rows
 have. Here every row has the same number of images (missing ones are made up), and takes its features from the first of its own
-images (`_place_by_rows`). The model's own check looks at whole batches, and on a device its failure is not an error that a
+images (`_take_by_rows`). The model's own check looks at whole batches, and on a device its failure is not an error that a
 caller can catch. So rows are checked on the host, before anything runs.
 """
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCATTERS = ("masked_scatter", torch.masked_scatter)
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class ImagePositions:
     """`count`: counts the reserved positions of each row, float32 [batch]. `features`: how many an image has. `images`: the
     batch arguments that the features come from, or () if every row must have the positions of exactly one image."""
 
@@ -50,15 +50,15 @@ class Places:
         return (counted / self.features).int().tolist()
 
 
-def places_of(graph: ModelGraph, name: str, images: Collection[str], each: int) -> tuple[Places, ...]:
+def find_image_positions(graph: ModelGraph, name: str, images: Collection[str], each: int) -> tuple[ImagePositions, ...]:
     """Where every `masked_scatter` of a model puts features; `images` are batch arguments with `each` images for every row.
     Rewrites the graph so that each row takes its own images' features. Raises `UnsupportedError` if the number of features
     differs among rows, or the positions cannot be computed from the batch."""
     scatters = [n for n in graph.graph.graph.nodes if n.target in _SCATTERS]
-    return tuple(_place(graph, node, name, images, each) for node in scatters)
+    return tuple(_image_positions(graph, node, name, images, each) for node in scatters)
 
 
-def _place(graph: ModelGraph, node: fx.Node, name: str, images: Collection[str], each: int) -> Places:
+def _image_positions(graph: ModelGraph, node: fx.Node, name: str, images: Collection[str], each: int) -> ImagePositions:
     tokens, mask, features = node.args
     assert isinstance(tokens, fx.Node) and isinstance(mask, fx.Node) and isinstance(features, fx.Node)
     of_tokens = _of_tokens(mask)
@@ -70,8 +70,8 @@ def _place(graph: ModelGraph, node: fx.Node, name: str, images: Collection[str],
         raise _unknown(name, node)
     own = tuple(n for n in images if n in _read(graph, features))
     if own:
-        _place_by_rows(graph, node, tokens, of_tokens, features, int(elements), int(width))
-    return Places(count, int(elements / width) // each, own)
+        _take_by_rows(graph, node, tokens, of_tokens, features, int(elements), int(width))
+    return ImagePositions(count, int(elements / width) // each, own)
 
 
 def _unknown(name: str, node: fx.Node) -> UnsupportedError:
@@ -154,7 +154,7 @@ def _calls_before(graph: ModelGraph, node: fx.Node) -> Iterator[Callable[..., fx
         yield call
 
 
-def _place_by_rows(graph: ModelGraph, node: fx.Node, tokens: fx.Node, mask: fx.Node, features: fx.Node, elements: int,
+def _take_by_rows(graph: ModelGraph, node: fx.Node, tokens: fx.Node, mask: fx.Node, features: fx.Node, elements: int,
                    width: int) -> None:
     """Rewrites `node` so that the n-th position of a row gets the n-th of the row's own features, `elements` in all."""
     with _calls_before(graph, node) as call:

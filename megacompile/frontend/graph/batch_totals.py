@@ -49,14 +49,14 @@ def take_totals(model: ModelGraph) -> tuple[tuple[TargetCount, ...], str]:
     return tuple(count for _, count in found), ""
 
 
-def counts_places(model: ModelGraph) -> bool:
+def counts_positions(model: ModelGraph) -> bool:
     """Whether a model computes with a number made of the positions of a row, which would differ for a longer row, including
     padding."""
-    places = _symbols(model, 1)
+    positions = _symbols(model, 1)
     weights = {node for node, source in model.sources.items() if source.kind in ("parameter", "buffer")}
-    derived = {node for node in model.graph.graph.nodes if node not in weights and _has(node, places)}
-    return any(called_name(node) in _REDUCING and not _has(node, _symbols(model, 0)) and _matters(node, places)
-               for node in _made(model, derived, places))
+    derived = {node for node in model.graph.graph.nodes if node not in weights and _has(node, positions)}
+    return any(called_name(node) in _REDUCING and not _has(node, _symbols(model, 0)) and _matters(node, positions)
+               for node in _made(model, derived, positions))
 
 
 def _made(model: ModelGraph, derived: set[fx.Node], symbols: Symbols) -> Iterator[fx.Node]:

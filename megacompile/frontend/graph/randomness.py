@@ -46,11 +46,11 @@ def kept(shape: Sequence[Any], random: Tensor, p: float, site: int, batch_dim: i
     seed, call, first, rows, every = random.unbind(0)
     index = torch.zeros((), dtype=torch.int64, device=random.device)
     for dim, size in enumerate(shape):
-        place = torch.arange(size, device=random.device)
+        index_in_row = torch.arange(size, device=random.device)
         whole = size
         if dim == batch_dim:
-            place, whole = place + first * size // rows, size * every // rows
-        index = index[..., None] * whole + place
+            index_in_row, whole = index_in_row + first * size // rows, size * every // rows
+        index = index[..., None] * whole + index_in_row
     key = _mixed(seed + _GOLDEN * (call * _SITES + site + 1))
     return (_mixed(index * _GOLDEN + key) & ((1 << 31) - 1)) >= round(p * (1 << 31))
 

@@ -140,11 +140,11 @@ def _encode(patches: Tensor, sizes: Tensor, trained: list[Tensor], fixed: list[T
     image's (time, height, width) in patches, and zeros elsewhere. `trained`, `fixed`: the tensors that the encoder reads.
     """
     there, found = sizes[..., 0] > 0, _encoders[encoder]
-    given, of_places = patches[there], sizes[there]
+    given, sizes_there = patches[there], sizes[there]
     result = patches.new_zeros((*patches.shape[:2], width))
     with torch.no_grad():
-        parts = [found.features(found.patches(given[part]), of_places[firsts], trained, fixed)
-                 for part, firsts in found.groups(of_places)]
+        parts = [found.features(found.patches(given[part]), sizes_there[firsts], trained, fixed)
+                 for part, firsts in found.groups(sizes_there)]
     if parts:
         result[there] = torch.cat(parts)
     return result
@@ -159,11 +159,11 @@ def _encode_backward(gradient: Tensor, patches: Tensor, sizes: Tensor, trained: 
                      encoder: int) -> list[Tensor]:
     """The gradients of `trained`, summed over groups of images in float32."""
     there, found = sizes[..., 0] > 0, _encoders[encoder]
-    given, of_places, of_features = patches[there], sizes[there], gradient[there]
+    given, sizes_there, of_features = patches[there], sizes[there], gradient[there]
     total: list[Tensor] = []
-    for part, firsts in found.groups(of_places):
+    for part, firsts in found.groups(sizes_there):
         with _differentiating():
-            new = found.gradients(of_features[part], found.patches(given[part]), of_places[firsts], trained, fixed)
+            new = found.gradients(of_features[part], found.patches(given[part]), sizes_there[firsts], trained, fixed)
         total = [a.float() + b for a, b in zip(total, new, strict=True)] if total else new
     if not total:
         return [torch.zeros_like(tensor) for tensor in trained]

@@ -156,7 +156,7 @@ def _likenesses(run: _Run, stack: LayerStack) -> list[int]:
         key = (type(layer), called, build_of(layer), run.stretches[position].gradients,
                tuple(parameter.requires_grad for parameter in layer.parameters()))
         alike = (other for other in known.get(key, []) if _same_attributes(
-            layer, stack.layers[other], _Places(stack.names[position], stack.names[other], position - other)))
+            layer, stack.layers[other], _Names(stack.names[position], stack.names[other], position - other)))
         like.append(next(alike, position))
         if like[-1] == position:
             known.setdefault(key, []).append(position)
@@ -172,7 +172,7 @@ def _same_but_shorter(short: _Run, whole: _Run) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Places:
+class _Names:
     """The names of two layers in the model, and how many positions the first is after the second."""
 
     one: str
@@ -186,28 +186,28 @@ class _Places:
         return one == two or f".{one}.".replace(from_, to) == f".{two}."
 
 
-def _same_attributes(layer: nn.Module, other: nn.Module, places: _Places) -> bool:
+def _same_attributes(layer: nn.Module, other: nn.Module, names: _Names) -> bool:
     """Whether two layers of the same build have the same attributes. Numbers may differ as the positions of the layers do, and
     texts as their names do."""
-    return all(_same(vars(one), vars(two), places) for one, two in zip(layer.modules(), other.modules(), strict=True))
+    return all(_same(vars(one), vars(two), names) for one, two in zip(layer.modules(), other.modules(), strict=True))
 
 
-def _same(one: Any, two: Any, places: _Places) -> bool:
+def _same(one: Any, two: Any, names: _Names) -> bool:
     if one is two:
         return True
     if type(one) is not type(two):
         return False
     if isinstance(one, Mapping):
         keys = [key for key in one if key not in _COMPARED]
-        return keys == [key for key in two if key not in _COMPARED] and all(_same(one[k], two[k], places) for k in keys)
+        return keys == [key for key in two if key not in _COMPARED] and all(_same(one[k], two[k], names) for k in keys)
     if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(_same, one, two, itertools.repeat(places)))
+        return len(one) == len(two) and all(map(_same, one, two, itertools.repeat(names)))
     if isinstance(one, functools.partial):
-        return all(_same(getattr(one, part), getattr(two, part), places) for part in ("func", "args", "keywords"))
+        return all(_same(getattr(one, part), getattr(two, part), names) for part in ("func", "args", "keywords"))
     if type(one) is int:
-        return bool(one in (two, two + places.distance))
+        return bool(one in (two, two + names.distance))
     if isinstance(one, str):
-        return places.same_text(one, two)
+        return names.same_text(one, two)
     return isinstance(one, bool | float | bytes | set | frozenset | torch.device | torch.dtype) and bool(one == two)
 
 

@@ -86,5 +86,5 @@ def source_line(node: fx.Node) -> str:
     """The user's source line that made `node`, as a continuation line of an error; "" if it is unknown."""
     frames = [f.strip() for f in (node.meta.get("stack_trace") or "").splitlines()]
     frames = [f for f in frames if f.strip("^~ ")]
-    places = [i for i, f in enumerate(frames) if f.startswith('File "') and "/torch/" not in f]
-    return "\nfrom source: " + "  ".join(frames[places[-1]: places[-1] + 2]) if places else ""
+    own = [i for i, f in enumerate(frames) if f.startswith('File "') and "/torch/" not in f]
+    return "\nfrom source: " + "  ".join(frames[own[-1]: own[-1] + 2]) if own else ""

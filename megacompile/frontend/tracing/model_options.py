@@ -71,10 +71,10 @@ def refuse_options(model: nn.Module, stack: LayerStack) -> None:
         for option in OPTIONS:
             if (found := option.read(module)) is not None:
                 name = config_name(model, module, *found)
-                place = f"{path} ({type(module).__name__})" if path else "the model"
+                owner = f"{path} ({type(module).__name__})" if path else "the model"
                 own = f", or {path}.{found[0]} of a model that is built already," if hasattr(module, found[0]) and path else ""
                 remedy = option.remedy.replace("set it to", f"set {name}{own} to") if own else option.remedy
-                raise UnsupportedError(f"{type(model).__name__} cannot be captured with {name}={found[1]!r}, by which {place} "
+                raise UnsupportedError(f"{type(model).__name__} cannot be captured with {name}={found[1]!r}, by which {owner} "
                                        f"{option.cause}: {remedy}")
 
 

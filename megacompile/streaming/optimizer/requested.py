@@ -37,7 +37,7 @@ def segments_of(tiling: Tiling, ready: Sequence[Ready]) -> dict[str, list[Segmen
     found: dict[str, list[Segment]] = {}
     for options, memory, state in ready:
         seed = zlib.crc32(memory.name.encode())
-        for tile, position in tiling.places[memory.name]:
+        for tile, position in tiling.streamed_at[memory.name]:
             layout = tiling.layouts[tile]
             part, read = layout.at_home(position), options.of(layout.slices[position].shape, memory.kept)
             found.setdefault(tile, []).append(

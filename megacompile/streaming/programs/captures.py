@@ -198,8 +198,9 @@ class ModelCaptures:
         if [call.name for call in captured.calls] != [call.name for call in self.first.captured.calls]:
             return False
         for call in captured.calls:
-            places = [self.tiling.read_at.get(source.name) for source in call.sources if source.kind == "parameter"]
-            read, own = {place[0] if place is not None else None for place in places}, set(self.tiling.tiles_of[call.name])
+            positions = [self.tiling.read_at.get(source.name) for source in call.sources if source.kind == "parameter"]
+            read = {position[0] if position is not None else None for position in positions}
+            own = set(self.tiling.tiles_of[call.name])
             if read - own or (read != own and not key.without_adapters):
                 return False
         return True

@@ -80,7 +80,7 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
     if len(set(further)) < len(further) or not parameters.issuperset(further):
         raise ProgramError(f"the shape has the additional batch arguments {listed(further)}: name each once, from "
                            f"{listed(sorted(parameters))}")
-    if shape.images != 1 and not shapes.captured.places:
+    if shape.images != 1 and not shapes.captured.image_positions:
         raise ProgramError(f"the shape has {shape.images} images for each sequence, and this model takes none: leave images=1")
     layers, tiles = len(shapes.captured.calls) - 2, list(shapes.tiling.layouts)
     if unknown := sorted({*plan.resident, *plan.visiting_state}.difference(tiles)):

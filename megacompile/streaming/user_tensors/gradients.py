@@ -38,7 +38,8 @@ class Gradients(Mapping[str, Tensor]):
         self._lent: dict[str, Lent] = {}
         self._noted: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # what `.grad` was, and its version
         self._sampled: dict[str, Tensor] = {}  # by tile
-        self._places = {name: _places(tile.layout) for name, tile in store.tiles.items() if tile.layout.trainable}
+        self._sampled_indexes = {name: _sampled_indexes(tile.layout)
+                                 for name, tile in store.tiles.items() if tile.layout.trainable}
         self.made = False  # whether a backward has run
         self._warned = False
 
@@ -143,13 +144,13 @@ class Gradients(Mapping[str, Tensor]):
             given = self.parameters[name].grad
             if given is not None and _same_memory(given, stored):
                 self._noted[name] = weakref.ref(given), given._version
-        self._sampled = {tile: self._sample(tile) for tile in self._places}
+        self._sampled = {tile: self._sample(tile) for tile in self._sampled_indexes}
 
     def _sample(self, name: str) -> Tensor:
         """Some elements of a tile's gradients, as bits."""
         tile = self._store.tiles[name]
         assert tile.gradients is not None
-        return tile.layout.flat(tile.gradients).view(_BITS[tile.layout.dtype.itemsize])[self._places[name]]
+        return tile.layout.flat(tile.gradients).view(_BITS[tile.layout.dtype.itemsize])[self._sampled_indexes[name]]
 
     def untouched(self) -> bool:
         """Whether tiles hold the gradients that were last recorded."""
@@ -211,7 +212,7 @@ class Gradients(Mapping[str, Tensor]):
         return tensor is not None and tensor() is given and given._version == version
 
     def _refresh_norms(self, name: str) -> None:
-        for tile_name, position in self._tiling.places[name]:
+        for tile_name, position in self._tiling.streamed_at[name]:
             tile = self._store[tile_name]
             assert tile.home.gradients is not None and tile.norm_bytes is not None
             gradient = tile.home.layout.flat(tile.home.gradients)[tile.layout.at_home(position)]
@@ -223,7 +224,7 @@ def _same_memory(given: Tensor, stored: Tensor) -> bool:
     return given.data_ptr() == stored.data_ptr() and given.stride() == stored.stride()
 
 
-def _places(layout: TileLayout) -> Tensor:
+def _sampled_indexes(layout: TileLayout) -> Tensor:
     """Sampled elements of a tile: some of each parameter, evenly spaced, including the first and the last."""
     return torch.cat([s.start + torch.arange(count) * (s.count - 1) // max(1, count - 1)
                       for s in layout.slices for count in (min(_SAMPLED, s.count),)])
