@@ -115,7 +115,7 @@ def test_images_of_any_size_train_as_they_do_natively(monkeypatch: pytest.Monkey
     for other, message in (
             (cut, "sequence 3 of the batch has 3 placeholders for features, which do not match whole images"),
             (few, "pixel_values has 144 patches, but image_grid_thw calls for 120: pass all patches of every image"),
-            ({**few, "pixel_values": given["pixel_values"][:120]}, "sequence 4 of the batch has 8 places"),
+            ({**few, "pixel_values": given["pixel_values"][:120]}, "sequence 4 of the batch has 8 placeholders"),
             ({**pictured(23, [(1, 1, 2)]), **{name: given[name] for name in ("pixel_values", "image_grid_thw")}},
              "image_grid_thw calls for 36 features, but the batch's sequences have placeholders for 2"),
             ({**given, "pixel_values": torch.zeros(144, 8)}, r"pixel_values must be a tensor \[patches of all images, 24\]"),
