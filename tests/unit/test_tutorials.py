@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +45,30 @@ def test_a_notebook_has_the_cells_of_its_page(name: str) -> None:
     assert sum(cell["cell_type"] == "code" for cell in cells) == len(code)
     assert len({cell["id"] for cell in cells}) == len(cells)
     assert "".join(cell.text() for cell in MAKER["cells"](PAGES[name])) == PAGES[name]
+
+
+@pytest.mark.on_demand
+@pytest.mark.parametrize("name", PAGES)
+def test_a_jupyter_kernel_runs_a_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needs `pip install nbclient ipykernel`. Commands find `megacompile` beside this Python."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    book = nbformat.read(ROOT / "docs" / "tutorials" / f"{name}.ipynb", as_version=4)
+    nbformat.validate(book)
+    shown = [printed_by(cell) for cell in book.cells]
+    here = dict(metadata=dict(path=str(tmp_path)))
+    nbclient.NotebookClient(book, timeout=600, kernel_name="python3", resources=here).execute()
+    assert sum(cell.get("execution_count") is not None for cell in book.cells) >= 4
+    for cell, text in zip(book.cells, shown, strict=True):
+        if pinned_torch() and cell.cell_type == "code" and not cell.source.startswith("!"):
+            assert MAKER["same"](text, printed_by(cell)), f"{cell.source}\n\nprinted:\n{printed_by(cell)}\n\nshown:\n{text}"
+
+
+def printed_by(cell: Any) -> str:
+    """What a notebook's cell has written to stdout."""
+    outputs = cell.get("outputs", [])
+    return "".join(each.text for each in outputs if each.output_type == "stream" and each.name == "stdout").rstrip("\n")
 
 
 def test_shown_output_may_round_differently_and_be_abbreviated_and_nothing_else() -> None:
