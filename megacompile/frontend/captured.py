@@ -57,7 +57,8 @@ class BatchFacts:
 
     `forward_arguments`: the names of all arguments of the model's forward. `batch_inputs`: those that are read from a batch, in
     their positional order. `labels`: those that only the loss reads. `same_logits_without_labels`: a forward without labels
-    computes the logits that were captured with them.
+    computes the logits that were captured with them. `logits_of_tokens`: logits have a row for each token; a classifier of
+    sequences has one for each sequence, and chooses a token for it by rules of its own, which may see padding.
     `across_rows`: the name and source line of an operation on several sequences at once, in which case batches are not split;
     else "". `totals`: how values made of all rows of a batch are computed, for each of its micro-batches. `counts_positions`:
     the model computes with such a value of the positions in a row, which differs for longer rows. `image_positions`: where
@@ -69,6 +70,7 @@ class BatchFacts:
     batch_inputs: tuple[str, ...]
     labels: tuple[str, ...]
     same_logits_without_labels: bool
+    logits_of_tokens: bool
     across_rows: str
     totals: tuple[TargetCount, ...]
     counts_positions: bool
@@ -239,8 +241,8 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         """Whether batches are read, padded and split alike for both captures of a model, in training and in evaluation."""
         def facts(captured: CapturedModel) -> tuple[Any, ...]:
             counted = (captured.totals, captured.image_positions, captured.patches)
-            return (captured.batch_inputs, captured.labels, captured.same_logits_without_labels, bool(captured.across_rows),
-                    *map(len, counted), captured.counts_positions, captured.fused_attention, captured.causal,
-                    captured.masks_hide, captured.masks_added, captured.has_loss, captured.has_loss_denominator,
-                    captured.is_averaged, captured.heads is None, captured.evaluating)
+            return (captured.batch_inputs, captured.labels, captured.same_logits_without_labels, captured.logits_of_tokens,
+                    bool(captured.across_rows), *map(len, counted), captured.counts_positions, captured.fused_attention,
+                    captured.causal, captured.masks_hide, captured.masks_added, captured.has_loss,
+                    captured.has_loss_denominator, captured.is_averaged, captured.heads is None, captured.evaluating)
         return facts(self) == facts(other) and (self.same_in_evaluation() or not other.same_in_evaluation())

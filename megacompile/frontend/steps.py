@@ -31,7 +31,7 @@ from megacompile.frontend.graph.batch_totals import take_totals
 from megacompile.frontend.graph.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.graph.grad_modes import follow_gradients
 from megacompile.frontend.graph.loss import TargetCount, is_averaged, normalize_loss
-from megacompile.frontend.graph.output import OutputStructure, output_structure
+from megacompile.frontend.graph.output import OutputStructure, has_rows_of_tokens, output_structure
 from megacompile.frontend.graph.pieces import in_pieces
 from megacompile.frontend.graph.randomness import draw_functionally, number_draws
 from megacompile.frontend.graph.split import Section, split_at_layers, structural_key
@@ -313,7 +313,8 @@ def describe_loss(graph: ModelGraph, loss: Loss, has_loss: bool, count_targets: 
 
 def describe_batch(
     graph: ModelGraph, fake_model: nn.Module, batch: dict[str, Tensor], key: CaptureKey, positions: Sequence[int],
-    calls: tuple[Call, ...], loss_facts: LossFacts, read_by_loss: Described, arguments_mix: str, layers_mix: str,
+    output: OutputStructure, calls: tuple[Call, ...], loss_facts: LossFacts, read_by_loss: Described, arguments_mix: str,
+    layers_mix: str,
     totals: tuple[TargetCount, ...], counts_positions: bool, image_positions: tuple[ImagePositions, ...],
     patches: tuple[Patches, ...],
 ) -> BatchFacts:
@@ -327,6 +328,7 @@ def describe_batch(
     return BatchFacts(
         forward_arguments=frozenset(forward_signature(fake_model).parameters), batch_inputs=inputs, labels=labels,
         same_logits_without_labels=same_logits,
+        logits_of_tokens=not output.has_logits or has_rows_of_tokens(graph, positions[-1]),
         across_rows=arguments_mix or ("" if loss_facts.is_averaged else layers_mix), totals=totals,
         counts_positions=counts_positions, image_positions=image_positions, patches=patches)
 

@@ -40,7 +40,7 @@ def chat(model: Any, tokenizer: Any, sampling: Sampling, system: str | None, ask
 def _answer(model: Any, tokenizer: Any, encoder: PromptEncoder, messages: list[Message], sampling: Sampling,
             say: Callable[[str], object]) -> str:
     """The answer, which is said while it is generated. Ctrl-C ends it early."""
-    streamer = _Streamer(tokenizer, say)
+    streamer = _Streamer(tokenizer, sampling, say)
     ids = torch.tensor([encoder.of_messages(messages)], device=model.megacompile.streamed.backend.device)
     try:
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer,
@@ -51,12 +51,15 @@ def _answer(model: Any, tokenizer: Any, encoder: PromptEncoder, messages: list[M
 
 
 class _Streamer(TextStreamer):
-    """Says text as soon as it is whole. State: the `text` so far."""
+    """Says text as soon as it is known to belong to the answer. State: the `text` so far, and how much of it was `said`."""
 
-    def __init__(self, tokenizer: Any, say: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: Any, sampling: Sampling, say: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.text, self._say = "", say
+        self.text, self.said = "", 0
+        self._sampling, self._say = sampling, say
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.text += text
-        self._say(text)
+        answer = self._sampling.cut(self.text) if stream_end else self._sampling.known(self.text)
+        self._say(answer[self.said:])
+        self.said = len(answer)

@@ -46,6 +46,12 @@ class Sampling:
         ends = [index for stop in self.stop or () if (index := text.find(stop)) >= 0]
         return text[:min(ends)] if ends else text
 
+    def known(self, text: str) -> str:
+        """The part of an unfinished answer that `cut` will keep whatever follows: without an end that may begin a stop text."""
+        begun = (size for stop in self.stop or () for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        kept = self.cut(text)
+        return kept if kept != text else text[:len(text) - max(begun, default=0)]
+
 
 def end_tokens(model: Any) -> set[int]:
     """The tokens that end an answer."""

@@ -250,9 +250,9 @@ def _result(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
     """Raises `UnsupportedError` for options that do not go with the labels of the batch."""
     has_labels = captured.has_loss and all(label in inputs for label in captured.labels)
     kept = options.logits_to_keep
-    if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
-        raise UnsupportedError(f"{name}: logits_to_keep must be a non-negative integer, and 0 for a batch with labels: leave "
-                               "it out")
+    if not isinstance(kept, int) or kept < 0 or (kept and (has_labels or not captured.logits_of_tokens)):
+        raise UnsupportedError(f"{name}: logits_to_keep must be a non-negative integer, and 0 for a batch with labels or a "
+                               "model of sequences: leave it out")
     inputs = {argument: inputs[argument] for argument in captured.batch_inputs
               if argument in inputs and (has_labels or argument not in captured.labels)}
     size = next(tensor.shape for argument, tensor in inputs.items() if not _is_per_row(types.get(argument)))
@@ -327,7 +327,10 @@ def check_token_tensors(caller: str, tensors: Mapping[str, Any], given: BatchArg
                                    f"{name}.detach(), or use it outside of the function")
 
 
-def logits_of(logits: Tensor, given: BatchArguments) -> Tensor:
-    """The logits to return to the caller, from those of all computed positions, [rows, length, vocabulary]."""
+def logits_of(logits: Tensor, given: BatchArguments, of_tokens: bool) -> Tensor:
+    """The logits to return to the caller. `logits`: those of all computed positions, [rows, length, ...], or if not
+    `of_tokens`, of all rows, [rows, ...]."""
+    if not of_tokens:
+        return logits[:given.rows]
     logits = given.unpacked(logits)
     return logits[:, -given.logits_to_keep:] if given.logits_to_keep else logits

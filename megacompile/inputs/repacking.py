@@ -244,6 +244,8 @@ def _obstacles(captured: CapturedModel, types: Mapping[str, TemplateInput]) -> I
         yield f"the model takes images{_named(sorted(images) or of_rows)}"
     if of_rows:
         yield f"some arguments have values for rows instead of tokens{_named(of_rows)}"
+    if not captured.logits_of_tokens:
+        yield "the model's output has values for sequences instead of tokens"
     if not captured.masks_hide or POSITIONS not in captured.forward_arguments:
         yield "the model's forward does not take attention_mask and position_ids as models from transformers do"
     if not captured.causal or not captured.fused_attention:

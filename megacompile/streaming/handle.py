@@ -68,7 +68,7 @@ class Handle:
     def _logits(self, logits: Tensor, given: BatchArguments) -> Tensor:
         """The logits in the caller's layout: rows as the caller passed them, and only the positions that it asked for."""
         with self.streamed.guarded():
-            return logits_of(logits, given)
+            return logits_of(logits, given, self._captured(given).logits_of_tokens)
 
     def _unpacked(self, values: Sequence[Tensor], given: BatchArguments) -> tuple[Tensor, ...]:
         """Values of computed tokens, in the rows that the caller passed."""

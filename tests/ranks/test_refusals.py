@@ -36,6 +36,11 @@ def routed():
     model.config.output_router_logits = True
     return model
 
+def classifier():
+    config = transformers.Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                                      num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, num_labels=3)
+    return transformers.Qwen2ForSequenceClassification(config)
+
 #: Rank 1 comes first, and when it looks, rank 0 has come and has refused its batch already.
 @contextlib.contextmanager
 def looking_late():
@@ -52,6 +57,7 @@ TRIED = {
     "labels on one rank": (qwen2(), labeled(2, 5) if rank else {"input_ids": ids(2, 5)}, labeled(2, 5)),
     "rows of an average": (routed(), labeled(2 + rank, 5), labeled(2, 5)),
     "padding that tokens see": (both_ways(), labeled(2, 5 + rank), labeled(2, 5)),
+    "scores of longer sequences": (classifier(), {"input_ids": ids(3, 5 + rank)}, {"input_ids": ids(3, 5), "labels": classes}),
     "rows that read each other": (of(lambda self, x: self.first(x) - x.mean(0, keepdim=True))(),
                                   {"input_ids": IDS, "labels": IDS}, None),
     "another loss": (Pooled(lambda scores, labels: F.cross_entropy(scores, labels).square(), 3),
@@ -75,6 +81,7 @@ SAYS = {
     "labels on one rank": "the ranks' batches have different arguments",
     "rows of an average": "the model's loss is an average over rows, and the ranks have batches of 2 x 5, 3 x 5: give every",
     "padding that tokens see": "and the model would see padding: pad all of them to one length",
+    "scores of longer sequences": "and the model would see padding: pad all of them to one length",
     "rows that read each other": "the model mixes sequences of a batch, so ranks cannot share a batch: train with one process",
     "another loss": "the model's loss is not a cross entropy over tokens, so that it cannot be divided among ranks",
 }

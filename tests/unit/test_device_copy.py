@@ -71,6 +71,14 @@ def test_generation_is_that_of_the_plain_model(how: dict[str, Any], streamed: An
     assert torch.equal(generated(streamed, **how), generated(plain, **how))
 
 
+def test_assisted_decoding_is_that_of_the_plain_model(streamed: Any) -> None:
+    plain, draft = copy.deepcopy(streamed), tiny_models.build(num_hidden_layers=1).eval()
+    prompt = {name: tensor[:1] for name, tensor in left_padded().items()}
+    for how in (dict(assistant_model=draft), dict(prompt_lookup_num_tokens=2)):
+        ours, theirs = (model.generate(**prompt, **OPTIONS, do_sample=False, **how) for model in (streamed, plain))
+        assert torch.equal(ours, theirs)
+
+
 def test_where_it_does_not_fit_generation_streams_with_the_same_tokens(
         streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated(copy.deepcopy(streamed), do_sample=False)
@@ -248,6 +256,37 @@ def test_an_interrupted_generation_leaves_training_intact(streamed: Any, elsewhe
             native.generate(**left_padded(), **OPTIONS)
     elsewhere.release()
     assert streamed.megacompile.train_step(batch(), optimizer).isfinite()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.filterwarnings("ignore:the device has too little memory")
+def test_generation_that_ends_at_its_third_token_leaves_the_bits_of_training(
+        error: type[BaseException], streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = megacompile.stream(copy.deepcopy(streamed), device="cpu")
+    plain = type(tiny_models.build())
+    original, calls = plain.prepare_inputs_for_generation, []
+
+    def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) >= 3:
+            raise error("ended")
+        return original(self, *args, **kwargs)
+
+    losses = []
+    for model in (streamed, undisturbed):
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+        losses.append([model.megacompile.train_step(batch(), optimizer).item()])
+        if model is streamed:
+            with monkeypatch.context() as patched, pytest.raises(error):
+                patched.setattr(plain, "prepare_inputs_for_generation", ends)
+                model.generate(**left_padded(), **OPTIONS)
+            assert len(calls) >= 3
+        losses[-1] += [model.megacompile.train_step(batch(), optimizer).item() for _ in range(2)]
+    assert losses[0] == losses[1]
+    for ours, theirs in zip(streamed.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(generated(streamed, do_sample=False), generated(undisturbed, do_sample=False))
+    undisturbed.megacompile.close()
 
 
 def _interrupt(*_: Any) -> None:

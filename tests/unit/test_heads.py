@@ -101,3 +101,29 @@ def test_a_classifier_of_transformers_is_exact() -> None:
     theirs.loss.backward()
     tiny_models.assert_same_gradients(model, native)
     model.megacompile.close()
+
+
+@pytest.mark.parametrize("classes", [1, 12])
+def test_a_classifier_scores_sequences_of_uneven_length_as_without_streaming(classes: int) -> None:
+    """It takes the last token that is not padding, which it finds by its id: a batch must not get wider. A batch may be shorter
+    than there are classes."""
+    from transformers import AutoModelForSequenceClassification, Qwen2Config
+
+    config = Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, num_labels=classes,
+                         initializer_range=0.5)
+    torch.manual_seed(0)
+    native = AutoModelForSequenceClassification.from_config(config).train()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    for lengths in ((5, 9, 23, 11), (5, 2), (7,)):
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        ids = torch.randint(1, 64, mask.shape) * mask
+        for given in (dict(input_ids=ids), dict(input_ids=ids, attention_mask=mask.long())):
+            expected = native(**given).logits
+            torch.testing.assert_close(model(**given).logits, expected)  # differentiable
+            with torch.no_grad():
+                torch.testing.assert_close(model(**given).logits, expected)
+        with pytest.raises(UnsupportedError, match="0 for a batch with labels or a model of sequences"):
+            model(input_ids=ids, logits_to_keep=1)
+    assert "values for " in model.megacompile.streamed.captures.repacking.obstacle
+    model.megacompile.close()

@@ -3,6 +3,7 @@ that people have."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import shutil
@@ -222,7 +223,7 @@ def test_ctrl_c_leaves_whole_lines(model: Path, prompts: Path, tmp_path: Path, m
 
 
 # ---------------------------------------------------------------- chat
-def conversation(model: Path, tokenizer: Any, *said: str, system: str | None = None) -> str:
+def conversation(model: Path, tokenizer: Any, *said: str, system: str | None = None, **more: Any) -> str:
     """What is printed when a user says this."""
     streamed = megacompile.from_pretrained(model, trainable=False, device="cpu")
     texts, printed = iter(said), []
@@ -233,7 +234,7 @@ def conversation(model: Path, tokenizer: Any, *said: str, system: str | None = N
         except StopIteration:
             raise EOFError from None
 
-    chat(streamed, tokenizer, Sampling(max_new_tokens=5, temperature=0), system, ask, printed.append)
+    chat(streamed, tokenizer, Sampling(max_new_tokens=5, temperature=0, **more), system, ask, printed.append)
     streamed.megacompile.close()
     return "".join(printed).partition("\n")[2]
 
@@ -245,6 +246,25 @@ def test_a_conversation_goes_on_from_its_answers_until_it_is_reset(model: Path, 
                                               ("user", "two")))[0]
     said = conversation(model, tokenizer, "one", "", "two", "/reset", "one", "/exit", "never", system="be brief")
     assert said == f"{first}\n{second}\n{first}\n"
+
+
+def test_a_stop_text_is_neither_said_nor_remembered(model: Path, tokenizer: Any) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    whole = answer(plain, tokenizer, chatted(tokenizer, ("user", "one")))[0]
+    stop = whole[2:5]
+    kept = whole[:whole.index(stop)]
+    second = answer(plain, tokenizer, chatted(tokenizer, ("user", "one"), ("assistant", kept), ("user", "two")))[0]
+    said = conversation(model, tokenizer, "one", "two", stop=[stop])
+    assert said == f"{kept}\n{second.partition(stop)[0]}\n"
+
+
+@pytest.mark.parametrize("stops", [["END"], ["lo", "w E"], []])
+def test_text_is_said_once_it_cannot_begin_a_stop_text(stops: list[str]) -> None:
+    sampling = Sampling(stop=stops)
+    text = "Eels slow END and on"
+    said = [sampling.known(text[:end]) for end in range(len(text) + 1)]
+    assert all(after.startswith(before) for before, after in itertools.pairwise(said))
+    assert said[-1] == sampling.cut(text) and said[len("Eels s")] == "Eels s"
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(

@@ -86,6 +86,16 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
     return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]
 
 
+def has_rows_of_tokens(model: ModelGraph, position: int) -> bool:
+    """Whether the graph's result at `position` has a row for each token: [batch, length, ...], not [batch, classes]."""
+    shapes = [node.meta["example_value"].shape for node, source in model.sources.items() if source.kind == "batch"]
+    lengths = {shape[1].node.expr for shape in shapes if len(shape) > 1 and isinstance(shape[1], torch.SymInt)}
+    result = model.results[position]
+    assert isinstance(result, fx.Node), "a tensor"
+    _, *rows = result.meta["example_value"].shape
+    return bool(rows) and isinstance(rows[0], torch.SymInt) and rows[0].node.expr in lengths
+
+
 def _items(returned: Any, name: str) -> Sequence[tuple[Any, Any]]:
     """What a model returns, by key or position. Raises `UnsupportedError` for another structure."""
     if isinstance(returned, Tensor):
