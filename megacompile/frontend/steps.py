@@ -314,8 +314,7 @@ def describe_loss(graph: ModelGraph, loss: Loss, has_loss: bool, count_targets: 
 def describe_batch(
     graph: ModelGraph, fake_model: nn.Module, batch: dict[str, Tensor], key: CaptureKey, positions: Sequence[int],
     output: OutputStructure, calls: tuple[Call, ...], loss_facts: LossFacts, read_by_loss: Described, arguments_mix: str,
-    layers_mix: str,
-    totals: tuple[TargetCount, ...], counts_positions: bool, image_positions: tuple[ImagePositions, ...],
+    layers_mix: str, totals: tuple[TargetCount, ...], counts_positions: bool, image_positions: tuple[ImagePositions, ...],
     patches: tuple[Patches, ...],
 ) -> BatchFacts:
     """Which batch arguments are read, which of them only by the loss, and what is computed across rows."""

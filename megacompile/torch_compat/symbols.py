@@ -6,6 +6,7 @@ from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,  # marks the number of rows as a symbol
     ShapeEnv,  # the symbols of a trace, and its guards on them
     free_unbacked_symbols,  # finds sizes that depend on values
+    statically_known_true,  # compares sizes without a guard
 )
 from torch.utils._sympy import functions as size_functions  # the functions in expressions of sizes
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod  # those that paddings consist of
@@ -13,7 +14,8 @@ from torch.utils._sympy.interp import sympy_interp  # computes an expression of 
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # which ops these are
 
 __all__ = ["DimDynamic", "FloorDiv", "Mod", "PythonMod", "PythonReferenceAnalysis", "ShapeEnv", "SymNode",
-           "free_unbacked_symbols", "known_of", "size_functions", "sympy_interp"]
+           "free_unbacked_symbols", "known_of", "size_functions", "statically_known_true",
+           "sympy_interp"]
 
 
 def known_of(environment: ShapeEnv) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.torch_compat.symbols import statically_known_true
 
 _OF_ROUTERS = ("aux_loss", "router_logits")
 #: Outputs of models of transformers that are ingredients of the loss or the logits.
@@ -89,11 +90,11 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
 def has_rows_of_tokens(model: ModelGraph, position: int) -> bool:
     """Whether the graph's result at `position` has a row for each token: [batch, length, ...], not [batch, classes]."""
     shapes = [node.meta["example_value"].shape for node, source in model.sources.items() if source.kind == "batch"]
-    lengths = {shape[1].node.expr for shape in shapes if len(shape) > 1 and isinstance(shape[1], torch.SymInt)}
+    lengths = [shape[1] for shape in shapes if len(shape) > 1 and isinstance(shape[1], torch.SymInt)]
     result = model.results[position]
     assert isinstance(result, fx.Node), "a tensor"
     _, *rows = result.meta["example_value"].shape
-    return bool(rows) and isinstance(rows[0], torch.SymInt) and rows[0].node.expr in lengths
+    return bool(rows) and any(statically_known_true(rows[0] == length) for length in lengths)
 
 
 def _items(returned: Any, name: str) -> Sequence[tuple[Any, Any]]:
