@@ -51,15 +51,15 @@ def _answer(model: Any, tokenizer: Any, encoder: PromptEncoder, messages: list[M
 
 
 class _Streamer(TextStreamer):
-    """Says text as soon as it is known to belong to the answer. State: the `text` so far, and how much of it was `said`."""
+    """Says text as soon as it is known to belong to the answer. State: the `text` so far, and how much of it was said."""
 
     def __init__(self, tokenizer: Any, sampling: Sampling, say: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.text, self.said = "", 0
+        self.text, self._said = "", 0
         self._sampling, self._say = sampling, say
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.text += text
         answer = self._sampling.cut(self.text) if stream_end else self._sampling.known(self.text)
-        self._say(answer[self.said:])
-        self.said = len(answer)
+        self._say(answer[self._said:])
+        self._said = len(answer)

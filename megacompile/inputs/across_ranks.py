@@ -151,8 +151,8 @@ def _check(captured: CapturedModel, all_ranks: list[_Summary], key: CaptureKey) 
         raise UnsupportedError(f"the model's loss is an average over rows, and the ranks have batches of {sizes}: give every "
                                "rank the same number of rows")
     longer = len({each.length for each in all_ranks}) > 1
-    sees = captured.counts_positions or not captured.logits_of_tokens or not (captured.causal or MASK in key.further)
-    if longer and sees:
+    sees_padding = captured.counts_positions or not captured.logits_of_tokens or not (captured.causal or MASK in key.further)
+    if longer and sees_padding:
         raise UnsupportedError(f"the ranks have batches of {sizes}, and the model would see padding: pad all of them to one "
                                "length")
 

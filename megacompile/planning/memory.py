@@ -37,7 +37,7 @@ class Estimate:
         return self.slots + values + values // ROUNDING
 
 
-def activation_checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> list[int]:
+def host_checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> list[int]:
     """Bytes of each checkpoint that one forward keeps in host memory, in the order in which they are stashed."""
     layers = tiling.differentiated(captured.calls)
     begins = plan.from_host([call.name for call in layers])
@@ -64,7 +64,7 @@ def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str,
     """Bytes of host memory that a plan takes in addition to weights, state and the budget of pinned memory, by purpose. Ranks
     share gradients and sums, and have checkpoints and slabs of their own."""
     waits = plan.update == "step"
-    return {"checkpoints": plan.ranks * sum(activation_checkpoint_bytes(captured, tiling, plan)),
+    return {"checkpoints": plan.ranks * sum(host_checkpoint_bytes(captured, tiling, plan)),
             "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums),
             "gradients": tiling.host_parts()["gradients"] if waits else 0,
             "state slabs": state_slab_bytes(tiling, plan.state_slabs),
@@ -100,7 +100,7 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     streamed = boundary.difference(plan.resident)
     ranked = [sorted((layouts[t].weight_bytes for t in streamed.intersection(tiling.tiles_of[call.name])), reverse=True)
               for call in captured.calls]
-    fetched = activation_checkpoint_bytes(captured, tiling, plan)
+    fetched = host_checkpoint_bytes(captured, tiling, plan)
     # A section takes an unused slot before it reuses one. A whole step has one forward and one backward per wave.
     return (min(plan.checkpoint_slots, plan.waves * len(fetched)) * max(fetched, default=0)
             + sum(_turns(layers, plan, kept, lambda tile: tiling.runs(tile))

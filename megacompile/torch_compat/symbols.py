@@ -14,8 +14,7 @@ from torch.utils._sympy.interp import sympy_interp  # computes an expression of 
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # which ops these are
 
 __all__ = ["DimDynamic", "FloorDiv", "Mod", "PythonMod", "PythonReferenceAnalysis", "ShapeEnv", "SymNode",
-           "free_unbacked_symbols", "known_of", "size_functions", "statically_known_true",
-           "sympy_interp"]
+           "free_unbacked_symbols", "known_of", "size_functions", "statically_known_true", "sympy_interp"]
 
 
 def known_of(environment: ShapeEnv) -> str:
