@@ -2,15 +2,19 @@
 
     python benchmarks/generation.py --batch 32 --length 128 --new-tokens 256                    # as a user calls it
     python benchmarks/generation.py --batch 32 --length 128 --new-tokens 256 --through native   # transformers alone
-    python benchmarks/generation.py --batch 256 --through turns --switches 10                   # all layers take turns
+    python benchmarks/generation.py --batch 32 --length 128 --new-tokens 256 --beside-native    # both in one process
+    python benchmarks/generation.py --batch 256 --through turns                                 # all layers take turns
+    python benchmarks/generation.py --batch 1024 --device-memory 24GiB                          # in parts of the batch
 
-`--batch` counts prompts, and `--length` their tokens. All prompts get `--new-tokens` tokens, greedily. With `--switches` a
-training step of 64 x 1,024 tokens runs before each generation: `first_token_s` is from its end to the first token, and `back_s`
-is how much longer the next step takes than one after another step. Prints one JSON line.
+`--batch` counts prompts, and `--length` their tokens. All prompts get `--new-tokens` tokens, greedily. With `--beside-native`
+transformers' model generates from the same prompts, in turn with ours. With `--switches` a training step of 64 x 1,024 tokens
+runs before each generation: `first_token_s` is from its end to the first token, and `back_s` is how much longer the next step
+takes than one after another step. Prints one JSON line.
 """
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import statistics
 import time
@@ -25,9 +29,11 @@ from torch import Tensor
 import megacompile
 from megacompile.bench import rows
 from megacompile.bench.shapes import SHAPES, random_model
+from megacompile.errors import MegacompileError
 from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.generation.ways import Way, ways_to_generate
 from megacompile.streaming.layer_slots import LayerSlots
-from megacompile.streaming.streamed_module import original_class
+from megacompile.streaming.streamed_module import generate_by
 
 #: native: transformers' model on the device. user: `model.generate`. turns: all layers take turns in two slots.
 THROUGH = ("user", "turns", "native")
@@ -40,18 +46,24 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens that each prompt gets (default: 256)")
     parser.add_argument("--through", choices=THROUGH, default="user",
                         help="model.generate, all layers in turns, or transformers alone (default: user)")
-    parser.add_argument("--cache", choices=("dynamic", "static", "offloaded"), default="dynamic",
+    parser.add_argument("--beside-native", action="store_true",
+                        help="also measure transformers alone, on a model with the same weights in the same process")
+    parser.add_argument("--kv-cache", choices=("dynamic", "static", "offloaded"), default="dynamic",
                         help="how keys and values are kept (default: dynamic)")
     parser.add_argument("--switches", type=int, default=0, help="number of training steps with a generation after each")
+    parser.add_argument("--overlap", action="store_true", help="these steps update on arrival of gradients, without clipping")
     parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
     return parser
 
 
 def measure(given: argparse.Namespace) -> rows.Row:
+    if given.through == "native" and (given.switches or given.beside_native):
+        raise MegacompileError("--switches and --beside-native are for streamed models: leave out --through native")
     started = time.perf_counter()
     model = random_model(given.shape, rows.layer_count(given), given.device).eval()
     model.generation_config.eos_token_id = None  # all answers have the same length
     cuda = given.device == "cuda"
+    native = copy.deepcopy(model).to(given.device) if given.beside_native else None
     if given.through == "native":
         model = model.to(given.device)
     else:
@@ -68,35 +80,50 @@ def measure(given: argparse.Namespace) -> rows.Row:
     if given.through == "native":
         return found
     slots = model.megacompile.streamed.device_copy.slots
+    found["parts"] = parts = _part_count(model, given) if given.through == "user" else 1
     if slots is not None:
         link = _link_rate(slots)
-        bound = given.new_tokens * sum(layer.bytes for layer in slots.layers) / link
+        bound = parts * given.new_tokens * sum(layer.bytes for layer in slots.layers) / link
         found |= dict(turns=len(slots.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=round(bound / seconds, 3))
+    if native is not None:
+        beside = _generate(native, given)
+        alone = rows.timed(lambda ids: beside(ids, given.new_tokens), given)
+        found |= dict(native_times_s=alone["times_s"], of_native=round(alone["step_s"] / seconds, 3),
+                      native_tokens_per_s=round(given.batch * given.new_tokens / alone["step_s"]))
+        del native, beside
     if given.switches:
         found |= _switching(model, generate, given)
     model.megacompile.close()
     return found
 
 
+def _options(given: argparse.Namespace, count: int) -> dict[str, Any]:
+    """Arguments of `generate` for so many new tokens."""
+    cache = {} if given.kv_cache == "dynamic" else {"cache_implementation": given.kv_cache}
+    return dict(do_sample=False, pad_token_id=0, max_new_tokens=count, **cache)
+
+
 def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], float]:
     """A function that generates so many tokens for some prompts. Returns 0, where a training step returns its loss."""
-    how: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
-    if given.cache != "dynamic":
-        how["cache_implementation"] = given.cache
+    in_turns = given.through == "turns" and hasattr(model, "megacompile")
 
     def generate(ids: Tensor, count: int) -> float:
-        ids = ids.to(given.device)
-        if given.through == "turns":
-            device_copy = model.megacompile.streamed.device_copy
-            with torch.no_grad(), device_copy.use(original_class(model), 0, Turns.ALL) as native:
-                native.generate(ids, max_new_tokens=count, **how)
+        ids, how = ids.to(given.device), _options(given, count)
+        if in_turns:
+            generate_by(model, Way(Turns.ALL, 0, how), ids)
         else:
-            model.generate(ids, max_new_tokens=count, **how)
+            model.generate(ids, **how)
         if given.device == "cuda":
             torch.cuda.synchronize()
         return 0.0
 
     return generate
+
+
+def _part_count(model: Any, given: argparse.Namespace) -> int:
+    """Into how many parts `model.generate` cuts the batch; 0: it streams without a cache."""
+    ids, arrange = torch.zeros(given.batch, given.length, dtype=torch.long), model.megacompile.streamed.device_copy.arrangement
+    return next((way.parts for way in ways_to_generate(model, (ids,), _options(given, given.new_tokens), arrange)), 0)
 
 
 def _link_rate(slots: LayerSlots) -> float:
@@ -116,7 +143,8 @@ def _switching(model: Any, generate: Callable[[Tensor, int], float], given: argp
     """Seconds from the end of a training step to the first token, and back; and the memory that is reserved after each. A step
     ends when all weights are updated: `update_s` is how long that takes after the device has finished. In training, the next
     step runs beside that update."""
-    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, overlap="backward" if given.overlap else None,
+                                  max_grad_norm=None if given.overlap else given.max_grad_norm)
     cuda, vocabulary = given.device == "cuda", SHAPES[given.shape]["vocab_size"]
 
     def step() -> float:

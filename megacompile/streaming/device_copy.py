@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -43,6 +44,14 @@ class Turns(Enum):
     NONE = "none"
     SOME = "some"
     ALL = "all"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A copy that fits: the bytes of device memory that it takes, and the bytes that cross the link for each call of it."""
+
+    device_bytes: int
+    copied_bytes: int
 
 
 class Owner(Protocol):
@@ -160,9 +169,10 @@ class DeviceCopy:
         planner = self._streamed.planner
         return not self._takes_memory or needed + planner.margin_bytes <= planner.device_bytes
 
-    def fits(self, more_bytes: int = 0, turns: Turns = Turns.NONE) -> bool:
-        """Whether it fits the budget, with `more_bytes` for what its use takes."""
-        return self._turning(more_bytes, turns) is not None
+    def arrangement(self, more_bytes: int, turns: Turns) -> Arrangement | None:
+        """How it fits the budget, with `more_bytes` for what its use takes; None if it does not."""
+        turning = self._turning(more_bytes, turns)
+        return None if turning is None else Arrangement(self._bytes_with(turning), sum(layer.bytes for layer in turning))
 
     def _turning(self, more_bytes: int, turns: Turns) -> Sequence[LayerWeights] | None:
         """The layers that take turns; None if it does not fit."""

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from megacompile.errors import UnsupportedError
 from megacompile.ir.program import Lane
 from megacompile.streaming.adapters import base_calls_streamed
-from megacompile.streaming.generation import Way, ways_to_generate, with_options
+from megacompile.streaming.generation.batch_parts import generate_in_parts
+from megacompile.streaming.generation.call_options import with_options
+from megacompile.streaming.generation.ways import Way, ways_to_generate
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
 from megacompile.torch_compat.core import parse_to, pytree
@@ -174,37 +176,38 @@ class StreamedPretrained(StreamedModule):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates with the plain model on the device, where all its layers fit, or some of them take turns (`on_device`). If
-        the keys and values of all tokens do not fit either, they wait in host memory. Otherwise streams all layers for every
-        token, without a cache: correct, and slow."""
+        the keys and values of all tokens do not fit either, parts of the batch generate one after another, or keys and values
+        wait in host memory. Otherwise streams all layers for every token, without a cache: correct, and slow."""
         device_copy = self.megacompile.streamed.device_copy
-        ways = ways_to_generate(self, args, kwargs, device_copy.fits)
+        ways = ways_to_generate(self, args, kwargs, device_copy.arrangement)
         way = next(ways, None)
         while way is not None:
             try:
-                return self._generate(way, *args)
+                return generate_by(self, way, *args)
             except torch.OutOfMemoryError as error:
                 ended = str(error).splitlines()[0]
             # The error, and with it the copy and all values of the generation, is gone here.
             if device_copy.free_slots():
                 continue  # the same way has more memory now
-            warnings.warn("the device has too little memory for this generation with so many weights there: it starts again "
-                          f"with fewer, and is slower ({ended})", stacklevel=2)
+            warnings.warn("the device has too little memory for this generation: it starts again with fewer weights or "
+                          f"sequences there at a time, and is slower ({ended})", stacklevel=2)
             way = next(ways, None)
         with torch.no_grad(), base_calls_streamed(self, _for_generation):
             return super().generate(*args, **with_options(kwargs, use_cache=False))  # type: ignore[misc]
 
-    def _generate(self, way: Way, *args: Any) -> Any:
-        """Generates in the lane compute, whose free memory the allocator gives to no other stream."""
-        backend = self.megacompile.streamed.backend
-        use = self.megacompile.streamed.device_copy.use(original_class(self), way.bytes, way.turns)
-        backend.enter(_tensors([args, way.kwargs]))
-        with torch.no_grad(), backend.issuing(Lane.COMPUTE), use as native:
-            found = native.generate(*args, **way.kwargs)  # type: ignore[operator]
-        backend.exit(_tensors(found))
-        return found
-
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]
+
+
+def generate_by(model: StreamedPretrained, way: Way, *args: Any) -> Any:
+    """Generates in the lane compute, whose free memory the allocator gives to no other stream."""
+    backend = model.megacompile.streamed.backend
+    use = model.megacompile.streamed.device_copy.use(original_class(model), way.bytes, way.turns)
+    backend.enter(_tensors([args, way.kwargs]))
+    with torch.no_grad(), backend.issuing(Lane.COMPUTE), use as native:
+        found = generate_in_parts(native.generate, way.parts, native, args, way.kwargs)  # type: ignore[arg-type]
+    backend.exit(_tensors(found))
+    return found
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megacompile
-from megacompile.streaming import generation
-from megacompile.streaming.device_copy import DeviceCopy, Turns
-from megacompile.streaming.generation import Way, ways_to_generate
+from megacompile.streaming.device_copy import Arrangement, DeviceCopy, Turns
+from megacompile.streaming.generation import ways
+from megacompile.streaming.generation.needed_bytes import cache_bytes, working_bytes
+from megacompile.streaming.generation.ways import Way, ways_to_generate
 
 FAMILIES = ("gemma3_text", "mixtral", "gpt_neox", "mamba2", "phi3", "qwen3_next", "olmo2", "gpt2", "falcon", "cohere2")
 
@@ -37,7 +38,7 @@ def test_a_family_generates_what_it_generates_unstreamed(
         monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
         monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
         monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
-                            lambda model, args, kwargs, fits: iter([Way(Turns.ALL, 0, kwargs)]))
+                            lambda model, args, kwargs, arrange: iter([Way(Turns.ALL, 0, kwargs)]))
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
@@ -54,15 +55,17 @@ def test_prompts_are_computed_in_chunks_where_they_do_not_fit_at_once(family: st
     """With the same tokens; or at once, where the family has no cache that a chunk could continue."""
     chosen = []
 
-    def two_tokens_fit(model: Any, args: Any, kwargs: Any, fits: Any) -> Any:
-        less = generation.working_bytes(model, args, {**kwargs, "prefill_chunk_size": 3})
-        cached = generation.cache_bytes(model, args, kwargs)
-        ways = [*ways_to_generate(model, args, kwargs, lambda more, turns: turns == Turns.NONE and more < cached + less)]
-        chosen.extend(way.kwargs["prefill_chunk_size"] for way in ways)
-        return iter(ways or [Way(Turns.NONE, 0, dict(kwargs))])
+    def two_tokens_fit(model: Any, args: Any, kwargs: Any, arrange: Any) -> Any:
+        less = working_bytes(model, args, {**kwargs, "prefill_chunk_size": 3})
+        cached = cache_bytes(model, args, kwargs)
+        found = [*ways_to_generate(model, args, kwargs, lambda more, turns: Arrangement(0, 0)
+                                   if turns == Turns.NONE and more < cached + less else None)]
+        chosen.extend(way.kwargs["prefill_chunk_size"] for way in found)
+        return iter(found or [Way(Turns.NONE, 0, dict(kwargs))])
 
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate", two_tokens_fit)
-    monkeypatch.setattr(generation, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(ways, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(ways, "part_counts", lambda *_: [1])
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")

@@ -20,7 +20,8 @@ from torch import Tensor
 import megacompile
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.streaming.device_copy import DeviceCopy, Turns
-from megacompile.streaming.generation import Way, cache_bytes, ways_to_generate, working_bytes
+from megacompile.streaming.generation.needed_bytes import cache_bytes, working_bytes
+from megacompile.streaming.generation.ways import Way
 from megacompile.streaming.layer_slots import LayerWeights, Piece, resident_layers, slot_bytes
 
 LAYERS = 6
@@ -89,8 +90,8 @@ def test_where_it_does_not_fit_generation_streams_with_the_same_tokens(
         raise AssertionError("it does not fit")
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_where_memory_ends_generation_starts_again_with_fewer_layers_there(
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_where_memory_ends_generation_starts_again_with_fewer_layers_or_sequences_there(
         times: int, streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated(copy.deepcopy(streamed), do_sample=False)
     elsewhere.free_slots()
@@ -101,10 +102,11 @@ def test_where_memory_ends_generation_starts_again_with_fewer_layers_there(
         return _out_of_memory() if len(arrangements) <= times else original(self, *args, **kwargs)
 
     monkeypatch.setattr(type(tiny_models.build()), "generate", ends)
-    monkeypatch.setattr("megacompile.streaming.generation._chooses_cache", lambda *_: True)  # offloading takes a GPU
+    monkeypatch.setattr("megacompile.streaming.generation.ways.chooses_cache", lambda *_: True)  # offloading takes a GPU
     with pytest.warns(UserWarning, match=r"starts\s+again with fewer"):
         found = streamed.generate(**left_padded(), **OPTIONS, do_sample=False)
-    assert torch.equal(found, expected) and arrangements == [None, LAYERS, None][:times + 1]
+    assert torch.equal(found, expected) and arrangements == [
+        None, LAYERS, *([LAYERS] * 2 if times == 2 else [LAYERS, LAYERS, None] if times == 4 else [])]
 
 
 def _out_of_memory(*_: Any, **__: Any) -> Any:
@@ -303,7 +305,7 @@ def staying(request: pytest.FixtureRequest, streamed: Any, elsewhere: DeviceCopy
     planner = mock.Mock(wraps=streamed.megacompile.streamed.planner, device_bytes=budget - (1 << 10), margin_bytes=1 << 30)
     monkeypatch.setattr(type(streamed.megacompile.streamed), "planner", property(lambda self: planner))
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
-                        lambda model, args, kwargs, fits: iter([Way(Turns.SOME, -(1 << 10), kwargs)]))
+                        lambda model, args, kwargs, arrange: iter([Way(Turns.SOME, -(1 << 10), kwargs)]))
     return int(request.param)
 
 
@@ -359,7 +361,7 @@ def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypat
     monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
     monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
-                        lambda model, args, kwargs, fits: iter([Way(Turns.ALL, 0, kwargs)]))
+                        lambda model, args, kwargs, arrange: iter([Way(Turns.ALL, 0, kwargs)]))
     adapter = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     plain = peft.get_peft_model(tiny_models.build(num_hidden_layers=3), adapter).eval()
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
@@ -379,32 +381,3 @@ def test_layers_that_stay_are_spread_evenly(count: int) -> None:
     places = [int(layer.name) for layer in resident_layers(layers, slot_bytes(layers) + 10 * count)]
     gaps = [b - a for a, b in itertools.pairwise([*places, 9])]
     assert len(places) == count and max(gaps) - min(gaps) <= 1
-
-
-# ---------------------------------------------------------------- which way
-@pytest.mark.parametrize(("room", "expected"), [
-    (1000, ["none", "all"]), (500, ["some", "all", "all offloaded"]), (250, ["all offloaded"]), (10, [])])
-def test_the_fastest_way_that_fits_is_first(room: int, expected: list[str], streamed: Any,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacompile.streaming.generation.cache_bytes", lambda *_: 300)
-    monkeypatch.setattr("megacompile.streaming.generation.working_bytes", lambda *_: 10)
-
-    def fits(more: int, turns: Turns) -> bool:
-        return more + (600 if turns == Turns.NONE else 30) <= room
-
-    ways = list(ways_to_generate(streamed, (), {}, fits))
-    found = [way.turns.value + (" offloaded" if way.kwargs.get("cache_implementation") else "") for way in ways]
-    assert found[:len(expected)] == expected
-    assert all(way.kwargs.get("disable_compile", False) == (way.turns != Turns.NONE) for way in ways)
-    chosen = ways_to_generate(streamed, (), {"cache_implementation": "static"}, fits)
-    assert all(way.kwargs["cache_implementation"] == "static" for way in chosen)
-
-
-# ---------------------------------------------------------------- how much it takes
-def test_the_cache_of_keys_and_values_is_that_of_the_plain_model(streamed: Any) -> None:
-    given = left_padded()
-    for how in ({}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}):
-        made = copy.deepcopy(streamed).generate(**given, **OPTIONS, **how, return_dict_in_generate=True)
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in made.past_key_values.layers)
-        predicted = cache_bytes(streamed, (), {**given, **OPTIONS, **how})
-        assert held <= predicted <= 1.2 * held  # the last token's are not kept
