@@ -24,6 +24,7 @@ from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.arena import Arena
 from megacompile.runtime.memory.store import Store
 from megacompile.sizes import format_bytes
+from megacompile.streaming.copied_hooks import CopiedHooks, hooks_of
 from megacompile.streaming.layer_slots import LayerSlots, LayerWeights, layer_weights, resident_layers, slot_bytes
 from megacompile.streaming.open_forward import OpenForwards
 from megacompile.streaming.programs.shapes import Shapes
@@ -31,6 +32,7 @@ from megacompile.streaming.residency import Residency
 from megacompile.streaming.section_runner import SectionRunner
 from megacompile.streaming.step_state import StepState
 from megacompile.streaming.together import Together
+from megacompile.weights.tiling import Tiling
 
 #: Values of these types in a module are read again for each use: flags of adapters, `training`, counters.
 _PLAIN = (bool, int, float, str, type(None))
@@ -64,6 +66,7 @@ class Owner(Protocol):
     arena: Arena
     runner: SectionRunner
     residency: Residency
+    parameters: dict[str, nn.Parameter]
     shapes: Shapes
     step: StepState
     forwards: OpenForwards
@@ -74,6 +77,9 @@ class Owner(Protocol):
 
     @property
     def planner(self) -> Planner: ...
+
+    @property
+    def tiling(self) -> Tiling: ...
 
     def settle(self) -> None: ...
 
@@ -134,6 +140,10 @@ class DeviceCopy:
                                    "the block `with model.megacompile.on_device()` first")
         if self.native is not None and not self._holds(self._taken + needed):
             self.release()
+
+    def expect_writes(self) -> None:
+        """Weights may be written without a trace (`.data`) before the next use, which copies all of them again."""
+        self._version, self._versions = -1, [-1] * len(self._versions)
 
     def release(self) -> None:
         self.native = self.slots = None
@@ -264,11 +274,13 @@ class DeviceCopy:
             memo[id(tensor)] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
         for module in nn.Module.modules(model):
             memo |= {id(shared): shared for name in _SHARED if (shared := getattr(module, name, None)) is not None}
+            memo |= {id(hook): hook for hook in hooks_of(module)}
         made = object.__new__(original)
         memo[id(model)] = made
         own = {key: value for key, value in vars(model).items()
                if key != "megacompile" and not (key == "forward" and hasattr(value, "streams"))}
         made.__dict__ = copy.deepcopy(own, memo)
+        self._hooks = CopiedHooks(model)
         if self.slots is not None:
             self.slots.attach(made)
         self._finish_copies()
@@ -280,13 +292,16 @@ class DeviceCopy:
     @torch.no_grad()
     def _copy_changed(self, native: nn.Module) -> None:
         """Copies what may have changed since: trained parameters, and what was written from outside."""
-        pairs = zip(_tensors(self._streamed.model), _tensors(native), self._versions, strict=True)
+        model, parameters = self._streamed.model, self._streamed.parameters
+        # Not those that require a gradient now: PEFT freezes adapters while they are off.
+        updated = {id(parameters[name]) for name in self._streamed.tiling.trained}
+        pairs = zip(_tensors(model), _tensors(native), self._versions, strict=True)
         in_slots: Collection[int] = ()
         if self.slots is not None:
             self.slots.forget()
-            in_slots = self.slots.views(self._streamed.model)
+            in_slots = self.slots.views(model)
         for ours, theirs, version in pairs:
-            changed = id(ours) not in in_slots and (ours.requires_grad or ours._version != version)
+            changed = id(ours) not in in_slots and (id(ours) in updated or ours._version != version)
             if changed and theirs.data_ptr() != ours.data_ptr():
                 theirs.copy_(ours, non_blocking=True)
         self._finish_copies()
@@ -296,11 +311,12 @@ class DeviceCopy:
         self._streamed.backend.synchronize()
 
     def _refresh(self, native: nn.Module) -> None:
-        """Gives the copy the plain attributes that the model's modules have now."""
+        """Gives the copy the plain attributes and the hooks that the model's modules have now."""
         for ours, theirs in zip(nn.Module.modules(self._streamed.model), native.modules(), strict=True):
             for name, value in vars(ours).items():
                 if name in _SHARED or _is_plain(value):
                     vars(theirs)[name] = value if name in _SHARED else copy.copy(value)
+        self._hooks.refresh(self._streamed.model, native)
         if self.slots is not None and (config := vars(native).get("generation_config")) is not None:
             # transformers compiles generation with a static cache; here copies are issued between layers.
             vars(native)["generation_config"] = copy.copy(config)

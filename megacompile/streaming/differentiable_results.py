@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import LeaseError, UnsupportedError
-from megacompile.frontend.tracing.recorders import asks_for_gradients
+from megacompile.frontend.tracing.recorders import asks_for_gradients, collects_outputs
 from megacompile.streaming.open_forward import OpenForward
 from megacompile.streaming.streamed import Streamed
 from megacompile.torch_compat.core import graph_is_kept, node_will_run
@@ -52,19 +52,27 @@ class StreamedResults(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raises `UnsupportedError` if a parameter or a module inside the model has hooks, which nothing would call."""
+def refuse_hooks(model: nn.Module, also_of_whole: bool = False) -> None:
+    """Raises `UnsupportedError` if a parameter or a module inside the model has hooks, which nothing would call.
+    `also_of_whole`: or the model as a whole, whose hooks only a call of the model runs."""
     for name, parameter in nn.Module.named_parameters(model):
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedError(f"{name} has a gradient hook, which a streamed backward does not call: remove it, "
                                    "and read .grad after backward()")
     for name, module in model.named_modules():
-        if module is not model and any(_acts(hook) for hooks in _MODULE_HOOKS for hook in getattr(module, hooks).values()):
+        if module is not model and _has_hooks(module):
             raise UnsupportedError(f"{name} has a hook, which a streamed model does not call: remove it "
                                    "(hooks of the model as a whole work)")
+    if also_of_whole and _has_hooks(model):
+        raise UnsupportedError("the model has a hook, which only a call of the model runs: remove it, or call the "
+                               "model itself")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(_acts(hook) for hooks in _MODULE_HOOKS for hook in getattr(module, hooks).values())
 
 
 def _acts(hook: Callable[..., Any]) -> bool:
     """Whether a module's hook does anything. transformers leaves hooks behind once it was asked for hidden states, which
     collect them only while a model of its own is asked again."""
-    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing" and not asks_for_gradients(hook)
+    return not collects_outputs(hook) and not asks_for_gradients(hook)

@@ -103,8 +103,7 @@ class Handle:
 
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
                     wanted: Wanted = Wanted.ALL) -> BatchArguments:
-        """Arguments of a method that takes the model's arguments by name, without labels; and `tensors` with values of the same
-        tokens."""
+        """The arguments of a method that takes the model's by name, without labels. Checks `tensors`, values of its tokens."""
         if not isinstance(batch, Mapping):
             raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
                                    f"{type(batch).__name__}")
@@ -160,16 +159,16 @@ class Handle:
         return self.streamed.captures.serve(given.key).captured
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                   training: bool = False, wanted: Wanted = Wanted.ALL) -> BatchArguments:
+                   training: bool = False, wanted: Wanted = Wanted.ALL, hooks_run: bool = True) -> BatchArguments:
         """Reads the user's arguments, after checking that nothing in the model or its surroundings prevents honoring them.
-        `training`: treat the call as training in any grad mode."""
+        `training`: treat the call as training in any grad mode. `hooks_run`: PyTorch runs hooks of the model as a whole."""
         streamed = self.streamed
         if torch.is_autocast_enabled(streamed.backend.device.type):
             dtype = torch.get_autocast_dtype(streamed.backend.device.type)
             if streamed.dtypes != {dtype}:
                 raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
                                        f"leave autocast out, or stream(model, dtype={dtype})")
-        refuse_hooks(model)
+        refuse_hooks(model, also_of_whole=not hooks_run)
         differentiating = training or torch.is_grad_enabled()
         streamed.captures.adapters.check(differentiating)
         streamed.writes.check_model(model, differentiating)
@@ -177,10 +176,11 @@ class Handle:
             return read_arguments(model, forward, streamed.captures, args, kwargs, wanted,
                                   differentiating=differentiating and streamed.tiling.trains)
 
-    def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL) -> BatchArguments:
+    def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL,
+               hooks_run: bool = False) -> BatchArguments:
         """Like `_arguments`, for arguments that are passed by name."""
         model = self.streamed.model
-        return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training, wanted)
+        return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training, wanted, hooks_run)
 
     @exclusive
     def train_step(self, batch: Mapping[str, Any], optimizer: StreamedOptimizer) -> Tensor:
@@ -244,7 +244,7 @@ class Handle:
         if not any(k in known and v.dim() >= 2 for k, v in tensors.items()):
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: got a "
                                    f"{type(batch).__name__} that has none of them")
-        return self._named(tensors, training)
+        return self._named(tensors, training, hooks_run=True)
 
     def _trained(self, batch: Mapping[str, Tensor] | None) -> CompiledShape:
         """Like `compiled`. Raises `MegacompileError` for a batch that does not train."""
@@ -378,6 +378,7 @@ class Handle:
         """Waits for updates in flight. Afterwards the parameters, gradients and optimizer state that you hold are current.
         Anything you write to them before the next call counts, through `.data` too: device-resident tiles are sent again."""
         self.streamed.evict()
+        self.streamed.device_copy.expect_writes()
 
     @exclusive
     def whole(self) -> None:
@@ -387,8 +388,7 @@ class Handle:
 
     @exclusive
     def close(self) -> None:
-        """Releases everything and leaves a plain, trained model on the CPU. Then raises the failure of an update in flight, if
-        any."""
+        """Releases everything and leaves a plain, trained model on the CPU. Then raises the failure of an update in flight."""
         model = self.streamed.model
         try:
             self.streamed.close()

@@ -151,6 +151,11 @@ class Tiling:
         return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
 
     @property
+    def trained(self) -> list[str]:
+        """The names of the parameters that updates write."""
+        return [s.name for layout in self.host.values() for s in layout.slices if s.trainable]
+
+    @property
     def states(self) -> dict[str, ElementState]:
         """The optimizer state of each trained parameter, by name."""
         return {s.name: layout.state_of(i) for layout in self.host.values() for i, s in enumerate(layout.slices) if s.trainable}

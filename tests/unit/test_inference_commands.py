@@ -24,6 +24,7 @@ from megacompile.errors import MegacompileError
 from megacompile.inference.chat import chat
 from megacompile.inference.prompts import PromptEncoder
 from megacompile.inference.sampling import Sampling
+from megacompile.streaming.streamed import Streamed
 
 ASKED = ["one", "a longer question than the others", "two words", "x", "and one more of them"]
 GREEDY = ("--temperature", 0, "--max-new-tokens", 5, "--device", "cpu")
@@ -304,6 +305,46 @@ def test_the_loss_of_a_text_is_that_of_the_plain_model(batch: int, model: Path, 
     assert float(words[1].rstrip(",")) == pytest.approx(sum(losses) / len(losses), abs=2e-4)
     assert float(words[3].rstrip(",")) == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
     assert int(words[5].replace(",", "")) == 31 * len(whole)
+
+
+UNEVEN = [("one", "a"), ("two words", "an answer that is much longer than all of the others are, by far, and goes on"),
+          ("x", "yes"), ("a longer question than the others", "no"), ("and one more of them", "perhaps it is so"), ("why", "z")]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_the_loss_of_uneven_conversations_is_the_mean_over_tokens_of_the_plain_models_rows(
+        batch: int, model: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tokens of answers count, and their ends. Packed rows have fewer positions than rows that are padded."""
+    computed, original = list[int](), Streamed._batch
+
+    def counted(self: Streamed, *arguments: Any) -> Any:
+        made = original(self, *arguments)
+        computed.append(made.computed_tokens)
+        return made
+
+    monkeypatch.setattr(Streamed, "_batch", counted)
+    path = tmp_path / "conversations.jsonl"
+    path.write_text("".join(json.dumps({"messages": [
+        {"role": "user", "content": asked}, {"role": "assistant", "content": said}]}) + "\n" for asked, said in UNEVEN))
+    result = command("evaluate", model, "--data", path, "--length", 128, "--batch", batch, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+
+    plain, lengths, nats, count = AutoModelForCausalLM.from_pretrained(model), list[int](), 0.0, 0
+    for asked, said in UNEVEN:
+        ids, begin = chatted(tokenizer, ("user", asked), ("assistant", said)), len(chatted(tokenizer, ("user", asked)))
+        ids = ids[:ids.index(tokenizer.eos_token_id, begin) + 1]  # what the template adds after the end is no answer
+        labels = [-100] * begin + ids[begin:]
+        with torch.no_grad():
+            mean = float(plain(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss)
+        lengths.append(len(ids))
+        nats, count = nats + mean * (len(ids) - begin), count + len(ids) - begin
+    words = result.stdout.split()
+    assert float(words[1].rstrip(",")) == pytest.approx(nats / count, abs=2e-4)
+    assert float(words[3].rstrip(",")) == pytest.approx(math.exp(nats / count), rel=1e-3)
+    assert int(words[5].replace(",", "")) == count
+    batches = [lengths[start:start + batch] for start in range(0, len(lengths), batch)]
+    padded = sum(len(each) * max(each) for each in batches)
+    assert sum(lengths) <= sum(computed) and (batch == 1 or sum(computed) < padded)
 
 
 def test_data_that_cannot_be_read_is_refused_before_weights_are_loaded(

@@ -115,7 +115,9 @@ def test_a_reference_model_is_streamed_beside_the_policy(policy: Any, native: An
         streamed.megacompile.close()
 
 
-def grpo(trainer: type, folder: Path, model: Any, tokenizer: Any, adapter: Any = None, **changes: Any) -> Any:
+def grpo(trainer: type, folder: Path, model: Any, tokenizer: Any, adapter: Any = None, reward: Any = None,
+         reward_processing_classes: Any = None, **changes: Any) -> Any:
+    """`reward`: in place of one for even numbers."""
     from datasets import Dataset
 
     def even(completions: list[str], **kwargs: Any) -> list[float]:
@@ -126,8 +128,8 @@ def grpo(trainer: type, folder: Path, model: Any, tokenizer: Any, adapter: Any =
     settings = kind(str(folder), **{
         **SHARED, "max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 3,
         "num_iterations": 2, **changes})
-    made = trainer(model=model, reward_funcs=even, args=settings, train_dataset=prompts, processing_class=tokenizer,
-                   peft_config=adapter)
+    made = trainer(model=model, reward_funcs=even if reward is None else reward, args=settings, train_dataset=prompts,
+                   processing_class=tokenizer, peft_config=adapter, reward_processing_classes=reward_processing_classes)
     made.train()
     return made
 
@@ -285,3 +287,46 @@ def test_dropout_of_a_model_given_by_name_is_refused(trainer: Any, settings: Any
     with pytest.raises(UnsupportedError, match="set its dropout to 0 before"):
         trainer(model=str(tmp_path / "base"), args=settings(str(tmp_path)), train_dataset=preferences(4),
                 processing_class=tokenizer, **more)
+
+
+@pytest.mark.parametrize("generations", [{"steps_per_generation": 2}, {"generation_batch_size": 16}], ids=str)
+def test_completions_of_several_steps_are_sampled_at_once_as_they_are_unstreamed(
+        generations: dict[str, int], policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Later batches of a generation, and its second iteration, are trained on by a policy that has changed since: their ratios
+    are to what it was. (TRL refuses both settings at once.)"""
+    theirs, ours = (grpo(trainer, tmp_path, each, tokenizer, gradient_accumulation_steps=1, max_steps=10, **generations)
+                    for trainer, each in ((trl.GRPOTrainer, native), (GRPOTrainer, policy)))
+    assert_alike(ours, theirs)
+    sampled = generations.get("steps_per_generation") or generations["generation_batch_size"] // 4
+    assert ours.args.steps_per_generation == sampled and ours.num_iterations == 2
+    steps = [entry for entry in logged(ours) if "loss" in entry]
+    rewards = {number: entry["reward"] for number, entry in enumerate(steps) if "reward" in entry}
+    assert list(rewards) == [*range(0, 10, 2 * sampled)] and len(set(rewards.values())) == len(rewards)
+    assert any(entry["clip_ratio/region_mean"] > 0 for entry in steps), "the policy has moved"
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
+def test_a_reward_model_that_is_streamed_rewards_as_it_does_unstreamed(
+        trainer: Any, policy: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Texts of several lengths, padded on the right."""
+    from transformers import AutoModelForSequenceClassification, Qwen2Config
+
+    from megacompile.streaming.streamed_module import StreamedModule
+
+    config = Qwen2Config(vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, num_labels=1,
+                         pad_token_id=tokenizer.pad_token_id, initializer_range=0.5)
+    torch.manual_seed(1)
+    judge = AutoModelForSequenceClassification.from_config(config).eval()
+    judges = (judge, megacompile.stream(copy.deepcopy(judge).requires_grad_(False), device="cpu"))
+    made, start = [], tiny_models.weights(policy)
+    for each in judges:
+        policy.load_state_dict(start)
+        torch.manual_seed(3)
+        made.append(grpo(trainer, tmp_path, policy, tokenizer, reward=each, reward_processing_classes=tokenizer))
+        vars(policy).pop("forward", None)
+    assert isinstance(made[1].reward_funcs[0], StreamedModule) and not isinstance(made[0].reward_funcs[0], StreamedModule)
+    assert_alike(*made)
+    rewards = [entry["reward"] for entry in logged(made[1]) if "reward" in entry]
+    assert len(set(rewards)) > 1 and any(entry.get("reward_std", 0) > 0 for entry in logged(made[1]))
+    judges[1].megacompile.close()

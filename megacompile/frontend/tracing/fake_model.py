@@ -19,7 +19,7 @@ from megacompile.frontend.ops.attention import register_with_transformers
 from megacompile.frontend.tracing.layers import Layers, encoders, find_layers
 from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
 from megacompile.frontend.tracing.peft_tracing import forward_signature
-from megacompile.frontend.tracing.recorders import remove_hooks_for_gradients
+from megacompile.frontend.tracing.recorders import remove_hooks_for_gradients, remove_hooks_of_whole
 from megacompile.ir.plan import CaptureKey
 from megacompile.torch_compat.core import FakeTensorMode
 
@@ -61,6 +61,7 @@ def make_fake_model(model: nn.Module, fakes: FakeTensorMode, attention: str | No
         ) from reason
     fake_model.train(training)
     remove_hooks_for_gradients(fake_model)
+    remove_hooks_of_whole(fake_model)
     module: Any
     if is_transformers_model(fake_model):
         for module in fake_model.modules():

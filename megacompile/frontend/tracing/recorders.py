@@ -1,5 +1,5 @@
-"""Forward hooks of models of transformers: those that collect values (router logits, an encoder's hidden states), and those
-that make embeddings' outputs require a gradient."""
+"""Hooks of a model that is traced: transformers' own that collect values (router logits, an encoder's hidden states), those
+that make embeddings' outputs require a gradient, and the user's of the model as a whole."""
 from __future__ import annotations
 
 import functools
@@ -36,6 +36,19 @@ def remove_hooks_for_gradients(model: nn.Module) -> None:
     for module in model.modules():
         for key in [key for key, hook in module._forward_hooks.items() if asks_for_gradients(hook)]:
             del module._forward_hooks[key]
+
+
+def remove_hooks_of_whole(model: nn.Module) -> None:
+    """Removes the hooks of a model as a whole: a call of the streamed model runs them, so its graph must not. Those with which
+    transformers collects outputs belong to the model's own forward, and stay."""
+    for hooks in (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks):
+        for key in [key for key, hook in hooks.items() if not collects_outputs(hook)]:
+            del hooks[key]
+
+
+def collects_outputs(hook: Any) -> bool:
+    """Whether a forward hook is transformers' own, which collects a module's outputs."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def asks_for_gradients(hook: Any) -> bool:
