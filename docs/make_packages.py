@@ -22,7 +22,8 @@ ORDER = (
     ("passes",),
     ("predict", "timeline", "picture"), ("weights",), ("planning",), ("inputs",), ("streaming",), ("checkpoint",),
     ("public", "api", "loading", "scheduling", "capture_report", "__init__"),
-    ("trainers", "trainer", "sft", "dpo", "grpo", "rloo", "fused_head"), ("tools", "training", "inspection", "corpus"),
+    ("trainers", "trainer", "sft", "dpo", "online_dpo", "grpo", "rloo", "fused_head"),
+    ("tools", "training", "inspection", "corpus"),
     ("finetuning",), ("inference",), ("bench",),
     ("cli", "__main__"))
 #: A sentence for each entry of `ORDER` that is not a package.

@@ -178,6 +178,8 @@ class StreamedPretrained(StreamedModule):
         """Generates with the plain model on the device, where all its layers fit, or some of them take turns (`on_device`). If
         the keys and values of all tokens do not fit either, parts of the batch generate one after another, or keys and values
         wait in host memory. Otherwise streams all layers for every token, without a cache: correct, and slow."""
+        # The parameters are on the CPU, so callers that send prompts to a parameter's device send them there.
+        args, kwargs = pytree.tree_map_only(Tensor, lambda each: each.to(self.device), (args, kwargs))
         device_copy = self.megacompile.streamed.device_copy
         ways = ways_to_generate(self, args, kwargs, device_copy.arrangement)
         way = next(ways, None)

@@ -22,7 +22,8 @@ def test_generation_is_natives_and_switches_lose_no_memory() -> None:
     for step in range(20):
         model.megacompile.train_step(batch(step), optimizer)
         model.megacompile.synchronize()
-        found = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        found = model.generate(prompt if step % 2 else prompt.cpu(), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert found.is_cuda
         plain = build()
         plain.load_state_dict(model.state_dict())
         assert torch.equal(found, plain.cuda().generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0))
