@@ -86,6 +86,8 @@ def options() -> argparse.ArgumentParser:
                         help="weight of the divergence from a reference model; 0: there is none (default: 0)")
     parser.add_argument("--through", choices=THROUGH, default="megacompile",
                         help="generation through model.generate, or with all layers in turns (default: megacompile)")
+    parser.add_argument("--overlap", action="store_true",
+                        help="update as gradients arrive, without clipping, so that generation waits for less; full rows too")
     parser.add_argument("--recorded", action="store_true", help="record the seconds of each op in one more step")
     parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
     return parser
@@ -221,8 +223,8 @@ def trainer_of(given: argparse.Namespace, model: Any, optimizer: Any, steps: Ste
         gradient_accumulation_steps=given.accumulation, num_generations=given.samples, num_iterations=given.iterations,
         max_completion_length=given.new_tokens, generation_kwargs=dict(min_new_tokens=given.new_tokens), beta=given.beta,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
-        max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm, save_strategy="no", report_to=[], logging_steps=1,
-        disable_tqdm=True, use_cpu=given.device == "cpu")
+        max_grad_norm=0.0 if given.no_clipping or given.overlap else given.max_grad_norm,
+        save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, use_cpu=given.device == "cpu")
 
     class TimedTrainer(Timed, GRPOTrainer):
         clock = steps.clock
@@ -250,6 +252,8 @@ def check(given: argparse.Namespace) -> None:
     if completions % given.accumulation:
         raise MegacompileError(f"{completions} completions cannot be divided into {given.accumulation} batches of one size: "
                                "give another --accumulation")
+    if given.overlap and given.accumulation > 1:
+        raise MegacompileError("--overlap updates in each backward, and --accumulation has several: leave one of them out")
 
 
 def measure(given: argparse.Namespace) -> rows.Row:
@@ -258,8 +262,9 @@ def measure(given: argparse.Namespace) -> rows.Row:
     model = random_model(given.shape, rows.layer_count(given), given.device)
     model = megacompile.stream(model, device=given.device, device_memory=given.device_memory,
                                micro_batch_size=given.micro_batch_size)
-    optimizer = megacompile.AdamW(model.parameters(), lr=LEARNING_RATE,
-                                  max_grad_norm=None if given.no_clipping else given.max_grad_norm)
+    clip = None if given.no_clipping or given.overlap else given.max_grad_norm
+    optimizer = megacompile.AdamW(model.parameters(), lr=LEARNING_RATE, max_grad_norm=clip,
+                                  overlap="backward" if given.overlap else None)
     steps = Steps(PhaseClock(torch.cuda.synchronize if cuda else lambda: None, outside=REST), model, given)
     streamed = model.megacompile.streamed
     with tempfile.TemporaryDirectory() as folder:

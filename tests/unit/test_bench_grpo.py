@@ -32,6 +32,7 @@ def row_of(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("arguments", "iterations", "computed", "turns"), [
     ([], 1, False, 0), (["--through", "turns", "--iterations", "2", "--accumulation", "2"], 2, True, 2),
+    (["--overlap"], 1, False, 0),
     pytest.param(["--beta", "0.1", "--no-clipping"], 1, True, 0, marks=pytest.mark.on_demand)], ids=str)
 def test_phases_of_grpo_add_up_to_its_steps(arguments: list[str], iterations: int, computed: bool, turns: int) -> None:
     row = row_of(*arguments)
@@ -63,6 +64,8 @@ def test_one_more_step_is_recorded_by_op() -> None:
 def test_batches_of_one_step_have_one_size() -> None:
     with pytest.raises(MegacompileError, match="12 completions cannot be divided into 5 batches of one size"):
         row_of("--accumulation", "5")
+    with pytest.raises(MegacompileError, match="--overlap updates in each backward"):
+        row_of("--accumulation", "2", "--overlap")
 
 
 def test_switches_are_timed_only_while_they_are_measured(model: Any) -> None:
