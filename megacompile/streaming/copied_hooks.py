@@ -24,8 +24,8 @@ class CopiedHooks:
     """State: the keys of the hooks that the copy has from the model. A hook is the same object in both, so that what it
     remembers is of both."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._keys = _keys(model)
+    def __init__(self) -> None:
+        self._keys: set[int] = set()
 
     def refresh(self, model: nn.Module, made: nn.Module) -> None:
         """Gives the copy `made` the hooks that the model has now."""
@@ -35,7 +35,7 @@ class CopiedHooks:
             for name in (*_BEFORE, *_AFTER):
                 there, now = vars(theirs)[name], vars(ours)[name]
                 if there or now:
-                    own = {key: hook for key, hook in there.items() if key not in self._keys}
+                    own = {key: hook for key, hook in there.items() if key not in self._keys and key not in now}
                     now = {key: _of_copy(hook, copies) for key, hook in now.items()}
                     # Hooks with which layers take turns wait for weights before the user's, and release them after these.
                     there.clear()

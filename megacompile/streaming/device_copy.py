@@ -97,6 +97,7 @@ class DeviceCopy:
         self.native: nn.Module | None = None
         self.slots: LayerSlots | None = None
         self._version, self._versions, self._open = -1, [0], 0
+        self._hooks = CopiedHooks()
 
     @contextmanager
     def use(self, original: type[nn.Module], more_bytes: int = 0, turns: Turns = Turns.NONE) -> Iterator[nn.Module]:
@@ -280,7 +281,6 @@ class DeviceCopy:
         own = {key: value for key, value in vars(model).items()
                if key != "megacompile" and not (key == "forward" and hasattr(value, "streams"))}
         made.__dict__ = copy.deepcopy(own, memo)
-        self._hooks = CopiedHooks(model)
         if self.slots is not None:
             self.slots.attach(made)
         self._finish_copies()
