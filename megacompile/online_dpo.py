@@ -73,7 +73,8 @@ class OnlineDPOTrainer(trainer.Trainer, theirs.OnlineDPOTrainer):
         left to `max_length`."""
         cut = max(prompt_ids.shape[1] + completion_ids.shape[1] - self.max_length, 0)
         if vision_inputs is not None or prompt_ids.shape[1] <= cut:
-            return super()._forward(model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
+            theirs_of: Tensor = super()._forward(model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
+            return theirs_of * completion_mask
         prompt_ids, prompt_mask = prompt_ids[:, cut:], prompt_mask[:, cut:]
         batch = dict(input_ids=torch.cat([prompt_ids, completion_ids], 1),
                      attention_mask=torch.cat([prompt_mask, completion_mask], 1))

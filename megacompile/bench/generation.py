@@ -110,7 +110,7 @@ def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], 
     def generate(ids: Tensor, count: int) -> float:
         ids, how = ids.to(given.device), _options(given, count)
         if in_turns:
-            generate_by(model, Way(Turns.ALL, 0, how), ids)
+            generate_by(model, Way(Turns.ALL, 0, {"inputs": ids, **how}))
         else:
             model.generate(ids, **how)
         if given.device == "cuda":
@@ -122,8 +122,9 @@ def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], 
 
 def _part_count(model: Any, given: argparse.Namespace) -> int:
     """Into how many parts `model.generate` cuts the batch; 0: it streams without a cache."""
-    ids, arrange = torch.zeros(given.batch, given.length, dtype=torch.long), model.megacompile.streamed.device_copy.arrangement
-    return next((way.parts for way in ways_to_generate(model, (ids,), _options(given, given.new_tokens), arrange)), 0)
+    call = {"inputs": torch.zeros(given.batch, given.length, dtype=torch.long), **_options(given, given.new_tokens)}
+    ways = ways_to_generate(model, call, model.megacompile.streamed.device_copy.arrangement)
+    return next((way.parts for way in ways), 0)
 
 
 def _link_rate(slots: LayerSlots) -> float:

@@ -2,27 +2,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-#: Hooks, and the flags of hooks by the same keys, which are of the whole process.
-_AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_HOOKS_BEFORE, _HOOKS_AFTER = "_forward_pre_hooks", "_forward_hooks"
+#: The flags of hooks, by the same keys.
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+#: Hooks that a copy shares with the model. It runs no backward.
+_SHARED = (_HOOKS_BEFORE, _HOOKS_AFTER, "_backward_pre_hooks", "_backward_hooks")
 
-Hook = Callable[..., Any]
 
-
-def hooks_of(module: nn.Module) -> Iterator[Hook]:
-    """The forward hooks of a module, without those of the modules in it."""
-    for name in (_AFTER[0], _BEFORE[0]):
+def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The hooks of a module that are not copied with it, without those of the modules in it."""
+    for name in _SHARED:
         yield from vars(module)[name].values()
 
 
+@dataclass(frozen=True)
+class _Hook:
+    """A hook of a module, in the module's copy. It is the same object, so that what it remembers is of both, and does nothing
+    once it was removed from the module."""
+
+    there: Mapping[int, Any]
+    key: int
+    hook: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook(*args, **kwargs) if self.key in self.there else None
+
+
 class CopiedHooks:
-    """State: the keys of the hooks that the copy has from the model. A hook is the same object in both, so that what it
-    remembers is of both."""
+    """State: the keys of the hooks that the copy has from the model. A key is unique in the process."""
 
     def __init__(self) -> None:
         self._keys: set[int] = set()
@@ -31,24 +44,21 @@ class CopiedHooks:
         """Gives the copy `made` the hooks that the model has now."""
         modules = list(zip(nn.Module.modules(model), nn.Module.modules(made), strict=True))
         copies = {id(ours): theirs for ours, theirs in modules}
+        keys = set[int]()
         for ours, theirs in modules:
-            for name in (*_BEFORE, *_AFTER):
+            for name in (_HOOKS_BEFORE, _HOOKS_AFTER, *_FLAGS):
                 there, now = vars(theirs)[name], vars(ours)[name]
-                if there or now:
-                    own = {key: hook for key, hook in there.items() if key not in self._keys and key not in now}
-                    now = {key: _of_copy(hook, copies) for key, hook in now.items()}
-                    # Hooks with which layers take turns wait for weights before the user's, and release them after these.
-                    there.clear()
-                    there.update(own | now if name in _BEFORE else now | own)
-        self._keys = _keys(model)
+                own = {key: value for key, value in there.items() if key not in self._keys and key not in now}
+                now = {key: value if name in _FLAGS else _Hook(now, key, _of_copy(value, copies)) for key, value in now.items()}
+                keys |= now.keys()
+                # Hooks with which layers take turns wait for weights before the user's, and release them after these.
+                there.clear()
+                there.update(own | now if name == _HOOKS_BEFORE else now | own)
+        self._keys = keys
 
 
-def _keys(model: nn.Module) -> set[int]:
-    return {key for module in nn.Module.modules(model) for name in (_AFTER[0], _BEFORE[0]) for key in vars(module)[name]}
-
-
-def _of_copy(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """The hook; if it is a method of one of the model's modules, that of the module's copy. Also a flag, as it is."""
+def _of_copy(hook: Callable[..., Any], copies: Mapping[int, nn.Module]) -> Callable[..., Any]:
+    """The hook; if it is a method of one of the model's modules, that of the module's copy."""
     if isinstance(hook, MethodType) and id(hook.__self__) in copies:
         return MethodType(hook.__func__, copies[id(hook.__self__)])
     return hook

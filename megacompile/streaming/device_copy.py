@@ -7,6 +7,7 @@ fit, some take turns in two slots (`layer_slots.py`). On a CPU its weights are t
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class DeviceCopy:
         self.native: nn.Module | None = None
         self.slots: LayerSlots | None = None
         self._version, self._versions, self._open = -1, [0], 0
-        self._hooks = CopiedHooks()
+        self._hooks, self._modules = CopiedHooks(), list[nn.Module]()
 
     @contextmanager
     def use(self, original: type[nn.Module], more_bytes: int = 0, turns: Turns = Turns.NONE) -> Iterator[nn.Module]:
@@ -110,7 +111,7 @@ class DeviceCopy:
             streamed.settle()
             streamed.step.check_whole()
             streamed.adopt_writes()
-            if self.native is not None and not self._serves(more_bytes, turns):
+            if self.native is not None and not (self._is_alike() and self._serves(more_bytes, turns)):
                 if self._open:
                     raise MegacompileError("the weights are on the device already, in another arrangement than this use takes: "
                                            "leave the block `with model.megacompile.on_device()` first")
@@ -204,6 +205,11 @@ class DeviceCopy:
         names = list(dict.fromkeys(call.again or call.name for call in streamed.captured.calls[1:-1]))
         return layer_weights(streamed.model, names, streamed.store.tiles.values())
 
+    def _is_alike(self) -> bool:
+        """Whether the model has the modules that it had when the copy was made."""
+        now = list(nn.Module.modules(self._streamed.model))
+        return len(now) == len(self._modules) and all(map(operator.is_, now, self._modules))
+
     def _serves(self, more_bytes: int, turns: Turns) -> bool:
         """Whether the copy that is there can be used again."""
         there = 0 if self.slots is None else len(self.slots.layers)
@@ -276,6 +282,7 @@ class DeviceCopy:
         for module in nn.Module.modules(model):
             memo |= {id(shared): shared for name in _SHARED if (shared := getattr(module, name, None)) is not None}
             memo |= {id(hook): hook for hook in hooks_of(module)}
+        self._modules = list(nn.Module.modules(model))
         made = object.__new__(original)
         memo[id(model)] = made
         own = {key: value for key, value in vars(model).items()

@@ -15,7 +15,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.ir.program import Lane
 from megacompile.streaming.adapters import base_calls_streamed
 from megacompile.streaming.generation.batch_parts import generate_in_parts
-from megacompile.streaming.generation.call_options import with_options
+from megacompile.streaming.generation.call_options import by_name, with_options
 from megacompile.streaming.generation.ways import Way, ways_to_generate
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
@@ -179,13 +179,13 @@ class StreamedPretrained(StreamedModule):
         the keys and values of all tokens do not fit either, parts of the batch generate one after another, or keys and values
         wait in host memory. Otherwise streams all layers for every token, without a cache: correct, and slow."""
         # The parameters are on the CPU, so callers that send prompts to a parameter's device send them there.
-        args, kwargs = pytree.tree_map_only(Tensor, lambda each: each.to(self.device), (args, kwargs))
+        given = pytree.tree_map_only(Tensor, lambda each: each.to(self.device), by_name(super().generate, args, kwargs))  # type: ignore[misc]
         device_copy = self.megacompile.streamed.device_copy
-        ways = ways_to_generate(self, args, kwargs, device_copy.arrangement)
+        ways = ways_to_generate(self, given, device_copy.arrangement)
         way = next(ways, None)
         while way is not None:
             try:
-                return generate_by(self, way, *args)
+                return generate_by(self, way)
             except torch.OutOfMemoryError as error:
                 ended = str(error).splitlines()[0]
             # The error, and with it the copy and all values of the generation, is gone here.
@@ -195,19 +195,19 @@ class StreamedPretrained(StreamedModule):
                           f"sequences there at a time, and is slower ({ended})", stacklevel=2)
             way = next(ways, None)
         with torch.no_grad(), base_calls_streamed(self, _for_generation):
-            return super().generate(*args, **with_options(kwargs, use_cache=False))  # type: ignore[misc]
+            return super().generate(**with_options(given, use_cache=False))  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]
 
 
-def generate_by(model: StreamedPretrained, way: Way, *args: Any) -> Any:
+def generate_by(model: StreamedPretrained, way: Way) -> Any:
     """Generates in the lane compute, whose free memory the allocator gives to no other stream."""
     backend = model.megacompile.streamed.backend
     use = model.megacompile.streamed.device_copy.use(original_class(model), way.bytes, way.turns)
-    backend.enter(_tensors([args, way.kwargs]))
+    backend.enter(_tensors(way.arguments))
     with torch.no_grad(), backend.issuing(Lane.COMPUTE), use as native:
-        found = generate_in_parts(native.generate, way.parts, native, args, way.kwargs)  # type: ignore[arg-type]
+        found = generate_in_parts(native.generate, way.parts, native, way.arguments)  # type: ignore[arg-type]
     backend.exit(_tensors(found))
     return found
 

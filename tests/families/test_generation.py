@@ -38,7 +38,7 @@ def test_a_family_generates_what_it_generates_unstreamed(
         monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
         monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
         monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
-                            lambda model, args, kwargs, arrange: iter([Way(Turns.ALL, 0, kwargs)]))
+                            lambda model, given, arrange: iter([Way(Turns.ALL, 0, given)]))
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
@@ -55,13 +55,13 @@ def test_prompts_are_computed_in_chunks_where_they_do_not_fit_at_once(family: st
     """With the same tokens; or at once, where the family has no cache that a chunk could continue."""
     chosen = []
 
-    def two_tokens_fit(model: Any, args: Any, kwargs: Any, arrange: Any) -> Any:
-        less = working_bytes(model, args, {**kwargs, "prefill_chunk_size": 3})
-        cached = cache_bytes(model, args, kwargs)
-        found = [*ways_to_generate(model, args, kwargs, lambda more, turns: Arrangement(0, 0)
+    def two_tokens_fit(model: Any, given: Any, arrange: Any) -> Any:
+        less = working_bytes(model, {**given, "prefill_chunk_size": 3})
+        cached = cache_bytes(model, given)
+        found = [*ways_to_generate(model, given, lambda more, turns: Arrangement(0, 0)
                                    if turns == Turns.NONE and more < cached + less else None)]
-        chosen.extend(way.kwargs["prefill_chunk_size"] for way in found)
-        return iter(found or [Way(Turns.NONE, 0, dict(kwargs))])
+        chosen.extend(way.arguments["prefill_chunk_size"] for way in found)
+        return iter(found or [Way(Turns.NONE, 0, dict(given))])
 
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate", two_tokens_fit)
     monkeypatch.setattr(ways, "LEAST_CHUNK", 1)

@@ -189,7 +189,7 @@ def test_tiles_that_the_device_updates_stay_there_while_a_generation_fits_beside
             model.megacompile.train_step(batch(seed), optimizer)
             if generating:
                 before = streamed.arena.device_bytes()
-                call = model, (), dict(**left_padded(), **OPTIONS)
+                call = model, dict(**left_padded(), **OPTIONS)
                 there = streamed.planner.device_bytes - streamed.planner.margin_bytes
                 room = there - cache_bytes(*call) - working_bytes(*call) - (before if fits else 0)
                 monkeypatch.setattr(DeviceCopy, "bytes", property(lambda _, room=room: room))
@@ -305,7 +305,7 @@ def staying(request: pytest.FixtureRequest, streamed: Any, elsewhere: DeviceCopy
     planner = mock.Mock(wraps=streamed.megacompile.streamed.planner, device_bytes=budget - (1 << 10), margin_bytes=1 << 30)
     monkeypatch.setattr(type(streamed.megacompile.streamed), "planner", property(lambda self: planner))
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
-                        lambda model, args, kwargs, arrange: iter([Way(Turns.SOME, -(1 << 10), kwargs)]))
+                        lambda model, given, arrange: iter([Way(Turns.SOME, -(1 << 10), given)]))
     return int(request.param)
 
 
@@ -361,7 +361,7 @@ def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypat
     monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
     monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
-                        lambda model, args, kwargs, arrange: iter([Way(Turns.ALL, 0, kwargs)]))
+                        lambda model, given, arrange: iter([Way(Turns.ALL, 0, given)]))
     adapter = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     plain = peft.get_peft_model(tiny_models.build(num_hidden_layers=3), adapter).eval()
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")

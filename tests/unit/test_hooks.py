@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,6 +109,56 @@ def test_a_hook_that_is_removed_while_a_copy_is_kept_acts_no_more(streamed: Any)
     handle.remove()
     with streamed.megacompile.on_device() as native:
         assert loss(native) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_a_hook_that_is_removed_during_a_use_acts_no_more(by_itself: bool, streamed: Any) -> None:
+    seen = list[int]()
+
+    def hook(*_: Any) -> None:
+        seen.append(1)
+        if by_itself:
+            handle.remove()
+
+    handle = streamed.model.layers[0].register_forward_hook(hook)
+    with streamed.megacompile.on_device() as native:
+        loss(native)
+        handle.remove()
+        loss(native)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_are_not_copied_with_what_they_hold(register: str, streamed: Any) -> None:
+    class Holds(Seen):
+        lock = threading.Lock()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = threading.Lock()
+
+        def __deepcopy__(self, _: Any) -> Any:
+            raise AssertionError("it is copied")
+
+    handle = getattr(streamed, register)(Holds())
+    with streamed.megacompile.on_device() as native:
+        loss(native)
+    handle.remove()
+
+
+def test_a_module_that_was_replaced_is_in_the_next_copy(streamed: Any) -> None:
+    with streamed.megacompile.on_device() as native:
+        before = loss(native)
+    own = streamed.model.layers[0].mlp.act_fn
+    streamed.model.layers[0].mlp.act_fn = nn.Tanh()
+    with streamed.megacompile.on_device() as native:
+        assert loss(native) != pytest.approx(before, abs=1e-6)
+        streamed.model.layers[0].mlp.act_fn = nn.Sequential(own)
+        with pytest.raises(megacompile.MegacompileError, match=r"leave the\s+block"), streamed.megacompile.on_device():
+            raise AssertionError("it is another model")
+    streamed.model.layers[0].mlp.act_fn = own
+    with streamed.megacompile.on_device() as native:
+        assert loss(native) == pytest.approx(before, abs=1e-6)
 
 
 def test_hooks_of_layers_that_take_turns_stay_beside_those_of_the_user(

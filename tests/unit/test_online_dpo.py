@@ -52,7 +52,7 @@ ONLINE_DPO = (Native, OnlineDPOTrainer)
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"loss_type": "ipo", "max_length": 5}, {"beta": 0.3, "gradient_checkpointing": True}], ids=str)
+    {}, {"loss_type": "ipo", "max_length": 5}, {"max_length": 3}, {"beta": 0.3, "gradient_checkpointing": True}], ids=str)
 def test_online_dpo_samples_and_trains_as_it_does_unstreamed(
         changes: dict[str, Any], policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Against a frozen copy of the policy; prompts that are too long are cut."""

@@ -1,23 +1,42 @@
-"""What a call of `generate` says: its prompts, and its options, which are arguments or in a configuration."""
+"""What a call of `generate` says: its arguments by name, its prompts, and its options, which may be in a configuration."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 
-def option_of(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Any:
-    """An option of the call, of its configuration, or of the model's."""
-    given = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-    return kwargs.get(name, getattr(given, name, None))
+def by_name(generate: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a bound `generate` by their names. Raises `TypeError` as the call would."""
+    if not args:
+        return dict(kwargs)
+    signature = inspect.signature(generate)
+    if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):  # PEFT's, which passes all on
+        from transformers import GenerationMixin
+
+        signature = inspect.signature(GenerationMixin.generate)
+        args = (None, *args)
+    bound = signature.bind(*args, **kwargs).arguments
+    bound.pop("self", None)
+    further = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    return {name: value for name, value in bound.items() if name != further} | bound.get(further, {})
 
 
-def with_options(kwargs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+def option_of(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
+    """An option of a call: its argument, also if that is None; else that of its configuration, or of the model's."""
+    if name in given:
+        return given[name]
+    options = (given.get("generation_config"), getattr(model, "generation_config", None))
+    return next((found for each in options if (found := getattr(each, name, None)) is not None), None)
+
+
+def with_options(given: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """Arguments of `generate` with these options too. transformers accepts options in a configuration or as arguments, and not
     both."""
-    found = dict(kwargs)
+    found = dict(given)
     if found.get("generation_config") is None:
         return found | options
     found["generation_config"] = copy.deepcopy(found["generation_config"])
@@ -26,14 +45,26 @@ def with_options(kwargs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     return found
 
 
-def prompt_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def prompt_of(given: Mapping[str, Any]) -> Tensor | None:
     """int [rows, tokens]; None if the call has none."""
-    found = next((x for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if isinstance(x, Tensor)), None)
+    found = next((x for x in (given.get("inputs"), given.get("input_ids")) if isinstance(x, Tensor)), None)
     return found if found is not None and found.dim() == 2 else None
 
 
-def chooses_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+def chooses_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether the user has said how keys and values are kept."""
-    names = ("past_key_values", "cache_implementation")
-    return any(kwargs.get(name) is not None for name in names) or option_of(model, kwargs, "cache_implementation") is not None \
-        or option_of(model, kwargs, "use_cache") is False
+    return given.get("past_key_values") is not None or option_of(model, given, "use_cache") is False \
+        or option_of(model, given, "cache_implementation") is not None
+
+
+def reads_longest_row(model: nn.Module) -> bool:
+    """Whether the tokens of a row may depend on other rows, or on how many tokens are computed at once: rotary frequencies of
+    LongRoPE follow the largest position of a call, and a model of the user's may compute with several rows."""
+    def kinds(module: nn.Module) -> list[Any]:
+        found = getattr(module, "rope_type", None)
+        return list(found.values()) if isinstance(found, dict) else [found]
+
+    handle = getattr(model, "megacompile", None)
+    return bool(handle is not None and handle.streamed.captured.across_rows) or any(
+        "longrope" in kind or "dynamic" in kind for module in nn.Module.modules(model) for kind in kinds(module)
+        if isinstance(kind, str))
