@@ -21,7 +21,7 @@ def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
         yield from vars(module)[name].values()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Hook:
     """A hook of a module, in the module's copy. It is the same object, so that what it remembers is of both, and does nothing
     once it was removed from the module."""
@@ -49,12 +49,20 @@ class CopiedHooks:
             for name in (_HOOKS_BEFORE, _HOOKS_AFTER, *_FLAGS):
                 there, now = vars(theirs)[name], vars(ours)[name]
                 own = {key: value for key, value in there.items() if key not in self._keys and key not in now}
-                now = {key: value if name in _FLAGS else _Hook(now, key, _of_copy(value, copies)) for key, value in now.items()}
+                if name not in _FLAGS:
+                    now = {key: _in_copy(there.get(key), _Hook(now, key, _of_copy(hook, copies))) for key, hook in now.items()}
                 keys |= now.keys()
                 # Hooks with which layers take turns wait for weights before the user's, and release them after these.
-                there.clear()
-                there.update(own | now if name == _HOOKS_BEFORE else now | own)
+                wanted = own | now if name == _HOOKS_BEFORE else now | own
+                if list(wanted.items()) != list(there.items()):
+                    there.clear()
+                    there.update(wanted)
         self._keys = keys
+
+
+def _in_copy(kept: Any, made: _Hook) -> _Hook:
+    """The hook that the copy has already, if it is the same: code that was compiled for the copy would be compiled again."""
+    return kept if isinstance(kept, _Hook) and kept.hook == made.hook else made
 
 
 def _of_copy(hook: Callable[..., Any], copies: Mapping[int, nn.Module]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -144,6 +145,21 @@ def test_hooks_are_not_copied_with_what_they_hold(register: str, streamed: Any) 
     with streamed.megacompile.on_device() as native:
         loss(native)
     handle.remove()
+
+
+def test_hooks_of_a_kept_copy_stay_the_same_objects(streamed: Any) -> None:
+    """Compiled code is guarded by them."""
+    def hooks(native: Any) -> list[Any]:
+        return [*native.lm_head._forward_hooks.values(), *native.model.norm._forward_hooks.values()]
+
+    def remembered(*_: Any) -> None: ...
+
+    for hook in (remembered, Seen().method):
+        streamed.lm_head.register_forward_hook(hook)
+    with streamed.megacompile.on_device() as native:
+        before = hooks(native)
+    with streamed.megacompile.on_device() as native:
+        assert len(before) == 2 and all(map(operator.is_, hooks(native), before))
 
 
 def test_a_module_that_was_replaced_is_in_the_next_copy(streamed: Any) -> None:
