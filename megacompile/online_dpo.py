@@ -4,7 +4,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from megacompile.trainers.added_adapter import add_adapter
 from megacompile.trainers.fused_head import function_of, refuse_dropout
 from megacompile.trainers.named_models import load_named
 from megacompile.trainers.reference_model import reference_of
+from megacompile.trainers.replaced import replaced
 from megacompile.trainers.trainer_arguments import check_model
 
 
@@ -86,16 +86,9 @@ class OnlineDPOTrainer(trainer.Trainer, theirs.OnlineDPOTrainer):
         return found[:, first:-1]
 
 
-@contextlib.contextmanager
-def _streamed_models() -> Iterator[None]:
+def _streamed_models() -> contextlib.AbstractContextManager[None]:
     """A context in which TRL's module streams the reference model that it makes, and a model again after adding an adapter."""
     def adapted(model: Any, adapter: Any, *_: Any) -> Any:
         return model if adapter is None else add_adapter(model, adapter)
 
-    module = online_dpo_trainer
-    before = module.create_reference_model, module.prepare_peft_model
-    module.create_reference_model, module.prepare_peft_model = reference_of, adapted
-    try:
-        yield
-    finally:
-        module.create_reference_model, module.prepare_peft_model = before
+    return replaced(online_dpo_trainer, create_reference_model=reference_of, prepare_peft_model=adapted)

@@ -84,7 +84,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
                                micro_batch_size=given.micro_batch_size, device_memory=given.device_memory,
                                compile=False if given.uncompiled else None)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, overlap="backward" if given.overlap else None,
-                                  max_grad_norm=None if given.no_clipping or given.overlap else given.max_grad_norm)
+                                  max_grad_norm=rows.clip(given))
     generator = torch.Generator().manual_seed(0)
     samples: list[Sample] = []
     losses: list[float] = []

@@ -7,7 +7,7 @@
     python benchmarks/generation.py --batch 1024 --device-memory 24GiB                          # in parts of the batch
 
 `--batch` counts prompts, and `--length` their tokens. All prompts get `--new-tokens` tokens, greedily. With `--beside-native`
-transformers' model generates from the same prompts, in turn with ours. With `--switches` a training step of 64 x 1,024 tokens
+transformers' model generates from the same prompts afterwards. With `--switches` a training step of 64 x 1,024 tokens
 runs before each generation: `first_token_s` is from its end to the first token, and `back_s` is how much longer the next step
 takes than one after another step. Prints one JSON line.
 """
@@ -145,7 +145,7 @@ def _switching(model: Any, generate: Callable[[Tensor, int], float], given: argp
     ends when all weights are updated: `update_s` is how long that takes after the device has finished. In training, the next
     step runs beside that update."""
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, overlap="backward" if given.overlap else None,
-                                  max_grad_norm=None if given.overlap else given.max_grad_norm)
+                                  max_grad_norm=rows.clip(given))
     cuda, vocabulary = given.device == "cuda", SHAPES[given.shape]["vocab_size"]
 
     def step() -> float:

@@ -223,7 +223,7 @@ def trainer_of(given: argparse.Namespace, model: Any, optimizer: Any, steps: Ste
         gradient_accumulation_steps=given.accumulation, num_generations=given.samples, num_iterations=given.iterations,
         max_completion_length=given.new_tokens, generation_kwargs=dict(min_new_tokens=given.new_tokens), beta=given.beta,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
-        max_grad_norm=0.0 if given.no_clipping or given.overlap else given.max_grad_norm,
+        max_grad_norm=rows.clip(given) or 0.0,
         save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, use_cpu=given.device == "cpu")
 
     class TimedTrainer(Timed, GRPOTrainer):
@@ -262,8 +262,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
     model = random_model(given.shape, rows.layer_count(given), given.device)
     model = megacompile.stream(model, device=given.device, device_memory=given.device_memory,
                                micro_batch_size=given.micro_batch_size)
-    clip = None if given.no_clipping or given.overlap else given.max_grad_norm
-    optimizer = megacompile.AdamW(model.parameters(), lr=LEARNING_RATE, max_grad_norm=clip,
+    optimizer = megacompile.AdamW(model.parameters(), lr=LEARNING_RATE, max_grad_norm=rows.clip(given),
                                   overlap="backward" if given.overlap else None)
     steps = Steps(PhaseClock(torch.cuda.synchronize if cuda else lambda: None, outside=REST), model, given)
     streamed = model.megacompile.streamed

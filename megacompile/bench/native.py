@@ -58,7 +58,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         _convert_to_float8(model.model.layers, given.float8)
     prepare(model, given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    clip = None if given.no_clipping else given.max_grad_norm
+    clip = rows.clip(given)
     cuda = given.device == "cuda"
     if cuda:
         torch.cuda.empty_cache()

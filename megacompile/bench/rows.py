@@ -65,6 +65,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return found
 
 
+def clip(given: argparse.Namespace) -> float | None:
+    """The norm to which gradients are clipped; None if they are not, as with updates on arrival."""
+    return None if given.no_clipping or getattr(given, "overlap", False) else float(given.max_grad_norm)
+
+
 def _layers(text: str) -> int | str:
     return text if text == "fit" else int(text)
 

@@ -173,7 +173,7 @@ def measure(given: argparse.Namespace, models: Models) -> rows.Row:
 def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
     started = time.perf_counter()
     model = models.of(given)
-    clip = None if given.no_clipping or given.overlap else given.max_grad_norm
+    clip = rows.clip(given)
     named = optimizer_named(given.optim)
     optimizer = named.kind(model.parameters(), **named.arguments({"lr": 1e-5}, given.optim_args), max_grad_norm=clip,
                            overlap="backward" if given.overlap else None)

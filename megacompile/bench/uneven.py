@@ -147,7 +147,7 @@ def arguments(given: argparse.Namespace, fed: Feed, folder: str) -> dict[str, An
     return dict(
         output_dir=folder, max_steps=given.steps + given.warm_up, per_device_train_batch_size=fed.each,
         gradient_accumulation_steps=fed.accumulated, learning_rate=1e-5,
-        max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm,
+        max_grad_norm=rows.clip(given) or 0.0,
         save_strategy="no", report_to=[], logging_steps=given.logging_steps, logging_first_step=True, disable_tqdm=True,
         remove_unused_columns=False,
         use_cpu=given.device == "cpu", **(grouped if given.arrangement == "grouped" else {}))
@@ -191,7 +191,7 @@ def through_sft(given: argparse.Namespace, model: Any, fed: Feed, folder: str, c
 
 def through_loop(given: argparse.Namespace, model: Any, fed: Feed, folder: str, clock: Clock) -> list[float]:
     del folder  # nothing is written
-    clip = None if given.no_clipping else given.max_grad_norm
+    clip = rows.clip(given)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=clip)
     losses = []
     clock.begin()
@@ -274,7 +274,7 @@ def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:
     settings = Settings(
         output=folder / "run", tokenizer=str(folder / "tokenizer"), batch=fed.rows,
         length=max(fed.data.lengths), steps=steps, save_interval=steps, lr=1e-5,
-        max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm, dtype=DType.BFLOAT16)
+        max_grad_norm=rows.clip(given) or 0.0, dtype=DType.BFLOAT16)
     knobs = Knobs(device=given.device, device_memory=given.device_memory, micro_batch_size=given.micro_batch_size,
                   dynamic=given.dynamic)
     run(str(folder / "model"), [str(folder / "rows.jsonl")], settings, Lora(), knobs, Console(file=sys.stderr))

@@ -1,24 +1,14 @@
 """The forward hooks of a model, in a copy of it: those that the model has now, beside those that only the copy has."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-_HOOKS_BEFORE, _HOOKS_AFTER = "_forward_pre_hooks", "_forward_hooks"
-#: The flags of hooks, by the same keys.
-_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-#: Hooks that a copy shares with the model. It runs no backward.
-_SHARED = (_HOOKS_BEFORE, _HOOKS_AFTER, "_backward_pre_hooks", "_backward_hooks")
-
-
-def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """The hooks of a module that are not copied with it, without those of the modules in it."""
-    for name in _SHARED:
-        yield from vars(module)[name].values()
+from megacompile.torch_compat.module_hooks import AFTER_FORWARD, BEFORE_FORWARD, FLAGS
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,25 +25,24 @@ class _Hook:
 
 
 class CopiedHooks:
-    """State: the keys of the hooks that the copy has from the model. A key is unique in the process."""
+    """State: the keys of the hooks that the copy has from the model."""
 
     def __init__(self) -> None:
         self._keys: set[int] = set()
 
-    def refresh(self, model: nn.Module, made: nn.Module) -> None:
-        """Gives the copy `made` the hooks that the model has now."""
-        modules = list(zip(nn.Module.modules(model), nn.Module.modules(made), strict=True))
+    def refresh(self, modules: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        """Gives the modules of the copy the hooks that those of the model have now. `modules`: one of each, in pairs."""
         copies = {id(ours): theirs for ours, theirs in modules}
         keys = set[int]()
         for ours, theirs in modules:
-            for name in (_HOOKS_BEFORE, _HOOKS_AFTER, *_FLAGS):
+            for name in (BEFORE_FORWARD, AFTER_FORWARD, *FLAGS):
                 there, now = vars(theirs)[name], vars(ours)[name]
                 own = {key: value for key, value in there.items() if key not in self._keys and key not in now}
-                if name not in _FLAGS:
+                if name not in FLAGS:
                     now = {key: _in_copy(there.get(key), _Hook(now, key, _of_copy(hook, copies))) for key, hook in now.items()}
                 keys |= now.keys()
                 # Hooks with which layers take turns wait for weights before the user's, and release them after these.
-                wanted = own | now if name == _HOOKS_BEFORE else now | own
+                wanted = own | now if name == BEFORE_FORWARD else now | own
                 if list(wanted.items()) != list(there.items()):
                     there.clear()
                     there.update(wanted)

@@ -25,7 +25,7 @@ from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.arena import Arena
 from megacompile.runtime.memory.store import Store
 from megacompile.sizes import format_bytes
-from megacompile.streaming.copied_hooks import CopiedHooks, hooks_of
+from megacompile.streaming.copied_hooks import CopiedHooks
 from megacompile.streaming.layer_slots import LayerSlots, LayerWeights, layer_weights, resident_layers, slot_bytes
 from megacompile.streaming.open_forward import OpenForwards
 from megacompile.streaming.programs.shapes import Shapes
@@ -33,6 +33,7 @@ from megacompile.streaming.residency import Residency
 from megacompile.streaming.section_runner import SectionRunner
 from megacompile.streaming.step_state import StepState
 from megacompile.streaming.together import Together
+from megacompile.torch_compat.module_hooks import hooks_of
 from megacompile.weights.tiling import Tiling
 
 #: Values of these types in a module are read again for each use: flags of adapters, `training`, counters.
@@ -281,7 +282,7 @@ class DeviceCopy:
             memo[id(tensor)] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
         for module in nn.Module.modules(model):
             memo |= {id(shared): shared for name in _SHARED if (shared := getattr(module, name, None)) is not None}
-            memo |= {id(hook): hook for hook in hooks_of(module)}
+            memo |= {id(hook): hook for hook in hooks_of(module)}  # a copy runs no backward, and shares the others
         self._modules = list(nn.Module.modules(model))
         made = object.__new__(original)
         memo[id(model)] = made
@@ -319,11 +320,12 @@ class DeviceCopy:
 
     def _refresh(self, native: nn.Module) -> None:
         """Gives the copy the plain attributes and the hooks that the model's modules have now."""
-        for ours, theirs in zip(nn.Module.modules(self._streamed.model), native.modules(), strict=True):
+        modules = list(zip(self._modules, native.modules(), strict=True))
+        for ours, theirs in modules:
             for name, value in vars(ours).items():
                 if name in _SHARED or _is_plain(value):
                     vars(theirs)[name] = value if name in _SHARED else copy.copy(value)
-        self._hooks.refresh(self._streamed.model, native)
+        self._hooks.refresh(modules)
         if self.slots is not None and (config := vars(native).get("generation_config")) is not None:
             # transformers compiles generation with a static cache; here copies are issued between layers.
             vars(native)["generation_config"] = copy.copy(config)

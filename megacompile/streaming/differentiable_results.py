@@ -17,8 +17,7 @@ from megacompile.frontend.tracing.recorders import asks_for_gradients, collects_
 from megacompile.streaming.open_forward import OpenForward
 from megacompile.streaming.streamed import Streamed
 from megacompile.torch_compat.core import graph_is_kept, node_will_run
-
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from megacompile.torch_compat.module_hooks import hooks_of
 
 
 class StreamedResults(torch.autograd.Function):
@@ -69,7 +68,7 @@ def refuse_hooks(model: nn.Module, also_of_whole: bool = False) -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(_acts(hook) for hooks in _MODULE_HOOKS for hook in getattr(module, hooks).values())
+    return any(_acts(hook) for hook in hooks_of(module))
 
 
 def _acts(hook: Callable[..., Any]) -> bool:

@@ -13,14 +13,12 @@ class Attribute(NamedTuple):
 
 ATTRIBUTES = {
     "_backward_hooks": Attribute("torch.Tensor", "refuse hooks on parameters, which a streamed backward would not call"),
-    "_backward_pre_hooks": Attribute("", "leave hooks of the whole model out of its graph"),
     "_buffers": Attribute("", "copy or load a module's own buffers"),
     "_cdata": Attribute("torch.UntypedStorage", "tell whether two tensors share memory"),
     "_dynamo_bytecode_flatten": Attribute("", "learn which parameter each input of a graph of Dynamo's is"),
     "_dynamo_bytecode_unflatten": Attribute("", "rebuild what the model returned around a graph's results"),
     "_expr": Attribute("", "read and rewrite the expression of a size as it was made"),
     "_forward_hooks": Attribute("", "remove and wrap hooks that transformers installed"),
-    "_forward_pre_hooks": Attribute("", "leave hooks of the whole model out of its graph"),
     "_is_view": Attribute("torch.Tensor", "find views: AOT refuses results that alias"),
     "_mod": Attribute("torch.fx.experimental.sym_node.SymNode", "write the padding of a size as a multiple"),
     "_modules": Attribute("", "go through a list's items, None included"),

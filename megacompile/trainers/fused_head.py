@@ -19,6 +19,7 @@ from megacompile.inputs.repacking import Wanted
 from megacompile.losses import IGNORED, log_probabilities_and_entropies, next_tokens, zero_where_ignored
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.trainers.added_adapter import add_adapter
+from megacompile.trainers.replaced import replaced
 
 
 class FusedHead:
@@ -72,7 +73,7 @@ def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
     """A context in which one of TRL's trainer modules gives streamed models our head instead of its own, and streams a model
     again after adding an adapter to it. TRL has no hooks for this, and some trainers need it before their constructor returns.
     `policy`: the model that the trainer is given."""
-    theirs, their_adapter = trainer.add_fused_lm_head, getattr(trainer, "get_peft_model", None)  # None if peft is missing
+    theirs = trainer.add_fused_lm_head
     wrappers = [policy]
 
     def adapt(model: nn.Module, adapter: Any, **options: Any) -> Any:
@@ -90,11 +91,9 @@ def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
             raise UnsupportedError("cast_lm_head_to_fp32 would change the head, which is captured already: leave it out")
         model.__dict__["forward"] = FusedHead(model, temperature, outputs)
 
-    trainer.add_fused_lm_head, trainer.get_peft_model = add, adapt  # type: ignore[attr-defined]
-    try:
+    adapting = {"get_peft_model": adapt} if hasattr(trainer, "get_peft_model") else {}  # missing without peft
+    with replaced(trainer, add_fused_lm_head=add, **adapting):
         yield
-    finally:
-        trainer.add_fused_lm_head, trainer.get_peft_model = theirs, their_adapter  # type: ignore[attr-defined]
 
 
 def refuse_copied_adapter(model: Any, wanted: bool) -> None:

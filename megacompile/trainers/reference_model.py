@@ -17,6 +17,7 @@ from megacompile.api import attach
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes
+from megacompile.trainers.replaced import replaced
 from megacompile.trainers.trainer_arguments import check_model
 from megacompile.weights.moving import build_store
 
@@ -48,7 +49,6 @@ def reference_of(policy: nn.Module) -> nn.Module:
 def loaded_as(trainer: ModuleType, policy: Any, load: Callable[[str, Mapping[str, Any]], Any]) -> Iterator[None]:
     """A context in which one of TRL's trainer modules loads a policy that is given by name with `load`. The next model that it
     loads is the reference model of this policy."""
-    theirs = trainer.create_model_from_path
     policies = [] if isinstance(policy, str) else [policy]
 
     def create(name: str, *_: Any, **options: Any) -> Any:
@@ -57,8 +57,5 @@ def loaded_as(trainer: ModuleType, policy: Any, load: Callable[[str, Mapping[str
         policies.append(load(name, options))
         return policies[0]
 
-    trainer.create_model_from_path = create  # type: ignore[attr-defined]
-    try:
+    with replaced(trainer, create_model_from_path=create):
         yield
-    finally:
-        trainer.create_model_from_path = theirs  # type: ignore[attr-defined]

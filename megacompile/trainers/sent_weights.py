@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.streaming.streamed_module import StreamedModule
+from megacompile.trainers.replaced import replaced
 
 _BASE = ".base_layer."
 
@@ -101,8 +102,5 @@ def sends_weights(trainer: ModuleType) -> Iterator[None]:
                 for name, weight in sent_weights(model, device):
                     yield self._fix_param_name_to_vllm(name), weight
 
-    trainer.VLLMGeneration = Generation  # type: ignore[attr-defined]
-    try:
+    with replaced(trainer, VLLMGeneration=Generation):
         yield
-    finally:
-        trainer.VLLMGeneration = theirs  # type: ignore[attr-defined]

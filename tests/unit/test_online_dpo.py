@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 
 import test_preference
 import tiny_models
-from test_preference import SHARED, assert_alike, count, logged, preferences
+from test_preference import SHARED, assert_alike, even, logged, preferences, prompts
 from trl.experimental import online_dpo as trl_online_dpo
 
 import megacompile
@@ -25,16 +25,10 @@ from megacompile.online_dpo import OnlineDPOTrainer
 
 def online_dpo(trainer: type, folder: Path, model: Any, tokenizer: Any, reference: Any = None, adapter: Any = None,
                **changes: Any) -> Any:
-    from datasets import Dataset
-
-    def even(completions: list[str], **kwargs: Any) -> list[float]:
-        return [float(sum(int(word) % 2 == 0 for word in text.split() if word.isdigit())) for text in completions]
-
-    prompts = Dataset.from_list([{"prompt": count(a, a + 3 + a % 3)} for a in range(24)])
     settings = trl_online_dpo.OnlineDPOConfig(str(folder), **{
         **SHARED, "max_steps": 3, "per_device_train_batch_size": 4, "max_new_tokens": 4, "missing_eos_penalty": 0.5,
         "gradient_checkpointing": False, **changes})
-    made = trainer(model=model, ref_model=reference, reward_funcs=even, args=settings, train_dataset=prompts,
+    made = trainer(model=model, ref_model=reference, reward_funcs=even, args=settings, train_dataset=prompts(),
                    processing_class=tokenizer, peft_config=adapter)
     made.train()
     return made

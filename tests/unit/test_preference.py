@@ -115,20 +115,24 @@ def test_a_reference_model_is_streamed_beside_the_policy(policy: Any, native: An
         streamed.megacompile.close()
 
 
+def even(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(sum(int(word) % 2 == 0 for word in text.split() if word.isdigit())) for text in completions]
+
+
+def prompts() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([{"prompt": count(a, a + 3 + a % 3)} for a in range(24)])
+
+
 def grpo(trainer: type, folder: Path, model: Any, tokenizer: Any, adapter: Any = None, reward: Any = None,
          reward_processing_classes: Any = None, **changes: Any) -> Any:
     """`reward`: in place of one for even numbers."""
-    from datasets import Dataset
-
-    def even(completions: list[str], **kwargs: Any) -> list[float]:
-        return [float(sum(int(word) % 2 == 0 for word in text.split() if word.isdigit())) for text in completions]
-
-    prompts = Dataset.from_list([{"prompt": count(a, a + 3 + a % 3)} for a in range(24)])
     kind = trl.RLOOConfig if issubclass(trainer, trl.RLOOTrainer) else trl.GRPOConfig
     settings = kind(str(folder), **{
         **SHARED, "max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 3,
         "num_iterations": 2, **changes})
-    made = trainer(model=model, reward_funcs=even if reward is None else reward, args=settings, train_dataset=prompts,
+    made = trainer(model=model, reward_funcs=even if reward is None else reward, args=settings, train_dataset=prompts(),
                    processing_class=tokenizer, peft_config=adapter, reward_processing_classes=reward_processing_classes)
     made.train()
     return made

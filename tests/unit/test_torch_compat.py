@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from megacompile.torch_compat import aot, core, dynamo, inductor, symbols
+from megacompile.torch_compat import aot, core, dynamo, inductor, module_hooks, symbols
 from megacompile.torch_compat.attributes import ATTRIBUTES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +110,12 @@ def test_private_attributes_are_where_they_should_be() -> None:
     assert module.weight._version == before + 1 and not module.weight._backward_hooks
     module.register_forward_hook(print)
     assert list(module._forward_hooks.values()) == [print]
+    handle = module.register_forward_pre_hook(print, with_kwargs=True)
+    module.register_forward_hook(repr, with_kwargs=True, always_call=True)
+    module.register_full_backward_hook(str)
+    assert list(module_hooks.hooks_of(module)) == [print, print, repr, str]
+    assert list(vars(module)[module_hooks.BEFORE_FORWARD]) == [handle.id]
+    assert [len(vars(module)[name]) for name in module_hooks.FLAGS] == [1, 1, 1]
     assert torch.ops.aten.add_.Tensor._schema.arguments[0].alias_info.is_write
     x = torch.zeros(4)
     assert x[1:]._is_view() and x[1:].untyped_storage()._cdata == x.untyped_storage()._cdata

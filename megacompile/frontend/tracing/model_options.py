@@ -35,10 +35,14 @@ def _asked_for(name: str) -> Callable[[nn.Module], tuple[str, Any] | None]:
     return read
 
 
-def _dynamic(module: nn.Module) -> tuple[str, Any] | None:
+def rope_types(module: nn.Module) -> list[str]:
+    """The kinds of rotary frequencies that a module makes, several if types of layers differ."""
     found = getattr(module, "rope_type", None)
-    types = found.values() if isinstance(found, dict) else (found,)
-    return next((("rope_type", each) for each in types if isinstance(each, str) and "dynamic" in each), None)
+    return [each for each in (found.values() if isinstance(found, dict) else (found,)) if isinstance(each, str)]
+
+
+def _dynamic(module: nn.Module) -> tuple[str, Any] | None:
+    return next((("rope_type", each) for each in rope_types(module) if "dynamic" in each), None)
 
 
 def _eager_experts(module: nn.Module) -> tuple[str, Any] | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megacompile.frontend.tracing.layers import LayerStack, encoders
 from megacompile.torch_compat.core import pytree
+from megacompile.torch_compat.module_hooks import HOOKS
 
 ROUTERS = "router_logits"
 
@@ -41,7 +42,7 @@ def remove_hooks_for_gradients(model: nn.Module) -> None:
 def remove_hooks_of_whole(model: nn.Module) -> None:
     """Removes the hooks of a model as a whole: a call of the streamed model runs them, so its graph must not. Those with which
     transformers collects outputs belong to the model's own forward, and stay."""
-    for hooks in (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks):
+    for hooks in (getattr(model, name) for name in HOOKS):
         for key in [key for key, hook in hooks.items() if not collects_outputs(hook)]:
             del hooks[key]
 

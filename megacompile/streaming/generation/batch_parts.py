@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.streaming.generation.call_options import option_of, prompt_of, reads_longest_row
+from megacompile.frontend.tracing.model_options import rope_types
+from megacompile.streaming.generation.call_options import option_of, prompt_of
 
 #: Tensors with one row for each prompt.
 _BY_ROW = frozenset({"inputs", "input_ids", "attention_mask", "token_type_ids"})
@@ -39,6 +40,14 @@ def _can_be_cut(model: nn.Module, given: Mapping[str, Any]) -> bool:
         return False  # the result has another shape
     # Without an end token transformers pads nothing: a row that has met a stop string goes on until all rows have.
     return _first(option_of(model, given, "eos_token_id")) is not None or option_of(model, given, "stop_strings") is None
+
+
+def reads_longest_row(model: nn.Module) -> bool:
+    """Whether the tokens of a row may depend on other rows, or on how many tokens are computed at once: rotary frequencies of
+    LongRoPE follow the largest position of a call, and a model of the user's may compute with several rows."""
+    handle = getattr(model, "megacompile", None)
+    return bool(handle is not None and handle.streamed.captured.across_rows) or any(
+        "longrope" in kind or "dynamic" in kind for module in nn.Module.modules(model) for kind in rope_types(module))
 
 
 def _first(tokens: Any) -> int | None:

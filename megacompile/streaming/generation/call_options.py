@@ -55,16 +55,3 @@ def chooses_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether the user has said how keys and values are kept."""
     return given.get("past_key_values") is not None or option_of(model, given, "use_cache") is False \
         or option_of(model, given, "cache_implementation") is not None
-
-
-def reads_longest_row(model: nn.Module) -> bool:
-    """Whether the tokens of a row may depend on other rows, or on how many tokens are computed at once: rotary frequencies of
-    LongRoPE follow the largest position of a call, and a model of the user's may compute with several rows."""
-    def kinds(module: nn.Module) -> list[Any]:
-        found = getattr(module, "rope_type", None)
-        return list(found.values()) if isinstance(found, dict) else [found]
-
-    handle = getattr(model, "megacompile", None)
-    return bool(handle is not None and handle.streamed.captured.across_rows) or any(
-        "longrope" in kind or "dynamic" in kind for module in nn.Module.modules(model) for kind in kinds(module)
-        if isinstance(kind, str))

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megacompile.streaming.device_copy import Arrangement, Turns
-from megacompile.streaming.generation.batch_parts import part_counts, part_of
-from megacompile.streaming.generation.call_options import chooses_cache, option_of, prompt_of, reads_longest_row, with_options
+from megacompile.streaming.generation.batch_parts import part_counts, part_of, reads_longest_row
+from megacompile.streaming.generation.call_options import chooses_cache, option_of, prompt_of, with_options
 from megacompile.streaming.generation.needed_bytes import cache_bytes, sequence_count, text_config, working_bytes
 
 #: Fewest tokens, of all sequences together, that prompts are computed in at a time. Kernels of fewer leave the device idle, and
