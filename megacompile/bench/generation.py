@@ -7,9 +7,9 @@
     python benchmarks/generation.py --batch 1024 --device-memory 24GiB                          # in parts of the batch
 
 `--batch` counts prompts, and `--length` their tokens. All prompts get `--new-tokens` tokens, greedily. With `--beside-native`
-transformers' model generates from the same prompts afterwards. With `--switches` a training step of 64 x 1,024 tokens
-runs before each generation: `first_token_s` is from its end to the first token, and `back_s` is how much longer the next step
-takes than one after another step. Prints one JSON line.
+transformers' model generates from the same prompts after each call of ours, and `of_native` is its median time over ours.
+With `--switches` a training step of 64 x 1,024 tokens runs before each generation: `first_token_s` is from its end to the
+first token, and `back_s` is how much longer the next step takes than one after another step. Prints one JSON line.
 """
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def measure(given: argparse.Namespace) -> rows.Row:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     generate = _generate(model, given)
-    found = rows.timed(lambda ids: generate(ids, given.new_tokens), given)
+    alone = None if native is None else _generate(native, given)
+    found = rows.timed(lambda ids: generate(ids, given.new_tokens), given,
+                       beside=None if alone is None else lambda ids: alone(ids, given.new_tokens))
     seconds = found["step_s"]
     found |= dict(layers=model.config.num_hidden_layers, parameters=sum(p.numel() for p in model.parameters()),
                   tokens_per_s=round(given.batch * given.new_tokens / seconds), setup_s=round(setup_s, 1),
@@ -86,11 +88,8 @@ def measure(given: argparse.Namespace) -> rows.Row:
         bound = parts * given.new_tokens * sum(layer.bytes for layer in slots.layers) / link
         found |= dict(turns=len(slots.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=round(bound / seconds, 3))
     if native is not None:
-        beside = _generate(native, given)
-        alone = rows.timed(lambda ids: beside(ids, given.new_tokens), given)
-        found |= dict(native_times_s=alone["times_s"], of_native=round(alone["step_s"] / seconds, 3),
-                      native_tokens_per_s=round(given.batch * given.new_tokens / alone["step_s"]))
-        del native, beside
+        found |= dict(native_times_s=found.pop("beside_times_s"), of_native=found.pop("of_beside"))
+        del native, alone
     if given.switches:
         found |= _switching(model, generate, given)
     model.megacompile.close()

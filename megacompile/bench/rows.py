@@ -88,27 +88,41 @@ def layer_count(given: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- measuring
 
 def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Callable[[], None] = lambda: None,
-          seed: int = 0) -> Row:
+          seed: int = 0, beside: Callable[[Tensor], float] | None = None) -> Row:
     """Times `step(ids)`, which returns the loss when the step is done. Each call gets a new random batch, int64 [batch,
-    length], which depends only on the seed and the rank. `before` is called between warm-up and timing."""
+    length], which depends only on the seed and the rank. `before` is called between warm-up and timing.
+
+    `beside` is called after each step with the same batch. The row then has its `beside_times_s`, and `of_beside`, its median
+    over that of `step`. A host whose speed changes slows both."""
     vocabulary = SHAPES[given.shape]["vocab_size"]
     generator = torch.Generator().manual_seed(seed + 10**6 * rank_in_job())
     times: list[float] = []
+    beside_times: list[float] = []
     losses: list[float] = []
+
+    def clocked(call: Callable[[Tensor], float], ids: Tensor, seconds: list[float]) -> float:
+        start = time.perf_counter()
+        loss = call(ids)
+        seconds.append(time.perf_counter() - start)
+        return loss
 
     def run(count: int) -> None:
         for _ in range(count):
             ids = torch.randint(0, vocabulary, (given.batch, given.length), generator=generator)
-            start = time.perf_counter()
-            losses.append(step(ids))
-            times.append(time.perf_counter() - start)
+            losses.append(clocked(step, ids, times))
+            if beside is not None:
+                clocked(beside, ids, beside_times)
 
     run(given.warm_up)
     before()
     with clocks.sampled(given.device) as sampled:
         run(given.steps)
     median = statistics.median(times[given.warm_up:])
-    return dict(step_s=round(median, 4), times_s=[round(t, 4) for t in times], losses=losses, **sampled)
+    found = dict(step_s=round(median, 4), times_s=[round(t, 4) for t in times], losses=losses, **sampled)
+    if beside is not None:
+        found |= dict(beside_times_s=[round(t, 4) for t in beside_times],
+                      of_beside=round(statistics.median(beside_times[given.warm_up:]) / median, 3))
+    return found
 
 
 def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
