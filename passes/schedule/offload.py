@@ -87,7 +87,9 @@ def _anchors(graph: fx.Graph, accumulators: list[fx.Node], plan: Plan) -> dict[f
         return last
     ends = sorted({last[value] for value in accumulators}, key=position.__getitem__)
     following = {end: after for end, after in pairwise(ends) if _wave(end, plan) == _wave(after, plan)}
-    return {value: following.get(last[value], last[value]) for value in accumulators}
+    # Where a wave has no later contribution than its loss, the ranks share that first, and then add up the gradients.
+    results = {value: node for node in find(graph, "result") for value in operands(node, "values")}
+    return {value: following.get(last[value], results.get(last[value], last[value])) for value in accumulators}
 
 
 def _wave(node: fx.Node, plan: Plan) -> int:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ranks"))
 from jobs import USUAL, train_native
 from processes import start
 from test_parity import assert_alike, found_by
+
+from megacompile.frontend.tracing.model_options import loop_is_an_op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 JOBS = (*USUAL, "arrival", "visits", "deferred moments", "waves", "uneven rows, packed", "slabs")
@@ -32,6 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", JOBS)
 def test_two_gpus_train_as_native_pytorch_with_all_rows(folder: Path, name: str) -> None:
     expected = train_native(name, 2)
+    if "expert" in name and not loop_is_an_op():
+        pytest.skip("transformers before 5.23 multiplies experts in float32 in a loop that cannot be traced")
     for rank in range(2):
         assert_alike(found_by(folder, name, rank), expected, rank, first=2e-6, drift=5e-4, zero=1e-7)
 
@@ -72,6 +77,9 @@ def test_a_killed_or_stopped_rank_ends_the_other_in_thirty_seconds(tmp_path: Pat
     began = time.monotonic()
     try:
         job.processes[0].wait(40)
+    except subprocess.TimeoutExpired:
+        state = Path(f"/proc/{job.processes[1].pid}/stat").read_text()
+        pytest.fail(f"rank 0 has not ended, and rank 1 is {state[:40]}; rank 0 says: {job.errors(0)}")
     finally:
         for process in job.processes:
             process.kill()

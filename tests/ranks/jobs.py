@@ -127,7 +127,7 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Tensor]]
     "arrival on the device": (qwen2, even, "arrival", {"resident_state": ("prologue", "model.layers.2")}),
     "visits": (qwen2, even, "step", {"visiting_state": "all"}),
     "deferred moments": (qwen2, even, "step", {"deferred_moments": True}),
-    "slabs": (qwen2, even, "loop", {"pinned_memory": "32KiB"}),
+    "slabs": (qwen2, even, "loop", {"pinned_memory": "48KiB"}),
     "checkpoints on the host": (qwen2, even, "loop", {"host_checkpoints": True}),
     "saved layers": (qwen2, even, "step", {"saved_layers": 2, "micro_batch_size": 1}),
     "custom loss": (qwen2, even, "custom", {}),

@@ -29,6 +29,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "checkpoints on the host, two micro-batches": {"micro_batches": (2, 1), "host_checkpoints": 3},
     "three waves added up on the host": {"whole_step": True, "micro_batches": (1, 1, 1), "waves": 3,
                                          "host_sums": ("prologue", "layers.1", "layers.3")},
+    "three waves, of the epilogue alone on the host": {
+        "whole_step": True, "micro_batches": (1, 1, 1), "waves": 3, "host_sums": ("epilogue",)},
     "waves on the host through slabs, updates on arrival": {
         "whole_step": True, "micro_batches": (1, 1), "waves": 2, "pinned": False, "update": "arrival",
         "host_sums": ("layers.0", "epilogue"), "resident": ("layers.0",)},
@@ -61,8 +63,8 @@ OF_SEVERAL: dict[str, dict[str, Any]] = {
         (2, "resident, three micro-batches"), (2, "updated on the device"), (2, "visiting the device"),
         (4, "moments after all weights, two micro-batches"), (2, "updates on arrival"),
         (2, "checkpoints on the host, two micro-batches"), (2, "three waves added up on the host"),
-        (4, "waves on the host through slabs, updates on arrival"), (2, "outputs, two micro-batches"),
-        (2, "outputs, tied, updates on arrival"), (2, "layers that run twice"),
+        (2, "three waves, of the epilogue alone on the host"), (4, "waves on the host through slabs, updates on arrival"),
+        (2, "outputs, two micro-batches"), (2, "outputs, tied, updates on arrival"), (2, "layers that run twice"),
         (2, "layers that run twice, waves on the host, a shared tile"), (2, "tied, residuals kept, a frozen layer"),
         (2, "moments on disk"), (2, "moments on disk after all weights"), (2, "moments on disk, updates on arrival"))}
 #: Programs of several hosts, with one rank or several on each.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import capture
-from megacompile.frontend.tracing import model_graph
+from megacompile.frontend.tracing import model_graph, model_options
 
 SIZES = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 LLAMA = dict(**SIZES, intermediate_size=24, num_key_value_heads=1)
@@ -55,6 +55,18 @@ def test_an_option_that_cannot_be_captured_is_refused_by_name_before_anything_is
     with pytest.raises(UnsupportedError, match=message) as caught:
         capture(build(family, options))
     assert len(str(caught.value).splitlines()[0]) < 400
+
+
+def test_experts_that_older_transformers_multiply_in_a_loop_are_refused_unless_their_weights_are_bfloat16(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_options, "loop_is_an_op", lambda: False)
+    model = build("Mixtral", dict(**LLAMA, num_local_experts=4, experts_implementation="grouped_mm"))
+    with pytest.raises(UnsupportedError, match=(
+            r"experts_implementation='grouped_mm', by which model\.layers\.0\.mlp\.experts .*not bfloat16 in a loop.*: upgrade "
+            r"transformers to 5\.23, or call model\.bfloat16\(\) or model\.set_experts_implementation\(\"batched_mm\"\)")):
+        capture(model)
+    assert capture(model.bfloat16()).templates
 
 
 def test_experts_whose_loop_reads_values_are_refused_with_their_module_and_line() -> None:

@@ -1,6 +1,7 @@
 """Waves whose gradients the host sums in FP32: the sums, their readers, the verifier's rule, and the planner."""
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -256,6 +257,19 @@ def test_each_wave_is_offloaded_once_and_its_accumulators_are_released(make_sche
     losses = list(find(graph, "loss"))
     between = [n for n in find(graph, "zeros", "reduce") if argument(n, "tile") == "layers.1" and losses[0] < n < losses[1]]
     assert [op_of(n).name for n in between] == ["zeros", "reduce"], "nothing of the tile lives on the device between waves"
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_any_tiles_of_several_ranks_may_be_added_up_on_the_host(resident: bool, make_schedule: Schedules) -> None:
+    """The other tiles have one accumulator for all waves, so the last contribution of a wave may be that of any tile."""
+    tiles = ("prologue", "layers.0", "layers.1", "epilogue")
+    for count in range(1, len(tiles) + 1):
+        for summed in itertools.combinations(tiles, count):
+            others = tuple(tile for tile in tiles if tile not in summed)
+            graph = make_schedule(
+                layers=2, whole_step=True, micro_batches=(1, 1), waves=2, host_sums=summed, ranks=2,
+                **{"resident": others, "resident_state": others} if resident else {}).program.section("train_step")
+            assert [argument(node, "tile") for node in find(graph, "norms_of_sum")].count("epilogue") == ("epilogue" in summed)
 
 
 def test_a_plan_that_adds_up_waves_on_the_host_and_has_one_is_refused() -> None:

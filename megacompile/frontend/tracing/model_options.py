@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from megacompile.errors import UnsupportedError
@@ -51,11 +52,26 @@ def _eager_experts(module: nn.Module) -> tuple[str, Any] | None:
     return ("experts_implementation", chosen) if chosen == "eager" and hasattr(module, "is_transposed") else None
 
 
+def _looped_products(module: nn.Module) -> tuple[str, Any] | None:
+    """For such a module whose weights are not bfloat16. Traced, transformers multiplies them in a loop, which is an op of its
+    own since version 5.23."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    looped = (chosen == "grouped_mm" and hasattr(module, "is_transposed") and not loop_is_an_op()
+              and any(p.dtype != torch.bfloat16 for p in module.parameters(recurse=False)))
+    return ("experts_implementation", chosen) if looped else None
+
+
+def loop_is_an_op() -> bool:
+    return hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
+
+
 OPTIONS = (
     Untraceable(_dynamic, "changes the rotary frequencies by the longest sequence that was seen so far",
                 'use rope_type="linear" or "yarn", or "default" where no sequence is longer than max_position_embeddings'),
     Untraceable(_eager_experts, "loops over the experts that the tokens of a batch chose",
                 'call model.set_experts_implementation("grouped_mm")'),
+    Untraceable(_looped_products, "multiplies weights that are not bfloat16 in a loop over the tokens of each expert",
+                'upgrade transformers to 5.23, or call model.bfloat16() or model.set_experts_implementation("batched_mm")'),
     Untraceable(_positive("layerdrop"), "skips layers at random", "set it to 0"),
     Untraceable(_positive("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
                 "multiplies a router's input by random numbers", "set it to 0"),
