@@ -26,6 +26,7 @@ from megacompile.runtime.exchanges import Exchanges
 from megacompile.runtime.host_watch import HostWatch
 from megacompile.runtime.hosts import Rows, arranged, identity
 from megacompile.runtime.letters import Letters, pieces
+from megacompile.system.exit_limit import limit_exit
 from megacompile.system.links import Listener, connected
 from megacompile.system.shared_memory import SharedMemory
 from megacompile.system.status_board import ROW_BYTES, StatusBoard
@@ -273,6 +274,8 @@ class Ranks:
         board = self.board  # `close` may remove it while a checkpoint's writer looks
         if board is not None and (cause := board.trouble(failures)):
             self._tell_other_hosts()
+            if self.device.type == "cuda":
+                limit_exit()
             raise RankError(f"{cause}: the other ranks cannot go on; start the job again from the last checkpoint")
 
     def failed(self, error: BaseException) -> None:

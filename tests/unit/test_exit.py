@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).resolve().parent
 
@@ -24,3 +27,21 @@ def test_a_program_and_its_forked_child_end_with_work_in_flight() -> None:
 
 def test_a_program_ends_while_a_lane_computes_though_another_rank_has_failed() -> None:
     assert ended("failed") == (0, "", "rank 1 has ended\n")
+
+
+#: A script that ends with an error, and what comes after that waits in C for so many seconds, as a destructor does.
+LATE = """
+import atexit, ctypes, sys
+from megacompile.system.exit_limit import limit_exit
+atexit.register(ctypes.CDLL(None).sleep, int(sys.argv[1]))
+limit_exit(3.0)
+limit_exit(3.0)
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize(("waits", "code"), [(60, -signal.SIGALRM), (0, 7)])
+def test_an_exit_that_hangs_ends_at_its_limit_and_another_is_as_it_was(waits: int, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", LATE, str(waits)], timeout=50, check=False,
+                          env={**os.environ, "PYTHONPATH": str(HERE.parents[1])})
+    assert done.returncode == code
