@@ -4,6 +4,7 @@
     python benchmarks/generation.py --batch 32 --length 128 --new-tokens 256 --through native   # transformers alone
     python benchmarks/generation.py --batch 32 --length 128 --new-tokens 256 --beside-native    # both in one process
     python benchmarks/generation.py --batch 256 --through turns                                 # all layers take turns
+    python benchmarks/generation.py --batch 512 --new-tokens 2 --through streamed               # streamed, without a cache
     python benchmarks/generation.py --batch 1024 --device-memory 24GiB                          # in parts of the batch
 
 `--batch` counts prompts, and `--length` their tokens. All prompts get `--new-tokens` tokens, greedily. With `--beside-native`
@@ -33,10 +34,11 @@ from megacompile.errors import MegacompileError
 from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.generation.ways import Way, ways_to_generate
 from megacompile.streaming.layer_slots import LayerSlots
-from megacompile.streaming.streamed_module import generate_by
+from megacompile.streaming.streamed_module import generate_by, generate_streamed
 
-#: native: transformers' model on the device. user: `model.generate`. turns: all layers take turns in two slots.
-THROUGH = ("user", "turns", "native")
+#: native: transformers' model on the device. user: `model.generate`. turns: all layers take turns in two slots. streamed: where
+#: nothing else fits, the streamed model computes all tokens for each new one.
+THROUGH = ("user", "turns", "streamed", "native")
 TRAINED_ROWS, TRAINED_LENGTH = 64, 1024
 
 
@@ -45,7 +47,7 @@ def options() -> argparse.ArgumentParser:
     parser.set_defaults(batch=32, length=128, steps=3, warm_up=1)
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens that each prompt gets (default: 256)")
     parser.add_argument("--through", choices=THROUGH, default="user",
-                        help="model.generate, all layers in turns, or transformers alone (default: user)")
+                        help="model.generate, all layers in turns, without a cache, or transformers alone (default: user)")
     parser.add_argument("--beside-native", action="store_true",
                         help="also measure transformers alone, on a model with the same weights in the same process")
     parser.add_argument("--kv-cache", choices=("dynamic", "static", "offloaded"), default="dynamic",
@@ -104,12 +106,14 @@ def _options(given: argparse.Namespace, count: int) -> dict[str, Any]:
 
 def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], float]:
     """A function that generates so many tokens for some prompts. Returns 0, where a training step returns its loss."""
-    in_turns = given.through == "turns" and hasattr(model, "megacompile")
+    through = given.through if hasattr(model, "megacompile") else "native"
 
     def generate(ids: Tensor, count: int) -> float:
         ids, how = ids.to(given.device), _options(given, count)
-        if in_turns:
+        if through == "turns":
             generate_by(model, Way(Turns.ALL, 0, {"inputs": ids, **how}))
+        elif through == "streamed":
+            generate_streamed(model, {"inputs": ids, **how})
         else:
             model.generate(ids, **how)
         if given.device == "cuda":

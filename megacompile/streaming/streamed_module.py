@@ -194,8 +194,7 @@ class StreamedPretrained(StreamedModule):
             warnings.warn("the device has too little memory for this generation: it starts again with fewer weights or "
                           f"sequences there at a time, and is slower ({ended})", stacklevel=2)
             way = next(ways, None)
-        with torch.no_grad(), base_calls_streamed(self, _for_generation):
-            return super().generate(**with_options(given, use_cache=False))  # type: ignore[misc]
+        return generate_streamed(self, given)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]
@@ -210,6 +209,13 @@ def generate_by(model: StreamedPretrained, way: Way) -> Any:
         found = generate_in_parts(native.generate, way.parts, native, way.arguments)  # type: ignore[arg-type]
     backend.exit(_tensors(found))
     return found
+
+
+def generate_streamed(model: StreamedPretrained, given: Mapping[str, Any]) -> Any:
+    """Generates with the streamed model: all layers are copied for every token, which computes all tokens before it anew."""
+    original: Any = original_class(model)
+    with torch.no_grad(), base_calls_streamed(model, _for_generation):
+        return original.generate(model, **with_options(given, use_cache=False))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -83,7 +83,7 @@ def test_native_rows_train_the_same_model_on_the_same_batches(streamed_row: dict
     assert row["step_s"] > 0 and row["tflops"] > 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["--through", "turns"], ["--through", "native"]], ids=str)
+@pytest.mark.parametrize("arguments", [[], *(["--through", each] for each in ("turns", "streamed", "native"))], ids=str)
 def test_a_row_of_generation_says_how_fast_and_what_the_link_allows(arguments: list[str]) -> None:
     given = generation.options().parse_args([*TINY, "--new-tokens", "4", *arguments])
     row = rows.finished(generation.measure(given))
