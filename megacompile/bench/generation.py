@@ -88,7 +88,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
     if slots is not None:
         link = _link_rate(slots)
         bound = parts * given.new_tokens * sum(layer.bytes for layer in slots.layers) / link
-        found |= dict(turns=len(slots.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=round(bound / seconds, 3))
+        found |= dict(turns=len(slots.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=rows.significant(bound / seconds))
     if native is not None:
         found |= dict(native_times_s=found.pop("beside_times_s"), of_native=found.pop("of_beside"))
         del native, alone
