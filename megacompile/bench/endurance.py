@@ -2,11 +2,16 @@
 
     python benchmarks/endurance.py --shape tiny --layers 2 --batch 4 --length 32 --steps 1000 --uncompiled
     python benchmarks/endurance.py --shape qwen2-7b --batch 16 --length 1024 --device-memory 24GiB --minutes 8 --train-step
+    torchrun --standalone --nproc-per-node 2 benchmarks/endurance.py --batch 16 --minutes 20 --train-step --text book.txt
 
 The first third of the samples is warm-up, in which caches fill and allocators reach their size. In the rest, the median of the
 second half is compared with that of the first half. The row is an error if memory grows by more than 1%, if there are more
 threads or open files, or if steps are more than 1% slower (on a shared CPU, whose clock varies more, set `--step-tolerance`).
 As in a real run, every 10th step is followed by an evaluation, and every 25th step has another length.
+
+Rows are random tokens, or pieces of a text whose bytes are the tokens (`--text`). Several processes have a part of each batch:
+one process with `--batch 32` learns from the rows of two with `--batch 16`. `curve` is the loss of each step. The row has the
+measurements of the first process, and is an error if anything grows in any of them.
 """
 from __future__ import annotations
 
@@ -15,14 +20,19 @@ import os
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import megacompile
 from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
 from megacompile.bench.step import gib, resident_bytes
+from megacompile.corpus import ByteTokenizer, read_text
+from megacompile.errors import MegacompileError
+from megacompile.planning.process_group import process_count, rank_in_job
 
 _EVALUATION, _OTHER_LENGTH = 10, 25
 _WARM_UP = 1 / 3
@@ -50,6 +60,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="duration in minutes, instead of --steps")
     parser.add_argument("--samples", type=int, default=30, help="minimum number of samples (default: 30)")
     parser.add_argument("--train-step", action="store_true", help="run each step as one program")
+    parser.add_argument("--text", help="file whose bytes are the tokens (default: random tokens)")
     parser.add_argument("--overlap", action="store_true", help="update tiles as their gradients arrive, without clipping")
     parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
     parser.add_argument("--uncompiled", action="store_true", help="run templates op by op instead of compiling them")
@@ -79,22 +90,42 @@ def grown(found: dict[str, float], tolerance: float, step_tolerance: float) -> s
     return f"grown: {', '.join(over)}" if over else None
 
 
+class Batches:
+    """Draws rows of all processes and returns those of this one. State: the generator, which is at the same place in all."""
+
+    def __init__(self, given: argparse.Namespace, vocabulary: int) -> None:
+        self.batch, self.vocabulary = given.batch, vocabulary
+        self.text = None if given.text is None else read_text([Path(given.text)], ByteTokenizer()).long()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def next(self, length: int) -> Tensor:
+        """int64 [batch, length]. Raises `MegacompileError` if the text is shorter than a row."""
+        count = self.batch * process_count()
+        own = slice(rank_in_job() * self.batch, (rank_in_job() + 1) * self.batch)
+        if self.text is None:
+            return torch.randint(0, self.vocabulary, (count, length), generator=self.generator)[own]
+        if len(self.text) <= length:
+            raise MegacompileError(f"the text has {len(self.text)} bytes, and a row has {length}: give more text")
+        starts = torch.randint(0, len(self.text) - length, (count,), generator=self.generator)
+        return torch.stack([self.text[start:start + length] for start in starts[own].tolist()])
+
+
 def measure(given: argparse.Namespace) -> rows.Row:
     model = megacompile.stream(random_model(given.shape, rows.layer_count(given), given.device), device=given.device,
                                micro_batch_size=given.micro_batch_size, device_memory=given.device_memory,
                                compile=False if given.uncompiled else None)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, overlap="backward" if given.overlap else None,
                                   max_grad_norm=rows.clip(given))
-    generator = torch.Generator().manual_seed(0)
+    rows_of = Batches(given, model.config.vocab_size)
     samples: list[Sample] = []
     losses: list[float] = []
     times: list[float] = []
     begin = time.monotonic()
     done = 0
-    while (time.monotonic() - begin < 60 * given.minutes) if given.minutes else done < given.steps:
+    while not rows.anywhere(time.monotonic() - begin > 60 * given.minutes) if given.minutes else done < given.steps:
         done += 1
         length = given.length // 2 if done % _OTHER_LENGTH == 0 else given.length
-        ids = torch.randint(0, model.config.vocab_size, (given.batch, length), generator=generator)
+        ids = rows_of.next(length)
         start = time.perf_counter()
         losses.append(step(model, optimizer, ids, given.train_step))
         if length == given.length:
@@ -109,13 +140,17 @@ def measure(given: argparse.Namespace) -> rows.Row:
     model.megacompile.close()
     found = drift(samples)
     error = grown(found, given.tolerance, given.tolerance if given.step_tolerance is None else given.step_tolerance)
+    if error and rank_in_job() > 0:
+        print(f"rank {rank_in_job()}: {error}", flush=True)
+    if rows.anywhere(bool(error)):
+        error = error or "another rank reports what has grown"
     last = samples[-1]
     return dict(
         steps=done, minutes=round((time.monotonic() - begin) / 60, 2), samples=len(samples),
         drift={name: round(value, 5) for name, value in found.items()}, host_gib=gib(last.host_bytes),
         device_gib=gib(last.device_bytes), visiting_state=visiting, threads=last.threads, files=last.files,
         step_s=round(last.step_s, 5),
-        losses=[losses[0], losses[-1]], **({"error": error} if error else {}))
+        losses=[losses[0], losses[-1]], curve=[round(loss, 4) for loss in losses], **({"error": error} if error else {}))
 
 
 def step(model: Any, optimizer: megacompile.AdamW, ids: torch.Tensor, whole: bool) -> float:

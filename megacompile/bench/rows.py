@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megacompile.bench import clocks
@@ -123,6 +124,14 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
         found |= dict(beside_times_s=[round(t, 4) for t in beside_times],
                       of_beside=round(statistics.median(beside_times[given.warm_up:]) / median, 3))
     return found
+
+
+def anywhere(here: bool) -> bool:
+    """Whether a flag is set in any process of the job. All of them must ask, after the model is streamed."""
+    flag = torch.tensor([here], dtype=torch.int32)
+    if process_count() > 1:
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:

@@ -90,15 +90,7 @@ def shared_folder(given: argparse.Namespace) -> Iterator[Path]:
 
 
 def wait_for_all() -> None:
-    anywhere(False)
-
-
-def anywhere(here: bool) -> bool:
-    """Whether a flag is set in any process. All of them must ask."""
-    flag = torch.tensor([here], dtype=torch.int32)
-    if process_count() > 1:
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
+    rows.anywhere(False)
 
 
 def seconds(action: Any) -> float:
@@ -155,7 +147,7 @@ def saving(model: Any, folder: Path, given: argparse.Namespace) -> rows.Row:
         writer.save()
         fixed_s = time.perf_counter() - begun
         beside = [step()]
-        while anywhere(writer.saving):
+        while rows.anywhere(writer.saving):
             beside.append(step())
         saved = writer.wait()
         assert saved is not None, "close() would have raised"

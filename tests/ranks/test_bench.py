@@ -46,6 +46,21 @@ def test_a_row_of_uneven_lengths_counts_the_useful_tokens_of_both_ranks(tmp_path
 
 
 @pytest.mark.on_demand
+def test_a_long_run_of_two_ranks_has_the_losses_of_one_with_all_rows(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("Each rank has a part of the rows. " * 20)
+    row = ["--shape", "tiny", "--layers", "2", "--length", "16", "--steps", "30", "--train-step", "--uncompiled",
+           "--device", "cpu", "--text", str(tmp_path / "text"), "--tolerance", "1", "--step-tolerance", "100"]
+    script = ROOT / "benchmarks" / "endurance.py"
+    for ranks, batch in ((2, "3"), (1, "6")):
+        job = start(script, ranks, tmp_path / f"job{ranks}",
+                    [*row, "--batch", batch, "--append", str(tmp_path / "rows.jsonl")])
+        assert job.wait() == [0] * ranks, job.errors(0)
+    two, one = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert two["options"]["gpus"] == 2 and two["steps"] == one["steps"] == len(two["curve"])
+    assert two["curve"] == pytest.approx(one["curve"], rel=2e-3) and one["curve"][-1] < one["curve"][0]
+
+
+@pytest.mark.on_demand
 def test_two_ranks_load_and_save_one_copy_of_a_model(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--layers", "2", "--batch", "3", "--length", "16", "--steps", "2", "--warm-up", "1",
                  "--uncompiled", "--device", "cpu", "--save", "--folder", str(tmp_path),
