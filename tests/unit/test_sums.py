@@ -259,15 +259,17 @@ def test_each_wave_is_offloaded_once_and_its_accumulators_are_released(make_sche
     assert [op_of(n).name for n in between] == ["zeros", "reduce"], "nothing of the tile lives on the device between waves"
 
 
+@pytest.mark.parametrize("processes", [{"ranks": 2}, {"hosts": 2}, {"ranks": 2, "hosts": 2}], ids=str)
 @pytest.mark.parametrize("resident", [False, True])
-def test_any_tiles_of_several_ranks_may_be_added_up_on_the_host(resident: bool, make_schedule: Schedules) -> None:
+def test_any_tiles_of_several_ranks_may_be_added_up_on_the_host(resident: bool, processes: dict[str, int],
+                                                                make_schedule: Schedules) -> None:
     """The other tiles have one accumulator for all waves, so the last contribution of a wave may be that of any tile."""
     tiles = ("prologue", "layers.0", "layers.1", "epilogue")
     for count in range(1, len(tiles) + 1):
         for summed in itertools.combinations(tiles, count):
             others = tuple(tile for tile in tiles if tile not in summed)
             graph = make_schedule(
-                layers=2, whole_step=True, micro_batches=(1, 1), waves=2, host_sums=summed, ranks=2,
+                layers=2, whole_step=True, micro_batches=(1, 1), waves=2, host_sums=summed, **processes,
                 **{"resident": others, "resident_state": others} if resident else {}).program.section("train_step")
             assert [argument(node, "tile") for node in find(graph, "norms_of_sum")].count("epilogue") == ("epilogue" in summed)
 
