@@ -32,6 +32,7 @@ from megacompile.bench import rows
 from megacompile.bench.shapes import SHAPES, random_model
 from megacompile.errors import MegacompileError
 from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.generation.batch_parts import Finished
 from megacompile.streaming.generation.ways import Way, ways_to_generate
 from megacompile.streaming.layer_slots import LayerSlots
 from megacompile.streaming.streamed_module import generate_by, generate_streamed
@@ -111,7 +112,7 @@ def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], 
     def generate(ids: Tensor, count: int) -> float:
         ids, how = ids.to(given.device), _options(given, count)
         if through == "turns":
-            generate_by(model, Way(Turns.ALL, 0, {"inputs": ids, **how}))
+            generate_by(model, Way(Turns.ALL, 0, {"inputs": ids, **how}), Finished())
         elif through == "streamed":
             generate_streamed(model, {"inputs": ids, **how})
         else:

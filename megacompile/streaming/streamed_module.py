@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megacompile.errors import UnsupportedError
 from megacompile.ir.program import Lane
 from megacompile.streaming.adapters import base_calls_streamed
-from megacompile.streaming.generation.batch_parts import generate_in_parts
+from megacompile.streaming.generation.batch_parts import Finished, generate_in_parts
 from megacompile.streaming.generation.call_options import by_name, with_options
 from megacompile.streaming.generation.ways import Way, ways_to_generate
 from megacompile.streaming.shared_writes import loading
@@ -180,34 +180,38 @@ class StreamedPretrained(StreamedModule):
         wait in host memory. Otherwise streams all layers for every token, without a cache: correct, and slow."""
         # The parameters are on the CPU, so callers that send prompts to a parameter's device send them there.
         given = pytree.tree_map_only(Tensor, lambda each: each.to(self.device), by_name(super().generate, args, kwargs))  # type: ignore[misc]
-        device_copy = self.megacompile.streamed.device_copy
+        device_copy, finished = self.megacompile.streamed.device_copy, Finished()
         ways = ways_to_generate(self, given, device_copy.arrangement)
         way = next(ways, None)
         while way is not None:
             try:
-                return generate_by(self, way)
+                return generate_by(self, way, finished)
             except torch.OutOfMemoryError as error:
                 ended = str(error).splitlines()[0]
             # The error, and with it the copy and all values of the generation, is gone here.
             if device_copy.free_slots():
                 continue  # the same way has more memory now
-            warnings.warn("the device has too little memory for this generation: it starts again with fewer weights or "
-                          f"sequences there at a time, and is slower ({ended})", stacklevel=2)
+            warnings.warn("the device has too little memory for this generation: sequences that are not finished start again "
+                          f"with fewer weights or sequences there at a time, which is slower ({ended})", stacklevel=2)
             way = next(ways, None)
-        return generate_streamed(self, given)
+        return generate_in_parts(lambda **rest: generate_streamed(self, rest), 1, self, given, finished)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]
 
 
-def generate_by(model: StreamedPretrained, way: Way) -> Any:
-    """Generates in the lane compute, whose free memory the allocator gives to no other stream."""
+def generate_by(model: StreamedPretrained, way: Way, finished: Finished) -> Any:
+    """Generates in the lane compute, whose free memory the allocator gives to no other stream. `finished`: as in
+    `generate_in_parts`."""
     backend = model.megacompile.streamed.backend
     use = model.megacompile.streamed.device_copy.use(original_class(model), way.bytes, way.turns)
-    backend.enter(_tensors(way.arguments))
-    with torch.no_grad(), backend.issuing(Lane.COMPUTE), use as native:
-        found = generate_in_parts(native.generate, way.parts, native, way.arguments)  # type: ignore[arg-type]
-    backend.exit(_tensors(found))
+    backend.enter(_tensors([way.arguments, finished.tokens]))
+    found = None
+    try:
+        with torch.no_grad(), backend.issuing(Lane.COMPUTE), use as native:
+            found = generate_in_parts(native.generate, way.parts, native, way.arguments, finished)  # type: ignore[arg-type]
+    finally:
+        backend.exit(_tensors([found, finished.tokens]))
     return found
 
 

@@ -236,6 +236,38 @@ def test_a_batch_that_does_not_fit_generates_in_parts_with_the_same_tokens(
     model.megacompile.close()
 
 
+@pytest.mark.parametrize(("smaller", "expected"), [(True, [2, 1, 1, 1, 1]), (False, [2, 1])],
+                         ids=["in smaller parts", "streamed"])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=["greedy", "beams"])
+def test_parts_that_have_generated_stay_where_memory_ends_in_a_later_one(
+        how: dict[str, Any], smaller: bool, expected: list[int], plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = megacompile.stream(copy.deepcopy(plain), device="cpu")
+    device_copy, rows = model.megacompile.streamed.device_copy, []
+    given = {**prompts(), **OPTIONS, "do_sample": False, **how}
+    arrangement = type(device_copy).arrangement
+
+    def fits(self: Any, more: int, turns: Turns) -> Arrangement | None:
+        one, two = (ways.working_bytes(plain, part) + cache_bytes(plain, part)
+                    for part in (part_of(0, count, given) for count in (5, 4)))
+        return arrangement(self, more, turns) if turns == Turns.NONE and (one if smaller else one + 1) <= more <= two else None
+
+    monkeypatch.setattr(type(device_copy), "arrangement", fits)
+    original = type(plain).generate
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is type(plain):
+            rows.append(len(kwargs["input_ids"]))
+            if len(rows) == 2:
+                raise torch.OutOfMemoryError("no memory")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(plain), "generate", generate)
+    found = model.generate(**given)
+    assert rows == expected
+    assert torch.equal(found, original(plain, **given))
+    model.megacompile.close()
+
+
 # ---------------------------------------------------------------- how much it takes
 def test_the_cache_of_keys_and_values_is_that_of_the_plain_model(plain: Any) -> None:
     given = prompts()

@@ -1,7 +1,9 @@
 """A call of `generate` in parts of its batch, one after another, where the keys and values of all sequences do not fit."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,12 +76,42 @@ def part_of(number: int, count: int, given: Mapping[str, Any]) -> dict[str, Any]
     return {name: value[rows] if name in _BY_ROW and isinstance(value, Tensor) else value for name, value in given.items()}
 
 
-def generate_in_parts(generate: Callable[..., Any], count: int, model: nn.Module, given: Mapping[str, Any]) -> Any:
+@dataclass
+class Finished:
+    """Parts of a batch that have generated, in its order. State: how many `prompts` they had, and the `tokens` of each part,
+    int [sequences, tokens]."""
+
+    prompts: int = 0
+    tokens: list[Tensor] = field(default_factory=list)
+
+    def rest_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments for the other prompts."""
+        return {name: value[self.prompts:] if name in _BY_ROW and isinstance(value, Tensor) else value
+                for name, value in given.items()}
+
+
+def generate_in_parts(generate: Callable[..., Any], count: int, model: nn.Module, given: Mapping[str, Any],
+                      finished: Finished | None = None) -> Any:
     """The result of `generate(**given)`: int [sequences, tokens] if there are several parts. Sequences that end before the
-    longest of all parts are padded as those of one batch."""
-    if count == 1:
+    longest of all parts are padded as those of one batch. `finished`: parts that need not generate again. Parts are added to
+    it, so that they are there if a later one runs out of memory."""
+    finished = Finished() if finished is None else finished
+    prompt = prompt_of(given)
+    if prompt is None or (count == 1 and not finished.prompts):
         return generate(**given)
-    found = [generate(**part_of(number, count, given)) for number in range(count)]
-    longest = max(tokens.shape[1] for tokens in found)
+    rest = finished.rest_of(given)
+    if finished.prompts:  # no part may be larger than the memory was found to hold
+        count = math.ceil((len(prompt) - finished.prompts) / math.ceil(len(prompt) / count))
+    for number in range(count):
+        part = part_of(number, count, rest)
+        finished.tokens.append(generate(**part))
+        finished.prompts += len(_rows(part))
+    longest = max(tokens.shape[1] for tokens in finished.tokens)
     return torch.cat([tokens if tokens.shape[1] == longest else nn.functional.pad(
-        tokens, (0, longest - tokens.shape[1]), value=_padding(model, given)) for tokens in found])
+        tokens, (0, longest - tokens.shape[1]), value=_padding(model, given)) for tokens in finished.tokens])
+
+
+def _rows(given: Mapping[str, Any]) -> Tensor:
+    prompt = prompt_of(given)
+    assert prompt is not None, "only prompts are cut"
+    return prompt
