@@ -48,13 +48,16 @@ def test_two_runs_on_two_gpus_have_the_same_bits(folder: Path) -> None:
             assert all(torch.equal(one[part][key], other[part][key]) for key in one[part] | other[part])
 
 
-#: Trains until it is killed, and writes a file after a few steps.
+#: Trains until it is killed, and writes a file after a few steps. Says where its threads are from time to time, without the
+#: interpreter's lock: for the case that it does not end.
 ENDLESS = """
+import faulthandler
 import os
 from pathlib import Path
 import megacompile
 from jobs import LR, even, qwen2
 
+faulthandler.dump_traceback_later(20, repeat=True)
 rank, folder = int(os.environ["RANK"]), Path(os.environ["RESULTS"])
 model = megacompile.stream(qwen2(), device="cuda", compile=False)
 optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
