@@ -4,7 +4,7 @@
     python benchmarks/generation.py --batch 32 --length 128 --new-tokens 256 --through native   # transformers alone
     python benchmarks/generation.py --batch 32 --length 128 --new-tokens 256 --beside-native    # both in one process
     python benchmarks/generation.py --batch 256 --through turns                                 # all layers take turns
-    python benchmarks/generation.py --batch 512 --new-tokens 2 --through streamed               # streamed, without a cache
+    python benchmarks/generation.py --batch 256 --new-tokens 2 --through streamed               # streamed, without a cache
     python benchmarks/generation.py --batch 1024 --device-memory 24GiB                          # in parts of the batch
 
 `--batch` counts prompts, and `--length` their tokens. All prompts get `--new-tokens` tokens, greedily. With `--beside-native`
