@@ -70,48 +70,45 @@ def part_of(number: int, count: int, given: Mapping[str, Any]) -> dict[str, Any]
     prompt = prompt_of(given)
     if count == 1 or prompt is None:
         return dict(given)
-    size, larger = divmod(len(prompt), count)
+    return _with_rows(given, _rows_of_part(number, count, len(prompt)))
+
+
+def _rows_of_part(number: int, count: int, prompts: int) -> slice:
+    size, larger = divmod(prompts, count)
     start = number * size + min(number, larger)
-    rows = slice(start, start + size + (number < larger))
+    return slice(start, start + size + (number < larger))
+
+
+def _with_rows(given: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """The arguments for these prompts."""
     return {name: value[rows] if name in _BY_ROW and isinstance(value, Tensor) else value for name, value in given.items()}
 
 
 @dataclass
 class Finished:
-    """Parts of a batch that have generated, in its order. State: how many `prompts` they had, and the `tokens` of each part,
-    int [sequences, tokens]."""
+    """The parts of a batch whose generation has ended, in the order of the batch. State: how many `prompts` they have, and the
+    `tokens` of each part, int [sequences, tokens]."""
 
     prompts: int = 0
     tokens: list[Tensor] = field(default_factory=list)
-
-    def rest_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments for the other prompts."""
-        return {name: value[self.prompts:] if name in _BY_ROW and isinstance(value, Tensor) else value
-                for name, value in given.items()}
 
 
 def generate_in_parts(generate: Callable[..., Any], count: int, model: nn.Module, given: Mapping[str, Any],
                       finished: Finished | None = None) -> Any:
     """The result of `generate(**given)`: int [sequences, tokens] if there are several parts. Sequences that end before the
-    longest of all parts are padded as those of one batch. `finished`: parts that need not generate again. Parts are added to
-    it, so that they are there if a later one runs out of memory."""
+    longest of all parts are padded as those of one batch. `finished`: parts that are not generated again. Each part is added to
+    it, and stays there if a later one runs out of memory."""
     finished = Finished() if finished is None else finished
     prompt = prompt_of(given)
     if prompt is None or (count == 1 and not finished.prompts):
         return generate(**given)
-    rest = finished.rest_of(given)
-    if finished.prompts:  # no part may be larger than the memory was found to hold
-        count = math.ceil((len(prompt) - finished.prompts) / math.ceil(len(prompt) / count))
+    first, left = finished.prompts, len(prompt) - finished.prompts
+    if first:  # no part may be larger than the largest of `count` parts of the whole batch
+        count = math.ceil(left / math.ceil(len(prompt) / count))
     for number in range(count):
-        part = part_of(number, count, rest)
-        finished.tokens.append(generate(**part))
-        finished.prompts += len(_rows(part))
+        rows = _rows_of_part(number, count, left)
+        finished.tokens.append(generate(**_with_rows(given, slice(first + rows.start, first + rows.stop))))
+        finished.prompts = first + rows.stop
     longest = max(tokens.shape[1] for tokens in finished.tokens)
     return torch.cat([tokens if tokens.shape[1] == longest else nn.functional.pad(
         tokens, (0, longest - tokens.shape[1]), value=_padding(model, given)) for tokens in finished.tokens])
-
-
-def _rows(given: Mapping[str, Any]) -> Tensor:
-    prompt = prompt_of(given)
-    assert prompt is not None, "only prompts are cut"
-    return prompt
