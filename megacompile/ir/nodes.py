@@ -126,6 +126,11 @@ def find(graph: fx.Graph, *ops: str) -> Iterator[fx.Node]:
     return (n for n in nodes(graph) if op_of(n).name in ops)
 
 
+def results_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Value that a section returns -> the node that returns it."""
+    return {value: node for node in find(graph, "result") for value in operands(node, "values")}
+
+
 def copy_section(graph: fx.Graph) -> fx.Graph:
     """A copy with the same node names and provenance, which a pass may rewrite."""
     return rebuild(graph, lambda node, arguments, build: build.add(op_of(node).name, node.name, **arguments))

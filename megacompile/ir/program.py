@@ -34,6 +34,7 @@ from megacompile.ir.nodes import (
     place_of,
     places,
     rebuild,
+    results_of,
     uses,
 )
 from megacompile.ir.ops import OPS, Access, Lane, Op
@@ -54,7 +55,7 @@ __all__ = [
     "OPS", "SECTIONS_OF_ALL_RANKS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec",
     "Kept", "Lane", "Op", "Program", "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find",
     "gives_outputs", "lane_of", "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places",
-    "reached", "rebuild", "slot_family", "slot_ranks", "stays", "trainable", "uses"]
+    "reached", "rebuild", "results_of", "slot_family", "slot_ranks", "stays", "trainable", "uses"]
 
 #: Bytes of a chunk of a visiting tile. Copies of this size reach the link's rate, and the slot costs a plan little memory.
 VISITING_BYTES = 1 << 25

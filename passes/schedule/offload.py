@@ -30,7 +30,7 @@ from torch import fx
 
 from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import Builder, Program, argument, copy_section, find, nodes, operands
+from megacompile.ir.program import Builder, Program, argument, copy_section, find, nodes, operands, results_of
 
 name, requires, provides = "offload", "prefetch", "offload"
 
@@ -88,8 +88,8 @@ def _anchors(graph: fx.Graph, accumulators: list[fx.Node], plan: Plan) -> dict[f
     ends = sorted({last[value] for value in accumulators}, key=position.__getitem__)
     following = {end: after for end, after in pairwise(ends) if _wave(end, plan) == _wave(after, plan)}
     # Where a wave has no later contribution than its loss, the ranks share that first, and then add up the gradients.
-    results = {value: node for node in find(graph, "result") for value in operands(node, "values")}
-    return {value: following.get(last[value], results.get(last[value], last[value])) for value in accumulators}
+    returned = results_of(graph)
+    return {value: following.get(last[value], returned.get(last[value], last[value])) for value in accumulators}
 
 
 def _wave(node: fx.Node, plan: Plan) -> int:

@@ -46,7 +46,18 @@ from torch import fx
 
 from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import SECTIONS_OF_ALL_RANKS, Builder, Program, argument, find, nodes, op_of, operands, rebuild
+from megacompile.ir.program import (
+    SECTIONS_OF_ALL_RANKS,
+    Builder,
+    Program,
+    argument,
+    find,
+    nodes,
+    op_of,
+    operands,
+    rebuild,
+    results_of,
+)
 
 name, requires, provides = "shard", "optimizer", "shard"
 
@@ -66,14 +77,14 @@ def run(program: Program, plan: Plan) -> Program:
 
 def _shard(graph: fx.Graph, plan: Plan) -> fx.Graph:
     complete: dict[fx.Node, list[fx.Node]] = {}  # last contribution -> the accumulators that are complete after it
-    results = {value: node for node in find(graph, "result") for value in operands(node, "values")}
+    returned = results_of(graph)
     backwards = [*find(graph, *_BACKWARDS)]
     last = {value: node for node in nodes(graph) for value in (*operands(node, "accumulators"), *operands(node, "value"))
             if op_of(node).name != "reduce"}
     for node in find(graph, "reduce"):
         (value,) = operands(node, "accumulators")
         contribution = last.get(value, value)
-        complete.setdefault(results.get(contribution, contribution), []).append(value)
+        complete.setdefault(returned.get(contribution, contribution), []).append(value)
     exchanges = [*(["reduce_scatter"] if plan.ranks > 1 else []), *(["all_reduce"] if plan.hosts > 1 else [])]
     image: dict[fx.Node, fx.Node] = {}
     waiting: list[fx.Node] = []  # a wave's loss that is not returned yet
