@@ -35,9 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", JOBS)
 def test_two_gpus_train_as_native_pytorch_with_all_rows(folder: Path, name: str) -> None:
     expected = train_native(name, 2)
-    if "expert" in name and not loop_is_an_op():
-        pytest.skip("transformers before 5.23 multiplies experts in float32 in a loop that cannot be traced")
     for rank in range(2):
+        if "expert" in name and not loop_is_an_op():
+            error = torch.load(folder / f"{name}|.{rank}.pt")["error"]
+            assert "UnsupportedError" in error and "upgrade transformers to 5.23" in error
+            continue
         assert_alike(found_by(folder, name, rank), expected, rank, first=2e-6, drift=5e-4, zero=1e-7)
 
 
@@ -48,8 +50,8 @@ def test_two_runs_on_two_gpus_have_the_same_bits(folder: Path) -> None:
             assert all(torch.equal(one[part][key], other[part][key]) for key in one[part] | other[part])
 
 
-#: Trains until it is killed, and writes a file after a few steps. Says where its threads are from time to time, without the
-#: interpreter's lock: for the case that it does not end.
+#: Trains until it is killed, and writes a file after a few steps. It prints the place of each thread every 20 s, also while a
+#: thread holds the interpreter's lock. The test below prints that if rank 0 does not end.
 ENDLESS = """
 import faulthandler
 import os

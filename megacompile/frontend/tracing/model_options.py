@@ -46,22 +46,29 @@ def _dynamic(module: nn.Module) -> tuple[str, Any] | None:
     return next((("rope_type", each) for each in rope_types(module) if "dynamic" in each), None)
 
 
-def _eager_experts(module: nn.Module) -> tuple[str, Any] | None:
-    """For a module with grouped implementations in transformers, recognized by what its decorator adds."""
+def _experts(module: nn.Module, implementation: str) -> tuple[str, Any] | None:
+    """The option of a module of experts that transformers computes with this implementation. Such modules are recognized by
+    what transformers' decorator adds."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return ("experts_implementation", chosen) if chosen == "eager" and hasattr(module, "is_transposed") else None
+    return ("experts_implementation", chosen) if chosen == implementation and hasattr(module, "is_transposed") else None
+
+
+def _eager_experts(module: nn.Module) -> tuple[str, Any] | None:
+    return _experts(module, "eager")
 
 
 def _looped_products(module: nn.Module) -> tuple[str, Any] | None:
-    """For such a module whose weights are not bfloat16. Traced, transformers multiplies them in a loop, which is an op of its
-    own since version 5.23."""
-    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    looped = (chosen == "grouped_mm" and hasattr(module, "is_transposed") and not loop_is_an_op()
-              and any(p.dtype != torch.bfloat16 for p in module.parameters(recurse=False)))
-    return ("experts_implementation", chosen) if looped else None
+    """Experts whose weights are not bfloat16, in a version of transformers that cannot trace their products."""
+    found = _experts(module, "grouped_mm")
+    bfloat16 = all(p.dtype == torch.bfloat16 for p in module.parameters(recurse=False))
+    return None if found is None or bfloat16 or loop_is_an_op() else found
 
 
 def loop_is_an_op() -> bool:
+    """Whether the loop in which transformers multiplies such weights while it is traced is an op of its own, as it is since
+    version 5.23."""
+    from transformers.integrations import moe  # noqa: F401  # registers the op
+
     return hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
 
 
