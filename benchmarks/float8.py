@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megacompile.api import analyse
-from megacompile.bench.rows import Row, append, commit, machine, read
+from megacompile.bench.rows import Row, append, commit, machine, measured_before
 from megacompile.bench.shapes import SHAPES, config
 from megacompile.codegen.scaled_products import scaled_product
 from megacompile.frontend.ops.attention_kernels import fused_kernel
@@ -257,7 +257,6 @@ def main() -> None:
     given = parser.parse_args()
     if given.device == "cpu":
         RECIPES.update({name: text.replace("float8", "float8-emulated", 1) for name, text in RECIPES.items()})
-    known = [] if given.output is None else read(given.output)
     began, found = time.perf_counter(), []
     for tokens in given.tokens:
         for kind in given.kinds:
@@ -267,7 +266,7 @@ def main() -> None:
                     continue
                 row: Row = {"kind": kind, "run": name, "shape": given.shape, "tokens": tokens, "length": given.length,
                             "mode": given.mode, **machine(given.device)}
-                done = next((each for each in known if row.items() <= each.items()), None)
+                done = measured_before(given.output, row)
                 if done is None and time.perf_counter() - began < 60 * given.limit_minutes:
                     done = row | attempt(measure, given, name, tokens) | {"commit": commit()}
                     print(f"{kind}, {tokens} tokens, {name}: {done.get('error') or round(done['tflops'])}", flush=True)

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from float8 import seconds
 from torch import Tensor
 
-from megacompile.bench.rows import Row, append, commit, machine, read
-from megacompile.bench.shapes import SHAPES, config
+from megacompile.bench.rows import Row, append, commit, machine, measured_before
+from megacompile.bench.shapes import SHAPES, config, expert_count
 from megacompile.frontend.ops.scaled_linear import quantized
 from megacompile.torch_compat.core import grouped_mm
 
@@ -48,19 +48,19 @@ def product(a: Rounded, b: Rounded, ends: Tensor) -> Tensor:
 
 
 class Experts:
-    """Random weights [E, N, K] of a layer, and, for each of them, its inputs and the gradients of its outputs. `routed`: their
-    rows. Experts get different numbers of them."""
+    """Random weights [E, N, K] of a layer. Each weight has inputs [`routed`, K] and gradients of its outputs [`routed`, N], in
+    which the groups of the experts differ in size."""
 
     def __init__(self, shape: str, tokens: int, device: str) -> None:
         sizes = config(shape, 1)
-        self.count = getattr(sizes, "num_experts", None) or sizes.num_local_experts
-        hidden, width = sizes.hidden_size, getattr(sizes, "moe_intermediate_size", None) or sizes.intermediate_size
+        experts, hidden = expert_count(sizes), sizes.hidden_size
+        width = getattr(sizes, "moe_intermediate_size", None) or sizes.intermediate_size
         self.routed = tokens * sizes.num_experts_per_tok
         torch.manual_seed(0)
-        shares = torch.rand(self.count) + 0.5
+        shares = torch.rand(experts) + 0.5
         ends = (shares.cumsum(0) / shares.sum() * self.routed).round().int()
         self.ends = ends.to(device)
-        self.weights = [torch.randn(self.count, rows, columns, device=device, dtype=torch.bfloat16) * 0.02
+        self.weights = [torch.randn(experts, rows, columns, device=device, dtype=torch.bfloat16) * 0.02
                         for rows, columns in ((2 * width, hidden), (hidden, width))]
         self.inputs, self.gradients = (
             [torch.randn(self.routed, weight.shape[dim], device=device, dtype=torch.bfloat16) for weight in self.weights]
@@ -78,7 +78,7 @@ class Experts:
             grouped_mm(g.t(), x, offs=self.ends)
 
     def operands(self, cast: Callable[[Tensor], Rounded] = rounded) -> list[tuple[Rounded, Rounded]]:
-        """Of each product in float8."""
+        """The operands of the four products in float8, rounded."""
         return [pair for x, g, weight in self._each()
                 for pair in ((cast(x), cast(weight)), (cast(g), cast(weight.mT.contiguous())))]
 
@@ -127,11 +127,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--output", type=Path, help="append rows to this JSON-lines file")
     given = parser.parse_args()
-    known = [] if given.output is None else read(given.output)
     for tokens in given.tokens:
         for run in RUNS:
             row: Row = {"kind": "experts", "run": run, "shape": given.shape, "tokens": tokens, **machine(given.device)}
-            done = next((each for each in known if row.items() <= each.items()), None)
+            done = measured_before(given.output, row)
             if done is None:
                 done = row | measured(run, given.shape, tokens, given.device, given.repeats) | {"commit": commit()}
                 if given.output is not None:

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
 from megacompile import Float8
-from megacompile.bench.rows import Row, append, commit, machine, read
+from megacompile.bench.rows import Row, append, commit, machine, measured_before
 from megacompile.corpus import ByteTokenizer, read_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,10 +125,9 @@ def main() -> None:
     learned, held_out = tokens.split([len(tokens) * 9 // 10, len(tokens) - len(tokens) * 9 // 10])
     what = {"size": options.size, "steps": options.steps, "bytes": len(tokens), **machine(options.device)}
     wanted = [{"run": name, "seed": seed, **what} for seed in options.seeds for name in options.runs]
-    known = [] if options.output is None else read(options.output)
     began, found = time.perf_counter(), []
     for row in wanted:
-        done = next((each for each in known if row.items() <= each.items()), None)
+        done = measured_before(options.output, row)
         if done is None and time.perf_counter() - began < 60 * options.limit_minutes:
             measured = run(RECIPES[row["run"]], options.size, row["seed"], options.steps, options.device, learned, held_out)
             done = {**row, **measured, "commit": commit()}

@@ -91,7 +91,8 @@ def grown(found: dict[str, float], tolerance: float, step_tolerance: float) -> s
 
 
 class Batches:
-    """Draws rows of all processes and returns those of this one. State: the generator, which is at the same place in all."""
+    """Draws the rows of all processes, and returns those of this one. State: the generator, which all processes advance
+    alike."""
 
     def __init__(self, given: argparse.Namespace, vocabulary: int) -> None:
         self.batch, self.vocabulary = given.batch, vocabulary
@@ -116,16 +117,16 @@ def measure(given: argparse.Namespace) -> rows.Row:
                                compile=False if given.uncompiled else None)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, overlap="backward" if given.overlap else None,
                                   max_grad_norm=rows.clip(given))
-    rows_of = Batches(given, model.config.vocab_size)
+    batches = Batches(given, model.config.vocab_size)
     samples: list[Sample] = []
     losses: list[float] = []
     times: list[float] = []
     begin = time.monotonic()
     done = 0
-    while not rows.anywhere(time.monotonic() - begin > 60 * given.minutes) if given.minutes else done < given.steps:
+    while not (rows.anywhere(time.monotonic() - begin > 60 * given.minutes) if given.minutes else done >= given.steps):
         done += 1
         length = given.length // 2 if done % _OTHER_LENGTH == 0 else given.length
-        ids = rows_of.next(length)
+        ids = batches.next(length)
         start = time.perf_counter()
         losses.append(step(model, optimizer, ids, given.train_step))
         if length == given.length:

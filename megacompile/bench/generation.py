@@ -80,7 +80,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
                        beside=None if alone is None else lambda ids: alone(ids, given.new_tokens))
     seconds = found["step_s"]
     found |= dict(layers=model.config.num_hidden_layers, parameters=sum(p.numel() for p in model.parameters()),
-                  tokens_per_s=round(given.batch * given.new_tokens / seconds), setup_s=round(setup_s, 1),
+                  tokens_per_s=rows.significant(given.batch * given.new_tokens / seconds), setup_s=round(setup_s, 1),
                   peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0)
     if given.through == "native":
         return found
@@ -91,7 +91,9 @@ def measure(given: argparse.Namespace) -> rows.Row:
         bound = parts * given.new_tokens * sum(layer.bytes for layer in slots.layers) / link
         found |= dict(turns=len(slots.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=rows.significant(bound / seconds))
     if native is not None:
-        found |= dict(native_times_s=found.pop("beside_times_s"), of_native=found.pop("of_beside"))
+        native_s = found.pop("beside_s")
+        found |= dict(native_times_s=found.pop("beside_times_s"), of_native=round(native_s / seconds, 3),
+                      native_tokens_per_s=rows.significant(given.batch * given.new_tokens / native_s))
         del native, alone
     if given.switches:
         found |= _switching(model, generate, given)

@@ -93,8 +93,8 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
     """Times `step(ids)`, which returns the loss when the step is done. Each call gets a new random batch, int64 [batch,
     length], which depends only on the seed and the rank. `before` is called between warm-up and timing.
 
-    `beside` is called after each step with the same batch. The row then has its `beside_times_s`, and `of_beside`, its median
-    over that of `step`. A host whose speed changes slows both."""
+    `beside` is called after each step with the same batch. The row then also has `beside_s` and `beside_times_s`. Both calls
+    see the same changes of the host's speed."""
     vocabulary = SHAPES[given.shape]["vocab_size"]
     generator = torch.Generator().manual_seed(seed + 10**6 * rank_in_job())
     times: list[float] = []
@@ -118,11 +118,13 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
     before()
     with clocks.sampled(given.device) as sampled:
         run(given.steps)
-    median = statistics.median(times[given.warm_up:])
-    found = dict(step_s=round(median, 4), times_s=[round(t, 4) for t in times], losses=losses, **sampled)
+
+    def median(seconds: list[float]) -> float:
+        return round(statistics.median(seconds[given.warm_up:]), 4)
+
+    found = dict(step_s=median(times), times_s=[round(t, 4) for t in times], losses=losses, **sampled)
     if beside is not None:
-        found |= dict(beside_times_s=[round(t, 4) for t in beside_times],
-                      of_beside=round(statistics.median(beside_times[given.warm_up:]) / median, 3))
+        found |= dict(beside_s=median(beside_times), beside_times_s=[round(t, 4) for t in beside_times])
     return found
 
 
@@ -253,6 +255,11 @@ def read(path: Path) -> list[Row]:
                                    "new one")
         rows.append(row)
     return rows
+
+
+def measured_before(path: Path | None, wanted: Row) -> Row | None:
+    """The first row of a file that has these fields; None if there is none, or no file."""
+    return None if path is None else next((row for row in read(path) if wanted.items() <= row.items()), None)
 
 
 def latest(rows: Iterable[Row]) -> dict[str, Row]:

@@ -120,10 +120,14 @@ def _random_scales(module: QuantizedLinear) -> Tensor:
     return QuantizedLinear.of(linear, module.stored).scales.data
 
 
+def expert_count(config: Any) -> int:
+    """The number of experts of a layer; 1 if it has none."""
+    return next((count for name in ("num_experts", "num_local_experts") if (count := getattr(config, name, None))), 1)
+
+
 def active_parameters(model: Any) -> int:
     """The number of parameters that a token uses; of experts, only those that it is routed to."""
-    experts = next((count for name in ("num_experts", "num_local_experts") if (count := getattr(model.config, name, None))), 1)
-    share = getattr(model.config, "num_experts_per_tok", 1) / experts
+    share = getattr(model.config, "num_experts_per_tok", 1) / expert_count(model.config)
     of_codes = weights_of_codes(model)
     return round(sum(of_codes.get(id(p), p.numel()) * (share if re.search(r"\.experts\.", name) else 1)
                      for name, p in model.named_parameters()))
