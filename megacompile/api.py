@@ -14,6 +14,7 @@ from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.pipeline import Watch
 from megacompile.frontend.tracing.layers import Layers, find_layers
 from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
+from megacompile.ir.program import Lane
 from megacompile.passes.template import Target
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget
@@ -116,6 +117,7 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
         ranks.agree("stream")  # every tile of the first host is filled
         copy_from_first_host(store, ranks, WEIGHTS)
         ranks.agree("stream")
+        ranks.watch_device(lambda: backend.busy(Lane.COLLECTIVE))
     streamed = Streamed(model, captured, tiling, store, backend, config, ranks, agreed)
     claim(streamed)
     handle = Handle(streamed)

@@ -5,7 +5,8 @@ Several process groups, because several threads of a process use them at the sam
 same order on every rank.
 
 Every wait looks at the board (`StatusBoard`): a rank that has ended, or has failed, ends the others with its name and cause.
-With several hosts, `HostWatch` tells the board of each host how the ranks of the others are.
+`DeviceWatch` looks for callers that wait inside CUDA. With several hosts, `HostWatch` tells the board of each host how the
+ranks of the others are.
 """
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacompile.errors import RankError, shortened
+from megacompile.runtime.device_watch import DeviceWatch
 from megacompile.runtime.exchanges import Exchanges
 from megacompile.runtime.host_watch import HostWatch
 from megacompile.runtime.hosts import Rows, arranged, identity
@@ -54,8 +56,8 @@ _UNLIMITED = timedelta(seconds=10**6)
 
 class Ranks:
     """`rank`: this process, of `size`. `hosts`: where all of them are. `exchanges`: what lanes exchange. State: the process
-    groups, the `board` once all ranks of the host have it, how many updates were submitted, and how many of them this rank's
-    lanes have finished.
+    groups, the `board` once all ranks of the host have it, how many updates were submitted, how many of them this rank's lanes
+    have finished, and whether a `RankError` has told this process that it cannot go on.
 
     Raises `UnsupportedError` for hosts that cannot train together. `mesh`: as in `arranged`."""
 
@@ -66,6 +68,8 @@ class Ranks:
         self.board: StatusBoard | None = None
         self._letters: Letters | None = None
         self._watch: HostWatch | None = None
+        self._device_watch: DeviceWatch | None = None
+        self._told = False
         self.submitted = self.finished = 0
         self._callers = dist.new_group(backend="gloo", timeout=limit)
         self._groups: tuple[dist.ProcessGroup, ...] = (self._callers,)
@@ -271,12 +275,24 @@ class Ranks:
 
     def check(self, failures: bool = True) -> None:
         """Raises `RankError` if another rank has ended or was stopped, and with `failures` if it has failed."""
-        board = self.board  # `close` may remove it while a checkpoint's writer looks
-        if board is not None and (cause := board.trouble(failures)):
+        if cause := self._trouble(failures):
+            self._told = True
             self._tell_other_hosts()
             if self.device.type == "cuda":
                 limit_exit()
-            raise RankError(f"{cause}: the other ranks cannot go on; start the job again from the last checkpoint")
+            raise RankError(cause)
+
+    def _trouble(self, failures: bool = True) -> str:
+        """The message of `check`, or "" if it raises nothing."""
+        board = self.board  # `close` may remove it while another thread looks
+        cause = "" if board is None else board.trouble(failures)
+        return cause and f"{cause}: the other ranks cannot go on; start the job again from the last checkpoint"
+
+    def watch_device(self, busy: Callable[[], bool]) -> None:
+        """From now on, this process ends if it waits inside CUDA for a rank that has ended. `busy`: whether the device has
+        exchanges to finish. A process that was told by a `RankError` ends as its script wants to."""
+        self._device_watch = DeviceWatch(lambda: "" if self._told else self._trouble(), busy)
+        self._device_watch.start()
 
     def failed(self, error: BaseException) -> None:
         """Tells the other ranks that this one has failed, unless it is because another rank has."""
@@ -291,6 +307,9 @@ class Ranks:
 
     def close(self) -> None:
         """Ends the process groups of lanes and callers. The lanes must be idle. Writers of checkpoints end their own."""
+        if self._device_watch is not None:
+            self._device_watch.close()
+            self._device_watch = None
         if self._watch is not None:
             self._watch.close()
             self._watch = None

@@ -141,6 +141,10 @@ class CudaBackend:
         else:
             event.synchronize()
 
+    def busy(self, lane: Lane) -> bool:
+        with self.cupy.cuda.Device(self.index):  # a thread's first call would otherwise take memory on device 0
+            return lane in _QUEUES and not self.streams[lane].done
+
     def timestamps(self) -> Timestamps:
         with self.cupy.cuda.Device(self.index):
             return CudaTimestamps(self.cupy, self.streams)

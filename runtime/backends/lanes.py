@@ -56,6 +56,9 @@ class Backend(Protocol):
     def wait(self, lane: Lane, event: Any) -> None:
         """Holds the lane back until the device's event."""
 
+    def busy(self, lane: Lane) -> bool:
+        """Whether the device has something to finish that was issued to the lane. Called from any thread."""
+
     def timestamps(self) -> Timestamps:
         """Time stamps of the lanes, from now on. The device must be idle."""
 

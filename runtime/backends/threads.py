@@ -67,6 +67,9 @@ class ThreadBackend:
     def wait(self, lane: Lane, event: Any) -> None:
         pass
 
+    def busy(self, lane: Lane) -> bool:
+        return False  # work is done when it is issued
+
     def timestamps(self) -> Timestamps:
         return HostTimestamps()
 

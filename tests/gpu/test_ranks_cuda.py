@@ -64,16 +64,20 @@ rank, folder = int(os.environ["RANK"]), Path(os.environ["RESULTS"])
 model = megacompile.stream(qwen2(), device="cuda", compile=False)
 optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
 for step in range(10**6):
-    model.megacompile.train_step(even(rank, step), optimizer)
+    loss = model.megacompile.train_step(even(rank, step), optimizer)
+    if "READS" in os.environ:
+        loss.item()
     if step == 5:
         (folder / f"{rank}.begun").touch()
 """
 
 
+@pytest.mark.parametrize("reads", [{}, {"READS": "1"}], ids=["", "while it reads the loss"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_stopped_rank_ends_the_other_in_thirty_seconds(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_killed_or_stopped_rank_ends_the_other_in_thirty_seconds(tmp_path: Path, number: signal.Signals,
+                                                                  reads: dict[str, str]) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS)
-    job = start(tmp_path / "endless.py", 2, tmp_path / "job", fork=False)
+    job = start(tmp_path / "endless.py", 2, tmp_path / "job", fork=False, **reads)
     limit = time.monotonic() + 120
     while not all((tmp_path / "job" / f"{rank}.begun").exists() for rank in range(2)):
         assert time.monotonic() < limit and all(p.poll() is None for p in job.processes), job.errors(0) + job.errors(1)
@@ -89,5 +93,6 @@ def test_a_killed_or_stopped_rank_ends_the_other_in_thirty_seconds(tmp_path: Pat
         for process in job.processes:
             process.kill()
             process.wait()
+    print(job.errors(0))  # shown with -s: how the process ended
     assert time.monotonic() - began < 30
     assert "rank 1" in job.errors(0) and "RankError" in job.errors(0)
