@@ -2,7 +2,7 @@
 
     python benchmarks/precision.py --output benchmarks/results/precision.jsonl                  # a small model, on a CPU
     python benchmarks/precision.py --device cuda --size 100m --steps 1000 --text book.txt ...   # 100 M parameters, on a GPU
-    python benchmarks/precision.py ... --seeds 0 --runs float8                                # one run, for one of several GPUs
+    python benchmarks/precision.py ... --seeds 0 --runs float8 --device-memory 16GiB          # one of several runs at a time
 
 All runs of a seed start from the same weights and see the same batches; each byte of the text is a token. Weights are in
 bfloat16 with FP32 masters, and AdamW clips. On a CPU float8 is emulated. The text is this project's documentation unless other
@@ -66,18 +66,22 @@ def cosines(model: Any, batch: dict[str, Tensor], device: str) -> list[float]:
     plain.to(device).train()(**{name: each.to(device) for name, each in batch.items()}).loss.backward()
     theirs = {name: p.grad.cpu() for name, p in plain.named_parameters()}
     model.zero_grad()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the plain model keeps all its activations, and runs of other seeds may share the GPU
     layers = [f"model.layers.{number}." for number in range(model.config.num_hidden_layers)]
     # In float64: sums of millions of squares in float32 give cosines above 1.
     return [float(torch.cosine_similarity(*(torch.cat([g[n].flatten().double().cpu() for n in g if n.startswith(layer)])
                                             for g in (ours, theirs)), dim=0)) for layer in layers]
 
 
-def run(recipe: Float8 | None, size: str, seed: int, steps: int, device: str, learned: Tensor, held_out: Tensor) -> Row:
+def run(recipe: Float8 | None, size: str, seed: int, steps: int, device: str, memory: str | None, learned: Tensor,
+        held_out: Tensor) -> Row:
     """The losses of a run, and what the table has of it."""
     if recipe is not None and device == "cpu":
         recipe = dataclasses.replace(recipe, emulated=True)
     began, (_, rows, length, rate) = time.perf_counter(), SIZES[size]
-    model = megacompile.stream(build(size, seed), device=device, precision=recipe, compile=None if device == "cuda" else False)
+    model = megacompile.stream(build(size, seed), device=device, precision=recipe, device_memory=memory,
+                               compile=None if device == "cuda" else False)
     checked = next(batches(held_out, 0, rows, length))
     before = cosines(model, checked, device)
     optimizer = megacompile.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
@@ -119,6 +123,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="*", choices=tuple(RECIPES), default=list(RECIPES))
     parser.add_argument("--text", type=Path, nargs="*", default=sorted((ROOT / "docs").rglob("*.md")))
     parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="begin no run after so many minutes")
+    parser.add_argument("--device-memory", help='budget of a run, such as "16GiB" (default: the free memory)')
     parser.add_argument("--output", type=Path, help="append rows to this JSON-lines file")
     options = parser.parse_args()
     tokens = read_text(options.text, ByteTokenizer()).long()
@@ -129,7 +134,8 @@ def main() -> None:
     for row in wanted:
         done = measured_before(options.output, row)
         if done is None and time.perf_counter() - began < 60 * options.limit_minutes:
-            measured = run(RECIPES[row["run"]], options.size, row["seed"], options.steps, options.device, learned, held_out)
+            measured = run(RECIPES[row["run"]], options.size, row["seed"], options.steps, options.device,
+                           options.device_memory, learned, held_out)
             done = {**row, **measured, "commit": commit()}
             print(f"{row['run']}, seed {row['seed']}: {done['held_out']:.4f}, {done['seconds']:.0f} s", flush=True)
             if options.output is not None:

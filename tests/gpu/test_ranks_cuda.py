@@ -50,16 +50,17 @@ def test_two_runs_on_two_gpus_have_the_same_bits(folder: Path) -> None:
             assert all(torch.equal(one[part][key], other[part][key]) for key in one[part] | other[part])
 
 
-#: Trains until it is killed, and writes a file after a few steps. It prints the place of each thread every 20 s, also while a
-#: thread holds the interpreter's lock. The test below prints that if rank 0 does not end.
+#: Trains until it is killed, and writes a file after a few steps. SIGUSR1 makes it print the place of each thread, also while
+#: one of them waits in C.
 ENDLESS = """
 import faulthandler
 import os
+import signal
 from pathlib import Path
 import megacompile
 from jobs import LR, even, qwen2
 
-faulthandler.dump_traceback_later(20, repeat=True)
+faulthandler.register(signal.SIGUSR1)
 rank, folder = int(os.environ["RANK"]), Path(os.environ["RESULTS"])
 model = megacompile.stream(qwen2(), device="cuda", compile=False)
 optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
@@ -87,6 +88,8 @@ def test_a_killed_or_stopped_rank_ends_the_other_in_thirty_seconds(tmp_path: Pat
     try:
         job.processes[0].wait(40)
     except subprocess.TimeoutExpired:
+        job.processes[0].send_signal(signal.SIGUSR1)
+        time.sleep(1)
         state = Path(f"/proc/{job.processes[1].pid}/stat").read_text()
         pytest.fail(f"rank 0 has not ended, and rank 1 is {state[:40]}; rank 0 says: {job.errors(0)}")
     finally:
