@@ -3,6 +3,7 @@
     python benchmarks/accuracy.py                 # a few minutes on a CPU
     python benchmarks/accuracy.py --seeds 5 --device cuda
     python benchmarks/accuracy.py --bf16 --optim adamw_8bit --optim-args master=bfloat16
+    python benchmarks/accuracy.py --bf16 --precision float8-emulated:min_features=64
 
 For each seed, trains a small Qwen2 from the same weights on the same batches, once with plain PyTorch (torch.optim.AdamW) and
 once streamed (whole steps, updates on the host, with AdamW or the optimizer that is given). Weights are fp32; with --bf16 those
@@ -111,7 +112,7 @@ def chosen_optimizer(name: str, written: str | None) -> Callable[..., torch.opti
 
 
 def compare(seed: int, steps: int, device: str, make: Callable[..., torch.optim.Optimizer],
-            bf16: bool) -> tuple[float, float, float]:
+            bf16: bool, precision: str | None) -> tuple[float, float, float]:
     """The (untrained, native, streamed) accuracy for a seed."""
     learn, held_out = split(seed)
     rows, plain = Rows.of(map(encode, learn)), small_qwen2(seed)
@@ -119,7 +120,7 @@ def compare(seed: int, steps: int, device: str, make: Callable[..., torch.optim.
     plain.to(device)
     untrained = exact_match(plain, held_out)
     train(plain, torch.optim.AdamW(plain.parameters(), **ADAMW), rows, steps, seed)
-    streamed = megacompile.stream(streamed.bfloat16() if bf16 else streamed, device=device)
+    streamed = megacompile.stream(streamed.bfloat16() if bf16 else streamed, device=device, precision=precision)
     train(streamed, make(streamed.parameters()), rows, steps, seed)
     streamed.megacompile.close()  # a plain model again
     return untrained, exact_match(plain, held_out), exact_match(streamed, held_out)
@@ -138,12 +139,14 @@ def main() -> int:
     parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw", help="the streamed model's optimizer (default: adamw)")
     parser.add_argument("--optim-args", help='more of its options, such as "master=bfloat16"')
     parser.add_argument("--bf16", action="store_true", help="the streamed model has bf16 weights (default: fp32)")
+    parser.add_argument("--precision", help='the streamed model\'s precision, such as "float8-emulated:min_features=64"')
     options = parser.parse_args()
     make = chosen_optimizer(options.optim, options.optim_args)
-    streamed = ", ".join(filter(None, ("streamed", "bf16 weights" if options.bf16 else "", options.optim, options.optim_args)))
+    streamed = ", ".join(filter(None, ("streamed", "bf16 weights" if options.bf16 else "", options.optim, options.optim_args,
+                                      options.precision)))
     begin, found = time.perf_counter(), []
     for seed in range(options.seeds):
-        found.append(compare(seed, options.steps, options.device, make, options.bf16))
+        found.append(compare(seed, options.steps, options.device, make, options.bf16, options.precision))
         print(f"seed {seed}: untrained {found[-1][0]:.1%}, native {found[-1][1]:.1%}, streamed {found[-1][2]:.1%} "
               f"({time.perf_counter() - begin:.0f} s)", flush=True)
     columns = list(zip(*found, strict=True))
