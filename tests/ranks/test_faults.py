@@ -72,6 +72,20 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_others(start_job: Callable[..
     assert found["at"] - sent < 30
 
 
+def test_a_rank_that_waits_in_c_for_one_that_was_stopped_prints_the_error_and_ends(start_job: Callable[..., Job]) -> None:
+    job = start_job(SCRIPT, 2, "waits in C")
+    began(job)
+    job.processes[1].send_signal(signal.SIGSTOP)
+    sent = time.monotonic()
+    assert job.processes[0].wait(40) == RAISED
+    assert time.monotonic() - sent < 30
+    *_, last = job.errors(0).splitlines()
+    cause = f"megacompile.errors.RankError: rank 1 (process {job.processes[1].pid}) was stopped by a signal: "
+    assert last.startswith(cause), last
+    assert "start the job again from the last checkpoint" in last and "ctypes.CDLL(None).sleep(120)" in job.errors(0)
+    assert not (job.folder / "0.json").exists(), "nothing was raised"
+
+
 def test_nothing_of_the_shared_memory_is_left(start_job: Callable[..., Job], tmp_path: Path) -> None:
     """It has no name in /dev/shm, and ends with the processes that map it."""
     before = set(Path("/dev/shm").iterdir())
