@@ -11,22 +11,22 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 
-#: How often the thread looks, and for how long an exchange may wait for a rank that has ended, in seconds. Less than half a
-#: minute passes from that rank's end to the end of this process.
-PERIOD_S, LIMIT_S = 1.0, 10.0
+#: How often the thread looks, in seconds, and at how many looks in a row an exchange may wait for a rank that has ended. Less
+#: than half a minute passes from that rank's end to the end of this process. Looks are counted and not seconds, because a job
+#: that was stopped and goes on must not have waited.
+PERIOD_S, LOOKS = 1.0, 10
 
 
 class DeviceWatch:
     """`trouble()`: what has happened to another rank, or "". `busy()`: whether the device has exchanges to finish. `end`: what
-    to do with the cause. State: since when exchanges have waited."""
+    to do with the cause. State: at how many looks in a row exchanges have waited."""
 
     def __init__(self, trouble: Callable[[], str], busy: Callable[[], bool], end: Callable[[str], None] | None = None) -> None:
         self._trouble, self._busy, self._end = trouble, busy, end or end_process
-        self._since: float | None = None
+        self._waited = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megacompile device watch", daemon=True)
 
@@ -34,23 +34,20 @@ class DeviceWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. It calls nothing afterwards."""
+        """Ends the thread. It calls nothing afterwards. The thread itself may close it, if it collects a forgotten model."""
         self._closed.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
-    def look(self, now: float) -> str:
-        """What has happened to another rank, if exchanges have waited for it for `LIMIT_S` seconds, or ""."""
+    def look(self) -> str:
+        """What has happened to another rank, if exchanges have waited for it at `LOOKS` looks in a row, or ""."""
         cause = self._trouble()
-        if not cause or not self._busy():
-            self._since = None
-            return ""
-        if self._since is None:
-            self._since = now
-        return cause if now - self._since >= LIMIT_S else ""
+        self._waited = self._waited + 1 if cause and self._busy() else 0
+        return cause if self._waited >= LOOKS else ""
 
     def _run(self) -> None:
         while not self._closed.wait(PERIOD_S):
-            if cause := self.look(time.monotonic()):
+            if (cause := self.look()) and not self._closed.is_set():
                 self._end(cause)
                 return
 

@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from megacompile.runtime import device_watch
-from megacompile.runtime.device_watch import LIMIT_S, DeviceWatch
+from megacompile.runtime.device_watch import LOOKS, DeviceWatch
 
 GONE = "rank 1 (process 7) was stopped by a signal"
 
@@ -22,46 +23,71 @@ class Job:
         self.trouble, self.busy = "", False
         self.watch = DeviceWatch(lambda: self.trouble, lambda: self.busy)
 
-    def at(self, seconds: float, trouble: str = GONE, busy: bool = True) -> str:
+    def looks(self, count: int, trouble: str = GONE, busy: bool = True) -> list[str]:
         self.trouble, self.busy = trouble, busy
-        return self.watch.look(seconds)
+        return [self.watch.look() for _ in range(count)]
 
 
 def test_an_exchange_may_wait_for_a_rank_that_has_ended_until_the_limit() -> None:
+    assert Job().looks(LOOKS) == [*[""] * (LOOKS - 1), GONE]
+
+
+@pytest.mark.parametrize(("trouble", "busy"), [(GONE, False), ("", True)])
+def test_a_device_without_exchanges_or_a_job_without_trouble_begins_the_count_again(trouble: str, busy: bool) -> None:
     job = Job()
-    assert not job.at(100.0) and not job.at(100.0 + LIMIT_S - 0.1)
-    assert job.at(100.0 + LIMIT_S) == GONE
+    assert not any(job.looks(LOOKS - 1) + job.looks(1, trouble, busy) + job.looks(LOOKS - 1))
+    assert job.looks(1) == [GONE]
 
 
-@pytest.mark.parametrize("calm", [{"busy": False}, {"trouble": ""}])
-def test_a_device_without_exchanges_or_a_job_without_trouble_starts_the_time_again(calm: dict[str, object]) -> None:
-    job = Job()
-    assert not job.at(0.0) and not job.at(LIMIT_S - 1, **calm) and not job.at(LIMIT_S)  # type: ignore[arg-type]
-    assert not job.at(2 * LIMIT_S - 0.1)
-    assert job.at(2 * LIMIT_S) == GONE
-
-
-def test_a_closed_watch_has_no_thread_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch acts at its first look."""
     monkeypatch.setattr(device_watch, "PERIOD_S", 0.01)
-    monkeypatch.setattr(device_watch, "LIMIT_S", 0.0)
-    ended: list[str] = []
-    closed = DeviceWatch(lambda: GONE, lambda: not closed._thread.is_alive(), ended.append)
-    closed.start()
-    closed.close()
-    assert not ended and not closed._thread.is_alive()
+    monkeypatch.setattr(device_watch, "LOOKS", 1)
 
-    said = threading.Event()
-    open_one = DeviceWatch(lambda: GONE, lambda: True, lambda cause: said.set())
-    open_one.start()
-    assert said.wait(10), "the same watch acts while it is open"
-    open_one.close()
+
+@pytest.mark.usefixtures("at_once")
+def test_a_closed_watch_has_no_thread_and_ends_nothing() -> None:
+    looked, go_on, ended = threading.Event(), threading.Event(), []
+
+    def trouble() -> str:
+        looked.set()
+        assert go_on.wait(10)
+        return GONE
+
+    watch = DeviceWatch(trouble, lambda: True, ended.append)
+    watch.start()
+    assert looked.wait(10)
+    closing = threading.Thread(target=watch.close)
+    closing.start()
+    while not watch._closed.is_set():
+        time.sleep(0.001)
+    go_on.set()
+    closing.join(10)
+    assert not closing.is_alive() and not watch._thread.is_alive() and not ended
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_watch_can_be_closed_in_its_own_thread() -> None:
+    closed, ended = threading.Event(), []
+
+    def collect() -> str:
+        watch.close()
+        closed.set()
+        return GONE
+
+    watch = DeviceWatch(collect, lambda: True, ended.append)
+    watch.start()
+    assert closed.wait(10)
+    watch._thread.join(10)
+    assert not watch._thread.is_alive() and not ended
 
 
 #: A main thread that waits in C, as in CUDA, for a rank that has ended.
 BLOCKED = f"""
 import ctypes
 from megacompile.runtime import device_watch
-device_watch.PERIOD_S, device_watch.LIMIT_S = 0.05, 0.2
+device_watch.PERIOD_S, device_watch.LOOKS = 0.05, 3
 device_watch.DeviceWatch(lambda: {GONE!r}, lambda: True).start()
 try:
     def read_the_loss():
