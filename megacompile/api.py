@@ -117,12 +117,13 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
         ranks.agree("stream")  # every tile of the first host is filled
         copy_from_first_host(store, ranks, WEIGHTS)
         ranks.agree("stream")
-        ranks.watch_device(lambda: backend.busy(Lane.COLLECTIVE))
     streamed = Streamed(model, captured, tiling, store, backend, config, ranks, agreed)
     claim(streamed)
     handle = Handle(streamed)
     model.__dict__["megacompile"] = handle
     model.__class__ = streamed_class(type(model))
+    if ranks is not None:
+        ranks.watch_device(lambda: backend.busy(Lane.COLLECTIVE))
     return model
 
 

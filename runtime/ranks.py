@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -57,7 +58,7 @@ _UNLIMITED = timedelta(seconds=10**6)
 class Ranks:
     """`rank`: this process, of `size`. `hosts`: where all of them are. `exchanges`: what lanes exchange. State: the process
     groups, the `board` once all ranks of the host have it, how many updates were submitted, how many of them this rank's lanes
-    have finished, and whether a `RankError` has told this process that it cannot go on.
+    have finished, which thread calls the model, and whether an error has told it that the ranks cannot go on.
 
     Raises `UnsupportedError` for hosts that cannot train together. `mesh`: as in `arranged`."""
 
@@ -69,7 +70,7 @@ class Ranks:
         self._letters: Letters | None = None
         self._watch: HostWatch | None = None
         self._device_watch: DeviceWatch | None = None
-        self._told = False
+        self._caller, self._told = threading.get_ident(), False
         self.submitted = self.finished = 0
         self._callers = dist.new_group(backend="gloo", timeout=limit)
         self._groups: tuple[dist.ProcessGroup, ...] = (self._callers,)
@@ -138,9 +139,11 @@ class Ranks:
     def agree(self, doing: str, value: Any = None) -> list[Any]:
         """Waits until all ranks call this, and returns their values in the order of the ranks: tensors, numbers, text, and
         tuples, lists and dicts of them. Raises `RankError` if another rank does something else, has failed or has ended."""
+        self._caller = threading.get_ident()
         if self.board is not None:
             self.board.reached()
         found = self._exchange_among_callers((doing, value))
+        self._told = False
         for rank, (other, _) in enumerate(found):
             if other != doing:
                 raise RankError(f"rank {rank} calls {other} while rank {self.rank} calls {doing}: make the same calls in the "
@@ -182,6 +185,7 @@ class Ranks:
                     self.check(failures=not patient)
                 except RankError:  # the other rank may have failed after it did its part
                     if _soon(done):
+                        self._told = False
                         return
                     raise
             if self.timeout_s is not None and not patient and now - begun > self.timeout_s:
@@ -276,7 +280,7 @@ class Ranks:
     def check(self, failures: bool = True) -> None:
         """Raises `RankError` if another rank has ended or was stopped, and with `failures` if it has failed."""
         if cause := self._trouble(failures):
-            self._told = True
+            self._told |= threading.get_ident() == self._caller
             self._tell_other_hosts()
             if self.device.type == "cuda":
                 limit_exit()
@@ -289,13 +293,14 @@ class Ranks:
         return cause and f"{cause}: the other ranks cannot go on; start the job again from the last checkpoint"
 
     def watch_device(self, busy: Callable[[], bool]) -> None:
-        """From now on, this process ends if it waits inside CUDA for a rank that has ended. `busy`: whether the device has
-        exchanges to finish. A process that was told by a `RankError` ends as its script wants to."""
-        self._device_watch = DeviceWatch(lambda: "" if self._told else self._trouble(), busy)
+        """From now on, this process ends if its caller waits inside CUDA for a rank that has ended. `busy`: whether the device
+        has exchanges to finish; it is called in a thread of its own."""
+        self._device_watch = DeviceWatch(lambda: self._trouble(failures=False), busy, lambda: self._caller, lambda: self._told)
         self._device_watch.start()
 
     def failed(self, error: BaseException) -> None:
-        """Tells the other ranks that this one has failed, unless it is because another rank has."""
+        """Tells the other ranks that this one has failed, unless it is because another rank has. The caller gets the error."""
+        self._told = True
         if self.board is not None and not isinstance(error, RankError):
             self.board.fail(error)
             self._tell_other_hosts()

@@ -63,7 +63,9 @@ class StatusBoard:
         descriptor = self._descriptors.get(rank)
         if descriptor is None:
             return self._numbers[rank][_GONE]
-        if select.select([descriptor], [], [], 0)[0]:
+        ended = select.poll()  # `select.select` takes no descriptor above 1023
+        ended.register(descriptor, select.POLLIN)
+        if any(event & select.POLLIN for _, event in ended.poll(0)):
             return ENDED
         return STOPPED if self._stopped(self.processes[rank]) else 0
 

@@ -142,8 +142,9 @@ class CudaBackend:
             event.synchronize()
 
     def busy(self, lane: Lane) -> bool:
-        with self.cupy.cuda.Device(self.index):  # a thread's first call would otherwise take memory on device 0
-            return lane in _QUEUES and not self.streams[lane].done
+        # For good: a new thread's device is the first one, and going back to it would take memory there.
+        self.cupy.cuda.runtime.setDevice(self.index)
+        return lane in _QUEUES and not self.streams[lane].done
 
     def timestamps(self) -> Timestamps:
         with self.cupy.cuda.Device(self.index):

@@ -57,7 +57,8 @@ class Backend(Protocol):
         """Holds the lane back until the device's event."""
 
     def busy(self, lane: Lane) -> bool:
-        """Whether the device has something to finish that was issued to the lane. Called from any thread."""
+        """Whether the device has something to finish that was issued to the lane, or has failed. Called in a thread that does
+        nothing else on devices."""
 
     def timestamps(self) -> Timestamps:
         """Time stamps of the lanes, from now on. The device must be idle."""

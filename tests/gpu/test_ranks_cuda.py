@@ -57,6 +57,7 @@ import faulthandler
 import os
 import signal
 from pathlib import Path
+import torch
 import megacompile
 from jobs import LR, even, qwen2
 
@@ -66,36 +67,42 @@ model = megacompile.stream(qwen2(), device="cuda", compile=False)
 optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
 for step in range(10**6):
     loss = model.megacompile.train_step(even(rank, step), optimizer)
-    if "READS" in os.environ:
-        loss.item()
+    match os.environ.get("READS"):
+        case "loss":
+            loss.item()
+        case "device":
+            torch.cuda.synchronize()
     if step == 5:
         (folder / f"{rank}.begun").touch()
 """
 
 
-@pytest.mark.parametrize("reads", [{}, {"READS": "1"}], ids=["", "while it reads the loss"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_stopped_rank_ends_the_other_in_thirty_seconds(tmp_path: Path, number: signal.Signals,
-                                                                  reads: dict[str, str]) -> None:
+@pytest.mark.parametrize(("number", "reads", "gone"), [
+    (signal.SIGSTOP, "", 1), (signal.SIGSTOP, "loss", 1), (signal.SIGSTOP, "device", 0), (signal.SIGKILL, "", 1),
+    (signal.SIGKILL, "loss", 0)])
+def test_a_killed_or_stopped_rank_ends_the_other_in_thirty_seconds(tmp_path: Path, number: signal.Signals, reads: str,
+                                                                  gone: int) -> None:
+    """`reads`: what the script waits for after each step. `gone`: the rank that is killed or stopped."""
     (tmp_path / "endless.py").write_text(ENDLESS)
-    job = start(tmp_path / "endless.py", 2, tmp_path / "job", fork=False, **reads)
+    job = start(tmp_path / "endless.py", 2, tmp_path / "job", fork=False, READS=reads)
     limit = time.monotonic() + 120
     while not all((tmp_path / "job" / f"{rank}.begun").exists() for rank in range(2)):
         assert time.monotonic() < limit and all(p.poll() is None for p in job.processes), job.errors(0) + job.errors(1)
         time.sleep(0.1)
-    job.processes[1].send_signal(number)
+    other = 1 - gone
+    job.processes[gone].send_signal(number)
     began = time.monotonic()
     try:
-        job.processes[0].wait(40)
+        job.processes[other].wait(40)
     except subprocess.TimeoutExpired:
-        job.processes[0].send_signal(signal.SIGUSR1)
+        job.processes[other].send_signal(signal.SIGUSR1)
         time.sleep(1)
-        state = Path(f"/proc/{job.processes[1].pid}/stat").read_text()
-        pytest.fail(f"rank 0 has not ended, and rank 1 is {state[:40]}; rank 0 says: {job.errors(0)}")
+        state = Path(f"/proc/{job.processes[gone].pid}/stat").read_text()
+        pytest.fail(f"rank {other} has not ended, and rank {gone} is {state[:40]}; rank {other} says: {job.errors(other)}")
     finally:
         for process in job.processes:
             process.kill()
             process.wait()
-    print(job.errors(0))  # shown with -s: how the process ended
+    print(job.errors(other))  # shown with -s: how the process ended
     assert time.monotonic() - began < 30
-    assert "rank 1" in job.errors(0) and "RankError" in job.errors(0)
+    assert f"rank {gone}" in job.errors(other) and "RankError" in job.errors(other)

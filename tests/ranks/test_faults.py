@@ -75,6 +75,9 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_others(start_job: Callable[..
 def test_a_rank_that_waits_in_c_for_one_that_was_stopped_prints_the_error_and_ends(start_job: Callable[..., Job]) -> None:
     job = start_job(SCRIPT, 2, "waits in C")
     began(job)
+    while not (job.folder / "waits").exists():
+        assert all(process.poll() is None for process in job.processes), job.errors(0) + job.errors(1)
+        time.sleep(0.05)
     job.processes[1].send_signal(signal.SIGSTOP)
     sent = time.monotonic()
     assert job.processes[0].wait(40) == RAISED

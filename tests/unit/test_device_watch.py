@@ -6,56 +6,109 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacompile.runtime import device_watch
-from megacompile.runtime.device_watch import LOOKS, DeviceWatch
+from megacompile.runtime.device_watch import LOOKS, LOOKS_IF_TOLD, DeviceWatch
 
 GONE = "rank 1 (process 7) was stopped by a signal"
 
 
 class Job:
-    """What a watch asks for, under the test's control."""
+    """What a watch asks for, under the test's control. The caller is a thread that waits for `move` to be set, and then waits
+    elsewhere."""
 
     def __init__(self) -> None:
-        self.trouble, self.busy = "", False
-        self.watch = DeviceWatch(lambda: self.trouble, lambda: self.busy)
+        self.trouble, self.busy, self.told = GONE, True, False
+        self.move, self.moved, self.over = threading.Event(), threading.Event(), threading.Event()
+        self.caller = threading.Thread(target=self._call, daemon=True)
+        self.caller.start()
+        self.watch = DeviceWatch(lambda: self.trouble, lambda: self.busy, lambda: self.caller.ident or 0, lambda: self.told)
+        while not self.stands_in_c():
+            time.sleep(0.001)
+        self.watch.look()  # sees where the caller stands
 
-    def looks(self, count: int, trouble: str = GONE, busy: bool = True) -> list[str]:
-        self.trouble, self.busy = trouble, busy
+    def stands_in_c(self) -> bool:
+        """Whether the caller's thread has the same place for a while."""
+        first = self.watch._stands()
+        time.sleep(0.02)
+        return len(first) > 3 and first == self.watch._stands()
+
+    def _call(self) -> None:
+        self.move.wait()
+        self.moved.set()
+        self.over.wait()
+
+    def looks(self, count: int) -> list[str]:
         return [self.watch.look() for _ in range(count)]
 
 
-def test_an_exchange_may_wait_for_a_rank_that_has_ended_until_the_limit() -> None:
-    assert Job().looks(LOOKS) == [*[""] * (LOOKS - 1), GONE]
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    made.move.set()
+    made.over.set()
+    made.caller.join(10)
 
 
-@pytest.mark.parametrize(("trouble", "busy"), [(GONE, False), ("", True)])
-def test_a_device_without_exchanges_or_a_job_without_trouble_begins_the_count_again(trouble: str, busy: bool) -> None:
-    job = Job()
-    assert not any(job.looks(LOOKS - 1) + job.looks(1, trouble, busy) + job.looks(LOOKS - 1))
-    assert job.looks(1) == [GONE]
+def test_a_caller_may_wait_for_a_rank_that_has_ended_until_the_limit(job: Job) -> None:
+    assert job.looks(LOOKS) == [*[""] * (LOOKS - 1), GONE]
+
+
+def test_a_job_without_trouble_begins_the_count_again(job: Job) -> None:
+    job.looks(LOOKS - 1)
+    job.trouble = ""
+    job.looks(1)
+    job.trouble = GONE
+    assert job.looks(LOOKS) == [*[""] * (LOOKS - 1), GONE]
+
+
+def test_a_caller_that_moves_begins_the_count_again(job: Job) -> None:
+    job.looks(LOOKS - 1)
+    job.move.set()
+    assert job.moved.wait(10)
+    while not job.stands_in_c():
+        time.sleep(0.001)
+    assert job.looks(LOOKS + 1) == [*[""] * LOOKS, GONE]
+
+
+def test_a_device_without_exchanges_ends_nothing(job: Job) -> None:
+    job.busy = False
+    assert not any(job.looks(LOOKS_IF_TOLD))
+
+
+def test_a_caller_that_was_told_by_an_error_has_minutes(job: Job) -> None:
+    job.told = True
+    assert job.looks(LOOKS_IF_TOLD) == [*[""] * (LOOKS_IF_TOLD - 1), GONE]
+
+
+def watch_of_this_thread(trouble: Callable[[], str], ended: list[str]) -> DeviceWatch:
+    here = threading.get_ident()
+    return DeviceWatch(trouble, lambda: True, lambda: here, lambda: False, lambda cause, caller: ended.append(cause))
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watch acts at its first look."""
     monkeypatch.setattr(device_watch, "PERIOD_S", 0.01)
-    monkeypatch.setattr(device_watch, "LOOKS", 1)
+    monkeypatch.setattr(device_watch, "LOOKS", 0)
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_closed_watch_has_no_thread_and_ends_nothing() -> None:
-    looked, go_on, ended = threading.Event(), threading.Event(), []
+    looked, go_on, ended = threading.Event(), threading.Event(), list[str]()
 
     def trouble() -> str:
         looked.set()
         assert go_on.wait(10)
         return GONE
 
-    watch = DeviceWatch(trouble, lambda: True, ended.append)
+    watch = watch_of_this_thread(trouble, ended)
     watch.start()
     assert looked.wait(10)
     closing = threading.Thread(target=watch.close)
@@ -69,26 +122,28 @@ def test_a_closed_watch_has_no_thread_and_ends_nothing() -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_a_watch_can_be_closed_in_its_own_thread() -> None:
-    closed, ended = threading.Event(), []
+    closed, ended = threading.Event(), list[str]()
 
     def collect() -> str:
         watch.close()
         closed.set()
         return GONE
 
-    watch = DeviceWatch(collect, lambda: True, ended.append)
+    watch = watch_of_this_thread(collect, ended)
     watch.start()
     assert closed.wait(10)
     watch._thread.join(10)
     assert not watch._thread.is_alive() and not ended
 
 
-#: A main thread that waits in C, as in CUDA, for a rank that has ended.
-BLOCKED = f"""
-import ctypes
+#: A main thread that waits in C, as in CUDA, for a rank that has ended. `{busy}`: whether the device has exchanges.
+BLOCKED = """
+import ctypes, sys, threading, time
 from megacompile.runtime import device_watch
-device_watch.PERIOD_S, device_watch.LOOKS = 0.05, 3
-device_watch.DeviceWatch(lambda: {GONE!r}, lambda: True).start()
+device_watch.PERIOD_S, device_watch.LOOKS, device_watch._ANSWER_S = 0.05, 3, 0.5
+here = threading.get_ident()
+device_watch.DeviceWatch(lambda: "{cause}", lambda: {busy}, lambda: here, lambda: False).start()
+print("buffered", end="")
 try:
     def read_the_loss():
         ctypes.CDLL(None).sleep(60)
@@ -98,9 +153,27 @@ finally:
 """
 
 
+def run(script: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], timeout=50, check=False, text=True, stdout=subprocess.PIPE,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}, **how)
+
+
 def test_a_process_that_waits_in_c_ends_with_the_cause_and_its_place() -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCKED], timeout=50, check=False, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])})
-    assert done.returncode == 1 and done.stdout == ""
+    done = run(BLOCKED.format(cause=GONE, busy=True), stderr=subprocess.PIPE)
+    assert done.returncode == 1 and done.stdout == "buffered"
     assert "in read_the_loss" in done.stderr
     assert done.stderr.splitlines()[-1] == f"megacompile.errors.RankError: {GONE}"
+
+
+def test_a_device_that_does_not_answer_ends_the_process_with_the_places_of_all_threads() -> None:
+    done = run(BLOCKED.format(cause=GONE, busy="ctypes.PyDLL(None).sleep(60)"), stderr=subprocess.PIPE)  # holds the lock
+    assert done.returncode == 1 and "in read_the_loss" in done.stderr and "in _is_busy" in done.stderr
+
+
+def test_a_process_ends_though_nobody_reads_its_errors() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert run(BLOCKED.format(cause=GONE, busy=True), stderr=writer).returncode == 1
+    finally:
+        os.close(writer)
