@@ -128,7 +128,9 @@ def main() -> None:
     options = parser.parse_args()
     tokens = read_text(options.text, ByteTokenizer()).long()
     learned, held_out = tokens.split([len(tokens) * 9 // 10, len(tokens) - len(tokens) * 9 // 10])
-    what = {"size": options.size, "steps": options.steps, "bytes": len(tokens), **machine(options.device)}
+    what: Row = {"size": options.size, "steps": options.steps, "bytes": len(tokens), **machine(options.device)}
+    if options.device_memory is not None:
+        what["device_memory"] = options.device_memory
     wanted = [{"run": name, "seed": seed, **what} for seed in options.seeds for name in options.runs]
     began, found = time.perf_counter(), []
     for row in wanted:

@@ -166,7 +166,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention, config.recipe), loss=config.loss,
                        expert_pieces=pieces, dtype=config.dtype, watch=watch)
-    check_products(captured.templates.values(), type(model).__name__, config.recipe)
+    check_products(captured.templates.values(), model, config.recipe)
     tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks, hosts)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling

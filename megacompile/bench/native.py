@@ -114,7 +114,7 @@ def _convert_to_float8(layers: torch.nn.Module, recipe: str) -> None:
 
     every = Float8(min_features=ALIGNMENT)
     convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name(recipe),
-                               module_filter_fn=lambda module, name: every.fits(*module.weight.shape))
+                               module_filter_fn=lambda module, name: not every.misfit(*module.weight.shape))
 
 
 def main() -> None:

@@ -24,6 +24,8 @@ from megacompile.limits import check_whole
 FORMATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 #: Kernels multiply matrices whose sides are multiples of this.
 ALIGNMENT = 16
+#: Modules that route tokens to experts. Their products always stay in the layers' dtype.
+ROUTERS = ("gate", "router")
 #: Formats with scales of blocks, for plans only.
 BLOCK_FORMATS = ("mxfp8", "nvfp4")
 #: The values that each field of a recipe may have.
@@ -42,20 +44,20 @@ class Float8:
         weight_gradients: "float8" or "bfloat16". Either is added to FP32 sums.
         fast_accumulation: the products that a GPU may sum with fewer bits than FP32 has: "none", those of the "forward",
             or "all".
-        keep: products that stay in the layers' dtype: module names, or dot-separated parts of them ("down_proj",
-            "model.layers.0", "layers.31.mlp"). By default those that route tokens to experts.
+        keep: products that stay in the layers' dtype, besides those that route tokens to experts: module names, or
+            dot-separated parts of them ("down_proj", "model.layers.0", "layers.31.mlp").
         min_features: products of a weight with fewer inputs or outputs than this stay in the layers' dtype. They take less time
             than their casts, as adapters do.
         emulated: multiply the same rounded values in FP32, on any device. For tests: it is slower than no float8.
         products: whose rate a plan takes for products: those in "float8", or in Blackwell's "mxfp8" or "nvfp4". The latter two
-            are for plans; `stream` refuses them. Their casts are counted like those of `scaling="row"`.
+            are for plans; `stream` refuses them.
     """
 
     scaling: str = "tensor"
     gradients: str = "e5m2"
     weight_gradients: str = "float8"
     fast_accumulation: str = "forward"
-    keep: tuple[str, ...] = ("gate", "router")
+    keep: tuple[str, ...] = ()
     min_features: int = 256
     emulated: bool = False
     products: str = "float8"
@@ -75,18 +77,26 @@ class Float8:
             raise MegacompileError(f"Float8 products={self.products!r} cannot be emulated: leave emulated out, to plan with it")
 
     def keeps(self, parameter: str) -> bool:
-        """Whether `keep` names the module of a parameter ("model.layers.3.mlp.down_proj.weight"), or one around it."""
-        return any(f".{name}." in f".{parameter}." for name in self.keep)
+        """Whether a parameter ("model.layers.3.mlp.down_proj.weight") is of a router, or `keep` names its module or one around
+        it."""
+        return any(is_part_of(each, parameter) for each in (*self.keep, *ROUTERS))
 
-    def fits(self, rows: int, columns: int) -> bool:
-        """Whether a product with a weight [rows, columns] can be computed in float8 and is worth it."""
-        return min(rows, columns) >= self.min_features and rows % ALIGNMENT == 0 and columns % ALIGNMENT == 0
+    def misfit(self, rows: int, columns: int) -> str:
+        """Why a product with a weight [rows, columns] cannot be computed in float8, or is not worth it; or ""."""
+        if min(rows, columns) < self.min_features:
+            return f"has fewer than {self.min_features} inputs or outputs"
+        return f"has inputs or outputs that {ALIGNMENT} does not divide" if rows % ALIGNMENT or columns % ALIGNMENT else ""
 
     def kernel(self, forward: bool) -> str:
         """The kernel of a product (`scaled_products.py`). `forward`: of the forward, not of the backward."""
         if self.emulated:
             return "emulated"
         return "float8_fast" if self.fast_accumulation == "all" or forward and self.fast_accumulation == "forward" else "float8"
+
+
+def is_part_of(part: str, module: str) -> bool:
+    """Whether `part` is the name of a module ("model.layers.3.mlp"), or a dot-separated part of it ("layers.3")."""
+    return f".{part}." in f".{module}."
 
 
 #: Recipes by the name that users give.
@@ -103,8 +113,9 @@ def precision_of(given: Any) -> Float8 | None:
     name, _, changes = given.partition(":") if isinstance(given, str) else ("", "", "")
     if name not in PRECISIONS:
         trained = [repr(name) for name, recipe in PRECISIONS.items() if recipe.products not in BLOCK_FORMATS]
+        planned = " or ".join(map(repr, BLOCK_FORMATS))
         raise MegacompileError(f"precision must be {' or '.join(trained)}, a megacompile.Float8 or None, or for plans "
-                               f"{' or '.join(map(repr, BLOCK_FORMATS))}, not {shortened(repr(given))}")
+                               f"{planned}, not {shortened(repr(given))}: leave it out for bfloat16")
     return replace(PRECISIONS[name], **dict(map(_field, filter(None, changes.split(",")))))
 
 

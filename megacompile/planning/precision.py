@@ -4,11 +4,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import nn
 
-from megacompile.errors import UnsupportedError
+from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import Call, Template
-from megacompile.ir.precision import BLOCK_FORMATS, Float8
+from megacompile.ir.precision import BLOCK_FORMATS, Float8, is_part_of
 from megacompile.predict.hardware import Hardware
 
 #: The first compute capability with products in float8: Ada's. Hopper has 9.0.
@@ -44,19 +45,25 @@ def _check_blocks(products: str, hardware: Hardware | None) -> None:
         raise UnsupportedError(f"precision={products!r} is for plans, since megacompile has no kernels for it: train with "
                                f"precision='float8', or plan with megacompile plan --precision {products} --hardware b200")
     if products not in hardware.gemm_flops:
+        other = "use precision='float8'" if "float8" in hardware.gemm_flops else "leave precision out"
         raise UnsupportedError(f"{hardware.name} has no rate for products in {products}, which take compute capability 10.0 "
-                               "(Blackwell): use precision='float8', or plan for b200")
+                               f"(Blackwell): {other}, or plan for another GPU with --hardware b200")
 
 
-def check_products(templates: Iterable[Template], model: str, recipe: Float8 | None) -> None:
-    """Raises `UnsupportedError` if there is a recipe and no product of a model's layers would be in float8. `model`: its class.
-    """
+def check_products(templates: Iterable[Template], model: nn.Module, recipe: Float8 | None) -> None:
+    """Raises `UnsupportedError` if there is a recipe and no product of the model's layers would be in float8, and
+    `MegacompileError` if the recipe keeps a module that the model does not have."""
     if recipe is None:
         return
+    kind = type(model).__name__
+    for part in recipe.keep:
+        if not any(is_part_of(part, module) for module, _ in model.named_modules()):
+            raise MegacompileError(f"Float8 keep={part!r} is in no name of {kind}'s modules: give names, or dot-separated "
+                                   "parts of them, such as 'down_proj' or 'model.layers.0'")
     products = [product for template in templates for product in template.products]
     if all(reason for _, reason in products):
-        why = next((f" ({names[0]} {reason})" for names, reason in products if names), "")
-        raise UnsupportedError(f"no product of {model}'s layers would be computed in float8{why}: leave precision out, stream "
+        why = next((f" ({of[0].rpartition('.')[0]} {reason})" for of, reason in products if of), "")
+        raise UnsupportedError(f"no product of {kind}'s layers would be computed in float8{why}: leave precision out, stream "
                                "with dtype=torch.bfloat16 if the model has another dtype, or give a megacompile.Float8 with "
                                "another min_features or keep")
 
@@ -71,11 +78,11 @@ def described_products(captured: CapturedModel) -> Iterator[str]:
         calls = [call for call in captured.calls if call.template == name]
         if not calls or calls[0] in (captured.calls[0], captured.calls[-1]):
             continue
-        rounded = [_names(names, calls[0]) for names, reason in template.products if not reason]
+        rounded = [_modules(of, calls[0]) for of, reason in template.products if not reason]
         yield f"  {len(calls)} calls of {name}: {', '.join(rounded) or 'no product'}"
         reasons = dict.fromkeys(reason for _, reason in template.products if reason)
         for reason in reasons:
-            stay = [*dict.fromkeys(_names(names, calls[0]) for names, why in template.products if why == reason)]
+            stay = [*dict.fromkeys(_modules(of, calls[0]) for of, why in template.products if why == reason)]
             more = f" and {len(stay) - _LISTED} more" if len(stay) > _LISTED else ""
             yield f"    stays, since it {reason}: {', '.join(stay[:_LISTED])}{more}"
         if template.forward_graph().find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
@@ -92,7 +99,7 @@ def _described(recipe: Float8) -> str:
             f"{recipe.weight_gradients}, summed in FP32):")
 
 
-def _names(parameters: tuple[str, ...], call: Call) -> str:
+def _modules(parameters: tuple[str, ...], call: Call) -> str:
     """The modules of the parameters that a product's weight is made from, in the layer."""
     modules = dict.fromkeys(name.removeprefix(f"{call.name}.").rpartition(".")[0] for name in parameters)
     return " and ".join(modules) or "a product of activations"

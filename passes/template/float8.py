@@ -4,8 +4,8 @@ Before: `linear(x, weight, bias)` in a layer. After: `megacompile.scaled_linear(
 target's recipe (`megacompile.ir.precision.Float8`). Differentiated, that is casts, which a compiler fuses with what makes
 their operands, and three `megacompile.scaled_mm`. The weight may be computed, as frozen weights in four bits are.
 
-These stay as they are: prologue and epilogue, with the embedding and the head; products that the recipe keeps, by default those
-of routers; products with a small weight, such as adapters', or one whose sides are not multiples of 16; grouped products of
+These stay as they are: prologue and epilogue, with the embedding and the head; products that the recipe keeps, and those of
+routers; products with a small weight, such as adapters', or one whose sides are not multiples of 16; grouped products of
 experts, and other products than `linear`. Without a recipe, no graph is changed. The graph's `meta["products"]` says what
 became of each `linear`: (parameters that its weight is made from, why it stays as it is or "").
 """
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from megacompile.ir.example_values import example_of
-from megacompile.ir.precision import ALIGNMENT, Float8
+from megacompile.ir.precision import Float8
 from megacompile.passes.template import Target, copy_graph
 from megacompile.torch_compat.core import builtin_linear
 
@@ -64,8 +64,8 @@ def _kept(recipe: Float8, x: fx.Node, weight: fx.Node, names: tuple[str, ...]) -
         return "is not a product with a matrix of weights"
     if any(map(recipe.keeps, names)):
         return "is kept by the recipe"
-    if not recipe.fits(*shape):
-        return f"has fewer than {recipe.min_features} inputs or outputs, or a number of them that {ALIGNMENT} does not divide"
+    if misfit := recipe.misfit(*shape):
+        return misfit
     if len(dtypes) > 1 or not dtypes <= ({torch.bfloat16, torch.float32} if recipe.emulated else {torch.bfloat16}):
         return f"is computed in {' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
     return ""
