@@ -234,6 +234,11 @@ def test_products_with_small_weights_stay() -> None:
     assert "stays, since it has fewer than 32 inputs or outputs: self_attn.k_proj, self_attn.v_proj" in text
 
 
+def test_products_whose_sides_16_does_not_divide_stay() -> None:
+    text = explained(build(intermediate_size=56))
+    assert "stays, since it has inputs or outputs that 16 does not divide: mlp.gate_proj, mlp.up_proj, mlp.down_proj" in text
+
+
 @pytest.mark.parametrize("stored", [None, "nf4"])
 def test_frozen_weights_below_adapters_are_multiplied_in_float8(stored: str | None) -> None:
     adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
@@ -391,10 +396,12 @@ def test_formats_with_scales_of_blocks_are_planned_with_their_own_rate_and_not_t
         stream(build(True), precision=name)
     with torch.device("meta"):
         model = tiny_models.build(True, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8)
-    with pytest.raises(UnsupportedError, match=rf"NVIDIA H200 has no rate for products in {name}, .* \(Blackwell\): use "
-                                               r"precision='float8', or plan for another GPU with --hardware b200"):
+    with pytest.raises(UnsupportedError, match=rf"NVIDIA H200 has no rate for products in {name}, which take compute "
+                                               r"capability 10.0 \(Blackwell\): use precision='float8', or plan for another "
+                                               r"GPU with --hardware b200"):
         megacompile.schedule(model, batch=2, length=8, hardware="h200", precision=name)
-    with pytest.raises(UnsupportedError, match=rf"NVIDIA A100 has no rate for products in {name}, .*: leave precision out, or"):
+    with pytest.raises(UnsupportedError, match=rf"NVIDIA A100 has no rate for products in {name}, which take compute "
+                                               r"capability 10.0 \(Blackwell\): leave precision out, or plan for another GPU"):
         megacompile.schedule(model, batch=2, length=8, hardware="a100", precision=name)
     with pytest.raises(MegacompileError, match=r"Float8 products='.*' cannot be emulated: leave emulated out, to plan with it"):
         Float8(products=name, emulated=True)
