@@ -26,13 +26,16 @@ from megacompile.program import CallSpec, Program, Tile
 
 PAGE = Path(__file__).with_name("passes.md")
 LINES, WIDTH = 10, 112
+#: Passes that do nothing under the plan of the other examples, each with a plan for its own.
+PLANS = {"host_residuals": Plan(2, 8, (1, 1), saved_layers=2, host_residuals=1), "shard": Plan(2, 8, (1, 1), ranks=2)}
 #: Pass -> the section shown before it, the section shown after it, and a part of the first line shown ("": the first change).
 SHOWN = {
     "micro_batch": ("forward", "forward", ""), "partition": ("forward", "forward", ""),
-    "differentiate": ("forward", "backward", ""), "prefetch": ("forward", "forward", ""),
-    "offload": ("backward", "backward", "p.scale(a3)"), "optimizer": ("update", "update", "c = "),
-    "shard": ("backward", "backward", "d2 = "), "place": ("forward", "forward", "w1 = "),
-    "synchronize": ("forward", "forward", "w1 = "), "chunk_tokens": ("", "", "tokens_0")}
+    "differentiate": ("forward", "backward", ""), "host_residuals": ("backward", "backward", "g2_0 = "),
+    "prefetch": ("forward", "forward", ""), "offload": ("backward", "backward", "p.scale(a3)"),
+    "optimizer": ("update", "update", "c = "), "shard": ("backward", "backward", "d2 = "),
+    "place": ("forward", "forward", "w1 = "), "synchronize": ("forward", "forward", "w1 = "),
+    "chunk_tokens": ("", "", "tokens_0")}
 
 HEAD = """# Passes
 
@@ -108,11 +111,11 @@ def _model() -> Program:
 
 
 def _schedule_passes() -> list[str]:
-    stages = compile_program(_model(), Plan(2, 8, (1, 1)), PIPELINE).stages
     parts = []
-    for number, (each, program) in enumerate(zip(PIPELINE, stages.values(), strict=False), 1):
-        old, new, begin = SHOWN[each.name]
-        made = stages[each.name] if each.name != "shard" else each.run(program, Plan(2, 8, (1, 1), ranks=2))
+    for number, each in enumerate(PIPELINE, 1):
+        stages = compile_program(_model(), PLANS.get(each.name, Plan(2, 8, (1, 1))), PIPELINE).stages
+        before_it = ["model", *(other.name for other in PIPELINE)][number - 1]
+        (old, new, begin), program, made = SHOWN[each.name], stages[before_it], stages[each.name]
         before, after = _around(_lines(program, old), _lines(made, new), begin, same=old == new)
         parts.append(_section(number, each, f"Requires `{each.requires}`, provides `{each.provides}`.",
                               (f"Before, in `{old}`", before), (f"After, in `{new}`", after)))

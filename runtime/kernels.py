@@ -15,10 +15,11 @@ from megacompile.torch_compat.core import grouped_mm
 
 @dataclass(frozen=True)
 class Activation:
-    """The result of a compute op: outputs (a backward's are the gradients of its carried inputs), residuals, a loss."""
+    """The result of a compute op: outputs (a backward's are the gradients of its carried inputs), residuals, a loss. Residuals
+    end before outputs where they are cleared."""
 
     outputs: tuple[Tensor, ...]
-    residuals: tuple[Any, ...] = ()
+    residuals: list[Any] = field(default_factory=list)
     loss: Tensor | None = None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from megacompile.ir.program import Kept, Lane, argument, op_of, operands
@@ -18,6 +19,7 @@ from megacompile.runtime.kernels import Activation, Kernel, bind
 from megacompile.runtime.kernels import accumulate as accumulate_gradients
 from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from megacompile.runtime.memory.arena import Accumulators, Gradients, State, Weights
+from megacompile.runtime.memory.packed_residuals import FetchedResiduals, packed
 from megacompile.runtime.memory.shards import Share
 from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.runtime.update_operations import UPDATE_OPERATIONS
@@ -79,7 +81,7 @@ def _forward(frame: Frame, node: fx.Node) -> Activation:
     outputs = results[:kernel.outputs]
     if any(op_of(user).name == "stash" for user in node.users):
         outputs = tuple(map(dense, outputs))  # here, in compute: a copying lane runs no kernels
-    return Activation(outputs, results[kernel.outputs:])
+    return Activation(outputs, [*results[kernel.outputs:]])
 
 
 def _loss(frame: Frame, node: fx.Node) -> Activation:
@@ -179,7 +181,7 @@ def _stash(frame: Frame, node: fx.Node) -> HostCheckpoint:
 
 
 def _stashed(frame: Frame, node: fx.Node) -> HostCheckpoint:
-    """The checkpoint's buffer. `stash` may not have filled it yet; `fetch` waits for that."""
+    """The buffer of a checkpoint, or of residuals. It may not be filled yet; the copy to the device waits for that."""
     return frame.host[argument(node, "into")]
 
 
@@ -190,6 +192,32 @@ def _fetch(frame: Frame, node: fx.Node) -> Activation:
         frame.backend.copy(slot[where], buffer.memory[where], Lane.H2D)
         outputs.append(as_tensor(slot[where], part))
     return Activation(tuple(outputs))
+
+
+def _stash_residuals(frame: Frame, node: fx.Node) -> HostCheckpoint:
+    buffer = frame.host[argument(node, "into")]
+    buffer.packing, copies = packed(frame.read(node, "value").residuals)
+    assert buffer.packing.bytes <= buffer.memory.numel(), (
+        f"residuals of {argument(node, 'call')} take {buffer.packing.bytes} bytes, and {buffer.memory.numel()} were planned")
+    for where, memory in copies:
+        frame.backend.copy(buffer.memory[where], memory, Lane.D2H)
+    return buffer
+
+
+def _release_residuals(frame: Frame, node: fx.Node) -> None:
+    frame.read(node, "value").residuals.clear()
+
+
+def _residual_memory(frame: Frame, node: fx.Node) -> FetchedResiduals:
+    """From PyTorch's allocator, on the compute lane, like the residuals that had this memory before."""
+    size = frame.read(node, "stashed_residuals").packing.bytes
+    return FetchedResiduals(torch.empty(size, dtype=torch.uint8, device=frame.backend.device))
+
+
+def _fetch_residuals(frame: Frame, node: fx.Node) -> None:
+    buffer, fetched = frame.read(node, "stashed_residuals"), frame.read(node, "memory")
+    frame.backend.copy(fetched.memory, buffer.memory[:buffer.packing.bytes], Lane.H2D)
+    fetched.residuals = buffer.packing.residuals(fetched.memory)
 
 
 def _release(frame: Frame, node: fx.Node) -> None:
@@ -204,4 +232,6 @@ OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     reduce=_reduce, offload=_offload, offload_norms=_offload_norms, offload_weights=_offload_weights,
     resident_state=_resident_state, resident_gradients=_resident_gradients, fetch_gradients=_fetch_gradients,
     result=_result, lease=_lease, leased=_leased, release=_release, stash=_stash, stashed=_stashed, fetch=_fetch,
+    stash_residuals=_stash_residuals, release_residuals=_release_residuals, stashed_residuals=_stashed,
+    residual_memory=_residual_memory, fetch_residuals=_fetch_residuals,
     **UPDATE_OPERATIONS, **COLLECTIVE_OPERATIONS)

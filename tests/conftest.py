@@ -32,7 +32,7 @@ from megacompile.passes.manager import Compiled, compile_program
 from megacompile.planning import planner
 from megacompile.streaming.programs import shapes
 
-LAYER_BYTES, BOUNDARY_BYTES, OUTPUT_BYTES = 2048, 8192, 512
+LAYER_BYTES, BOUNDARY_BYTES, OUTPUT_BYTES, RESIDUAL_BYTES = 2048, 8192, 512, 4096
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -101,7 +101,9 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
             read = (own, "shared")
         calls.append(CallSpec(name, role, "decoder" if role == "layer" else name, read,
                               ("recompute_backward",) if name == "prologue" else (),
-                              OUTPUT_BYTES if role == "layer" and "host_checkpoints" in plan else 0))
+                              OUTPUT_BYTES if role == "layer" and "host_checkpoints" in plan else 0,
+                              residual_bytes=tuple(RESIDUAL_BYTES * rows for rows in micro_batches)
+                              if role == "layer" and plan.get("host_residuals") else ()))
     batch = sum(micro_batches)
     model = model_program(calls, tiles, batch, labels=not outputs, whole_step=whole_step, differentiable=outputs)
     return compile_program(model, Plan.of(batch, 8, micro_batches, **plan), PIPELINE)

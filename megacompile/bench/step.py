@@ -206,7 +206,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
         resident=list(plan.resident), resident_state=list(plan.resident_state),
         visiting_state=list(plan.visiting_state), deferred_moments=plan.deferred_moments, saved_layers=plan.saved_layers,
-        residuals=plan.residuals,
+        residuals=plan.residuals, host_residuals=plan.host_residuals,
         host_checkpoints=plan.host_checkpoints, host_sums=list(plan.host_sums), update_order=list(plan.update_order),
         token_chunk=plan.token_chunk,
         precision=given.precision, compute_only=given.compute_only, device_memory=given.device_memory,

@@ -11,7 +11,7 @@ from megacompile.errors import listed
 from megacompile.frontend.templates.template import BATCH, LENGTH
 from megacompile.ir.plan import Plan, kept_residuals
 from megacompile.ir.program import Lane, Program, place_kind, places
-from megacompile.ir.slots import Family
+from megacompile.ir.slots import OF_A_FORWARD, Family
 from megacompile.planning.planner import Planner
 from megacompile.planning.precision import described_products
 from megacompile.planning.search_space import MOST_SEQUENCES
@@ -23,7 +23,7 @@ from megacompile.weights.tiling import HOST_MARGIN_BYTES
 #: How many sizes of micro-batches that fit are listed for each checkpoint interval. Smaller ones are only slower.
 SIZES_EACH = 2
 #: Families of slots in host memory.
-_SLABS = (Family.WEIGHT_SLABS, Family.GRADIENT_SLABS, Family.HOST_CHECKPOINTS, Family.STATE_SLABS)
+_SLABS = (Family.WEIGHT_SLABS, Family.GRADIENT_SLABS, Family.STATE_SLABS, *OF_A_FORWARD)
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,8 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Se
         size = f"{min(plan.micro_batches)} to {max(plan.micro_batches)}" if plan.lengths else str(plan.micro_batches[0])
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
         sizes = (plan.checkpoint_interval, f"{size}{chunked}", plan.waves,
-                 kept_residuals(plan.saved_layers, plan.residuals), len(plan.from_host(layers)), len(plan.host_sums),
+                 kept_residuals(plan.saved_layers, plan.residuals, len(plan.residuals_on_host(layers))),
+                 len(plan.from_host(layers)), len(plan.host_sums),
                  f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
                  "after weights" if plan.deferred_moments else "",
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")

@@ -12,6 +12,7 @@ from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane, Program, argument, op_of
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Pass, run_pass
+from megacompile.planning.memory import call_specs
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import StepTimes, Timeline, step_of
@@ -135,9 +136,9 @@ class StepSimulator:
 
     def _made(self, plan: Plan, whole_step: bool) -> Program:
         captured = self.durations.captured
-        specs = self.tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length, plan.lengths)
         of_loss = plan.output == "loss"
-        program = model_program(specs, self.tiling.tiles(), plan.batch, of_loss, whole_step, differentiable=not of_loss)
+        program = model_program(call_specs(captured, self.tiling, plan), self.tiling.tiles(), plan.batch, of_loss, whole_step,
+                                differentiable=not of_loss)
         for each in self.passes:
             program = run_pass(each, program.evolve(sections={key: program.section(key) for key in step_of(program)}), plan)
         return program
@@ -171,13 +172,12 @@ class StepSimulator:
         captured = self.durations.captured
         calls = captured.calls_for(plan.output)
         layers = [call.name for call in self.tiling.differentiated(captured.calls)]
-        recomputed = len(layers) - min(plan.saved_layers, len(layers))
         runs: dict[str, tuple[str, ...]] = {call.name: ("forward",) for call in calls}  # a call without a backward
         if any(self.tiling.layouts[tile].trainable for tile in self.tiling.tiles_of[calls[0].name]):
             runs[calls[0].name] = ("forward", "recompute_backward")
-        runs |= dict.fromkeys(layers[:recomputed], ("forward", "forward_saving", "backward"))
+        runs |= dict.fromkeys(layers, ("forward_saving", "backward"))
+        runs |= dict.fromkeys(plan.recomputed(layers), ("forward", "forward_saving", "backward"))
         runs |= {block[-1]: ("forward", "recompute_backward") for block in plan.blocks(layers)}
-        runs |= dict.fromkeys(layers[recomputed:], ("forward_saving", "backward"))
         runs[calls[-1].name] = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
         forwards, total = {call.name: 0.0 for call in calls}, 0.0
         for mb, size in enumerate(plan.sizes):

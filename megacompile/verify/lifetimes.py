@@ -9,9 +9,11 @@ from megacompile.ir.listing import describe
 from megacompile.ir.program import SLOT_KINDS, Program, argument, find, nodes, op_of, operands, place_of, slot_family, stays
 from megacompile.verify.fault import Fault
 
-#: (call, micro-batch) of a checkpoint.
-Checkpoint = tuple[str, int]
-_HEAP = ("activation", "gradient", "accumulators")  # values with memory of their own
+#: (op that stashes it, call, micro-batch) of a checkpoint, or of residuals, in host memory.
+Stashed = tuple[str, str, int]
+#: Op that takes what an earlier section stashed -> the op that stashes it.
+TAKEN_FROM = {"stashed": "stash", "stashed_residuals": "stash_residuals"}
+_HEAP = ("activation", "gradient", "accumulators", "residuals")  # values with memory of their own
 
 
 def placed(program: Program) -> Iterator[Fault]:
@@ -23,7 +25,7 @@ def placed(program: Program) -> Iterator[Fault]:
             yield Fault(f"slot {slot} is of an unknown family", f"begin its name with one of {', '.join(SLOT_KINDS)}")
     resident: dict[str, fx.Node] = {}
     stay: dict[tuple[str, str], fx.Node] = {}  # (kind of value, tile) -> the first node that uses its slot
-    awaited = {_checkpoint(node) for graph in program.sections.values() for node in find(graph, "stashed")}
+    awaited = {stashed_by(node) for graph in program.sections.values() for node in find(graph, *TAKEN_FROM)}
     for name, graph in program.sections.items():
         for node in nodes(graph):
             if "into" in op_of(node).parameters:
@@ -68,12 +70,14 @@ def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
         yield Fault(f"{describe(node)} cannot use slot {place}", "use R slots for resident tiles, and only those", node)
 
 
-def _checkpoint(node: fx.Node) -> Checkpoint:
-    return argument(node, "call"), argument(node, "mb")
+def stashed_by(node: fx.Node) -> Stashed:
+    """What a node stashes or takes; for other nodes, nothing that any node takes."""
+    op = op_of(node).name
+    return TAKEN_FROM.get(op, op), argument(node, "call"), argument(node, "mb")
 
 
-def _lives(name: str, graph: fx.Graph, awaited: set[Checkpoint]) -> Iterator[Fault]:
-    """`awaited`: stashed checkpoints that a later section takes."""
+def _lives(name: str, graph: fx.Graph, awaited: set[Stashed]) -> Iterator[Fault]:
+    """`awaited`: what later sections take from host memory."""
     alive: dict[str, fx.Node] = {}  # slot -> the value in it
     ended: set[fx.Node] = set()
     leased: dict[fx.Node, fx.Node] = {}
@@ -84,7 +88,7 @@ def _lives(name: str, graph: fx.Graph, awaited: set[Checkpoint]) -> Iterator[Fau
             if stays(place_of(value)):
                 yield Fault(f"{value.name} is released although {place_of(value)} is resident: later sections read it",
                             "drop the release", node, value, hazard=True)
-            if op_of(value).name == "stash" and _checkpoint(value) in awaited:
+            if stashed_by(value) in awaited and op_of(value).name not in TAKEN_FROM:
                 yield Fault(f"{value.name} is released although a later section fetches it", "drop the release", node, value,
                             hazard=True)
             if value in leased:
@@ -105,7 +109,7 @@ def _lives(name: str, graph: fx.Graph, awaited: set[Checkpoint]) -> Iterator[Fau
     for node in nodes(graph):
         place = argument(node, "into")
         memory = op_of(node).result in _HEAP or (place is not None and not stays(place))
-        kept = node in leased or (op_of(node).name == "stash" and _checkpoint(node) in awaited)
+        kept = node in leased or (stashed_by(node) in awaited and op_of(node).name not in TAKEN_FROM)
         if memory and node not in ended and not kept:
             yield Fault(f"{node.name} ({describe(node)}) is neither released nor leased in {name}: its memory stays "
                         "taken", "release it after its last use", node)

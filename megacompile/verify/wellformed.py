@@ -15,7 +15,8 @@ from megacompile.verify.fault import Fault
 _TAKES = {
     "weights": {"weights"}, "inputs": {"activation", "checkpoint", "stashed"}, "gradient": {"gradient"},
     "accumulators": {"accumulators"},
-    "saved": {"activation"}, "reduced": {"reduced", "gradients"}, "resident": {"weights"},
+    "saved": {"activation", "residuals"}, "stashed_residuals": {"stashed_residuals"}, "memory": {"residuals"},
+    "reduced": {"reduced", "gradients"}, "resident": {"weights"},
     "state": {"state"}, "slab": {"slab"}, "stashed": {"stashed"}, "staging": {"staging", "packed_shard"}, "shard": {"shard"},
     "clip": {"clip"}, "moments": {"moments"},
     "event": {"event"}, "values": {"activation", "gradient"}}
@@ -23,6 +24,8 @@ _SEVERAL = (tuple, list)
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str, "number": int, "flag": bool, "value": fx.Node, "value or values": (fx.Node, *_SEVERAL),
     "values": _SEVERAL, "texts": _SEVERAL}
+#: Ops whose values have residuals.
+_SAVING = ("forward_saving", "leased", "residual_memory")
 #: A value that is passed as one of these, and the node that takes it, are of one tile.
 _OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "shard", "resident", "state", "moments"})
 
@@ -120,7 +123,7 @@ def _operand(node: fx.Node, name: str, value: fx.Node, made: Op) -> Iterator[Fau
         yield Fault(f"{describe(node)} takes {value.name} as {name}, but {made.name} makes {made.result or 'no value'}",
                     f"give it one of: {', '.join(sorted(takes))}", node, value)
     if name in ("value", "saved") and (
-            made.result in (None, "event") or (name == "saved" and made.name not in ("forward_saving", "leased"))):
+            made.result in (None, "event") or (name == "saved" and made.name not in _SAVING)):
         yield Fault(f"{describe(node)} takes {value.name}, but {made.name} keeps nothing in memory for it",
                     "give it a value" if name == "value" else "give it a forward_saving", node, value)
     if name in _OF_ONE_TILE and argument(value, "tile") != argument(node, "tile"):

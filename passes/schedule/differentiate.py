@@ -160,14 +160,14 @@ class _Backward:
 
     def run(self, micro_batches: list[int]) -> None:
         stack = differentiated(self.program)
-        blocks = self.plan.blocks(stack)
-        for layer in reversed(stack[sum(map(len, blocks)):]):
-            for mb in micro_batches:
-                saved = self.kept(Kept(layer, mb))
-                self.step("backward", layer, mb, self.kept(self.input_of(layer, mb)), saved=saved)
-        for block in reversed(blocks):
-            for mb in micro_batches:
-                self.block(block, mb)
+        block_of = {layer: block for block in self.plan.blocks(stack) for layer in block}
+        for layer in reversed(stack):
+            for mb in micro_batches if layer == block_of.get(layer, (layer,))[-1] else ():
+                if layer in block_of:
+                    self.block(block_of[layer], mb)
+                else:
+                    saved = self.kept(Kept(layer, mb))
+                    self.step("backward", layer, mb, self.kept(self.input_of(layer, mb)), saved=saved)
         if trainable(self.program, self.program.calls[0].tiles):
             for mb in micro_batches:
                 self.step("recompute_backward", self.chain[0], mb, None)

@@ -31,8 +31,7 @@ TRAINING = ("forward", "train_step")
 
 def run(program: Program, plan: Plan) -> Program:
     stack = differentiated(program)
-    recomputed = [layer for block in plan.blocks(stack) for layer in block]
-    saved = set(stack) - set(recomputed)
+    saved = set(stack).difference(plan.recomputed(stack))
     begins = {block[0] for block in plan.blocks(stack)} | saved
     chain = [c.name for c in program.calls]
     on_host = {chain[chain.index(layer) - 1] for layer in plan.from_host(stack)}

@@ -125,6 +125,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "checkpoints on the host, K = 2": {"host_checkpoints": True, "checkpoint_interval": 2},
     "two checkpoints on the host, slab pool": {"host_checkpoints": 2, "pinned_memory": "120KiB"},
     "a checkpoint on the host, a layer keeps its residuals": {"host_checkpoints": 1, "saved_layers": 1},
+    "residuals of one layer on the host": {"saved_layers": 2, "host_residuals": 1},
+    "residuals of three layers on the host": {"saved_layers": 4, "host_residuals": 3},
+    "residuals of a layer on the host, K = 2, slab pool": {"saved_layers": 2, "host_residuals": 1, "checkpoint_interval": 2,
+                                                           "pinned_memory": "120KiB"},
+    "attention's results of two layers on the host": {"saved_layers": 3, "host_residuals": 2, "residuals": "attention"},
     "one weight slot": {"weight_slots": 1},
     "five weight slots": {"weight_slots": 5},
     "one gradient slot": {"gradient_slots": 1},
@@ -132,7 +137,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "two layers keep their residuals",
               "everything resident, its state too", "the first tiles' state resident, K = 2", "checkpoints on the host",
-              "a tile's state resident, all others visit", "moments after all weights")
+              "residuals of one layer on the host", "a tile's state resident, all others visit", "moments after all weights")
 
 
 @pytest.mark.parametrize("plan", PLANS)

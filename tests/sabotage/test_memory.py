@@ -23,20 +23,20 @@ from megacompile.ir.plan import Plan
 from megacompile.ir.program import Program
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, run_pass
-from megacompile.planning.memory import slot_bytes, training_bytes
+from megacompile.planning.memory import call_specs, slot_bytes, training_bytes
 from megacompile.predict import cost
 from megacompile.scheduling import Schedule
 
 #: Kinds of slots in host memory.
-_HOST = ("S", "D", "H", "M")
+_HOST = ("S", "D", "H", "HR", "M")
 _BETWEEN_SECTIONS = ("release", "record", "wait", "leave")
 LENGTH = 8
 
 
-def walk(section: list[Instruction], size: Callable[[Instruction], int],
-         alive: dict[tuple[Any, ...], int]) -> Iterator[tuple[Instruction, int]]:
+def walk(section: list[Instruction], size: Callable[[Instruction], int], alive: dict[tuple[Any, ...], int],
+         residuals: Callable[[Instruction], int] = lambda each: 0) -> Iterator[tuple[Instruction, int]]:
     """Each node and the bytes of the values that live when it runs, its own not among them. `alive`: those of earlier
-    sections by lease; what this section keeps is put there."""
+    sections by lease; what this section keeps is put there. `residuals`: the part of a value's `size` that may end sooner."""
     last = {name: at for at, each in enumerate(section) if each.op not in _BETWEEN_SECTIONS
             for names in each.takes.values() for name in names}
     made = {each.name: each for each in section}
@@ -48,6 +48,10 @@ def walk(section: list[Instruction], size: Callable[[Instruction], int],
         if each.op == "lease":
             (value,) = each.takes["value"]
             alive[subject(made[value])] = here.pop(value, 0)
+        elif each.op == "release_residuals":
+            (value,) = each.takes["value"]
+            values, key = (here, value) if value in here else (alive, subject(made[value]))
+            values[key] -= residuals(made[value])
         elif last.get(each.name, -1) > at:
             here.setdefault(each.name, size(each))
         for name in [name for name in here if last.get(name, -1) <= at]:
@@ -135,9 +139,9 @@ def loops(request: pytest.FixtureRequest) -> Schedule:
 
 
 def compiled(model: Schedule, plan: Plan, whole_step: bool) -> Program:
-    specs = model.tiling.call_specs(model.captured.calls_for(plan.output), model.captured.templates, plan.length)
     outputs = plan.output != "loss"
-    program = model_program(specs, model.tiling.tiles(), plan.batch, not outputs, whole_step, differentiable=outputs)
+    program = model_program(call_specs(model.captured, model.tiling, plan), model.tiling.tiles(), plan.batch, not outputs,
+                            whole_step, differentiable=outputs)
     for each in PIPELINE:
         program = run_pass(each, program, plan)
     return program
@@ -155,20 +159,25 @@ def values_needed(model: Schedule, plan: Plan, program: Program) -> int:
             return 4 * tiling.layouts[each.says["tile"]].elements
         if each.op == "output_gradient":
             return cost.output_bytes(templates[plan.output], rows(each), LENGTH)
+        if each.op == "residual_memory":
+            return residuals(each)
         if "template" not in each.says:
             return 0
         template = templates[each.says["template"]]
         if each.op in ("forward", "forward_saving", "outputs"):
-            kept = cost.residual_bytes(template, rows(each), LENGTH) if each.op == "forward_saving" else 0
-            return cost.output_bytes(template, rows(each), LENGTH) + kept
+            return cost.output_bytes(template, rows(each), LENGTH) + (residuals(each) if each.op == "forward_saving" else 0)
         layer = model.captured.calls[1].template  # the gradient of hidden states
         return cost.output_bytes(templates[layer], rows(each), LENGTH)
 
-    alive: dict[str, int] = {}
+    def residuals(each: Instruction) -> int:
+        (template,) = (templates[call.template] for call in program.calls if call.name == each.says["call"])
+        return cost.residual_bytes(template, rows(each), LENGTH)
+
+    alive: dict[tuple[Any, ...], int] = {}
     peak = 0
     for name in ("train_step", "forward", "backward"):
         if name in program.sections:
-            for each, live in walk(instructions(program.section(name)), size, alive):
+            for each, live in walk(instructions(program.section(name)), size, alive, residuals):
                 own = size(each)
                 if "template" in each.says:
                     template = templates[each.says["template"]]

@@ -26,7 +26,7 @@ from megacompile.ir.plan import RESIDUALS, Plan, split
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.memory import Estimate
+from megacompile.planning.memory import Estimate, call_specs
 from megacompile.planning.planner import Planner
 from megacompile.predict import cost
 from megacompile.runtime.backends.threads import ThreadBackend
@@ -78,6 +78,7 @@ CHOICES: list[dict[str, Any]] = [
     {}, {"checkpoint_interval": 2, "weight_slots": 3}, {"checkpoint_interval": 4, "weight_slots": 5}, {"weight_slots": 1},
     {"gradient_slots": 1}, {"gradient_slots": 5}, {"saved_layers": 6}, {"resident": ("prologue",)},
     {"resident": ("model.layers.0", "epilogue")}, {"pinned": False}, {"host_checkpoints": 3},
+    {"saved_layers": 4, "host_residuals": 2, "micro_batch_size": 8}, {"saved_layers": 6, "host_residuals": 4},
     {"host_checkpoints": 1, "micro_batch_size": 8}, {"host_checkpoints": 5, "checkpoint_interval": 2, "weight_slots": 3},
 ]
 
@@ -88,8 +89,8 @@ def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analy
     if choices.get("resident") == "all":
         choices = {"resident": tuple(tiling.layouts)}
     chosen = plan(analysis, **choices)
-    specs = tiling.call_specs(captured.calls, captured.templates, chosen.length)
-    program = compile_program(model_program(specs, tiling.tiles(), 8, labels=True), chosen, PIPELINE).program
+    model = model_program(call_specs(captured, tiling, chosen), tiling.tiles(), 8, labels=True)
+    program = compile_program(model, chosen, PIPELINE).program
     slots = sum(slot.bytes for name, slot in program.slots.items() if name[0] in "WRGC")
     assert planner(analysis).estimate(chosen).slots == slots
 
@@ -217,6 +218,7 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("options", [
     {"micro_batch_size": 8}, {"micro_batch_size": 2}, {"micro_batch_size": 2, "checkpoint_interval": 2},
     {"micro_batch_size": 4, "checkpoint_interval": 3}, {"micro_batch_size": 2, "saved_layers": 3},
+    {"micro_batch_size": 2, "saved_layers": 3, "host_residuals": 2},
     {"micro_batch_size": 2, "host_checkpoints": True}, {"micro_batch_size": 4, "host_checkpoints": 2, "saved_layers": 1},
     {"micro_batch_size": 1, "token_chunk": 20}, {"micro_batch_size": 4, "token_chunk": 24, "saved_layers": 3},
     {"micro_batch_size": 2, "saved_layers": 3, "residuals": "attention"},

@@ -24,8 +24,8 @@ from megacompile.verify.verifier import judge
 class Rename:
     """A pass that gives the nodes of each section other names: each other's, which mislead whoever reads them, or new ones."""
 
-    def __init__(self, stage: str, shuffled: bool) -> None:
-        self.name, self.requires, self.provides, self.shuffled = f"rename_{stage}", stage, stage, shuffled
+    def __init__(self, stage: str, after: str, shuffled: bool) -> None:
+        self.name, self.requires, self.provides, self.shuffled = f"rename_{after}", stage, stage, shuffled
 
     def run(self, program: Program, plan: Plan) -> Program:
         rng = random.Random(f"{self.name} {self.shuffled}")
@@ -43,8 +43,8 @@ class Rename:
 
 def renaming(shuffled: bool) -> tuple[Any, ...]:
     """The pipeline, with all nodes renamed before each pass and at the end."""
-    first = Rename(STAGES[0], shuffled)
-    return first, *itertools.chain.from_iterable((each, Rename(each.provides, shuffled)) for each in PIPELINE)
+    first = Rename(STAGES[0], "model", shuffled)
+    return first, *itertools.chain.from_iterable((each, Rename(each.provides, each.name, shuffled)) for each in PIPELINE)
 
 
 def without_names(program: Program) -> str:
@@ -64,6 +64,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "streamed": {"checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (2, 1)},
     "slabs": {"pinned": False, "gradient_slabs": 2, "micro_batches": (1, 1)},
     "checkpoints on the host": {"host_checkpoints": 2, "micro_batches": (2, 1)},
+    "residuals on the host": {"saved_layers": 3, "host_residuals": 2, "micro_batches": (2, 1)},
     "residuals": {"saved_layers": 2, "micro_batches": (1, 1)},
     "outputs": {"outputs": True, "micro_batches": (1, 1)},
     "resident": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue",), "visiting_state": ("layers.2",)},

@@ -19,6 +19,7 @@ from megacompile.ir.placement import Placement, Placements, Updated
 from megacompile.ir.plan import RESIDUALS, Plan, Shape
 from megacompile.ir.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
 from megacompile.ir.text import KINDS, form, parse, parse_with_plan, print_node, print_program
+from megacompile.passes import PIPELINE
 from megacompile.predict.durations import COSTS, cost_table
 from megacompile.verify.lifetimes import placed
 from megacompile.verify.verifier import handed_on, ordered, rule_table, verify
@@ -90,6 +91,11 @@ def forward(p):
     x_1 = p.stash("layers.0", mb=0, value=h, into="H0")                                # d2h
     x_2 = p.stashed("layers.0", mb=1, into="H1")
     y = p.fetch("layers.0", mb=0, stashed=x_1, into="C0")                              # h2d
+    f = p.stash_residuals("layers.0", mb=1, value=r, into="HR0")                       # d2h
+    p.release_residuals(r)                                                             # compute
+    f_1 = p.stashed_residuals("layers.0", mb=0, into="HR1")
+    b = p.residual_memory("layers.0", mb=1, stashed_residuals=f)                       # compute
+    p.fetch_residuals("layers.0", mb=1, stashed_residuals=f, memory=b)                 # h2d
     p.release(w)
     e_1 = p.record(update)                                                             # cpu
     p.wait("h2d", e_1)                                                                 # h2d
@@ -105,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True, "saved_layers": 1},
     "outputs": {"outputs": True, "micro_batches": (1, 1)},
     "checkpoints on the host": {"micro_batches": (2, 1), "host_checkpoints": 2},
+    "residuals on the host": {"micro_batches": (2, 1), "saved_layers": 3, "host_residuals": 2},
     "updated on the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue", "layers.1")},
     "two ranks": {"micro_batches": (2, 1), "ranks": 2},
     "two ranks, slabs": {"micro_batches": (1, 1), "pinned": False, "ranks": 2},
@@ -133,7 +140,8 @@ def test_every_parameter_has_a_kind() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_what_prints_parses_at_every_stage(case: str, make_schedule: Callable[..., Any]) -> None:
     stages = make_schedule(**CASES[case]).stages
-    assert list(stages) == list(STAGES)
+    assert list(stages) == ["model", *(each.name for each in PIPELINE)]
+    assert [*dict.fromkeys(program.stage for program in stages.values())] == list(STAGES)
     for program in stages.values():
         again = parse(print_program(program))
         assert again == program
@@ -465,7 +473,8 @@ def test_the_page_lists_every_op_and_every_rule() -> None:
 def test_the_ops_that_cost_something_are_those_that_do_work() -> None:
     """Others mark, order and hand over, or move a few bytes."""
     marks = {"result", "lease", "leased", "release", "record", "wait", "enter", "leave", "clip", "offload_norms",
-             "output_gradient", "share_norms", "share_host_norms", "share_loss", "total_loss", "announce"}
+             "output_gradient", "release_residuals", "residual_memory", "share_norms", "share_host_norms", "share_loss",
+             "total_loss", "announce"}
     assert set(COSTS) == {op.name for op in OPS.values() if op.lane is not None} - marks
 
 

@@ -264,8 +264,11 @@ class Template:
 
     def residual_bytes(self, residuals: str = "all") -> sympy.Expr:
         """Bytes that `forward_saving` leaves for `backward`, in B and T; residuals that share memory count once."""
-        memory = dict.fromkeys(map(base_of, self._kept(residuals)))
-        return sum((self.bytes_of(n.meta["val"]) for n in memory), sympy.Integer(0))
+        return sum((self.bytes_of(n.meta["val"]) for n in self._residual_memory(residuals)), sympy.Integer(0))
+
+    def residual_pieces(self, residuals: str = "all") -> int:
+        """The number of pieces of memory that residuals take."""
+        return len(self._residual_memory(residuals))
 
     def output_values(self) -> list[Any]:
         """The fakes of the outputs; an epilogue's are loss and logits."""
@@ -278,6 +281,10 @@ class Template:
     # -------------------------------------------------------------- recipes: which inputs and results make a variant
     def _kept(self, residuals: str) -> list[fx.Node]:
         return self._joint.residuals if residuals == "all" else self._joint.attention_results()
+
+    def _residual_memory(self, residuals: str) -> dict[fx.Node, None]:
+        """The values whose memory residuals are, or are views of."""
+        return dict.fromkeys(map(base_of, self._kept(residuals)))
 
     def _forward(self, name: str, chunk: int, residuals: str) -> Variant:
         joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []

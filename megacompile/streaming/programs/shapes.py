@@ -20,10 +20,10 @@ from megacompile.inputs.packed_layout import lengths_of, power_of_two
 from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.ir.program import Program, Slot, places, slot_family
-from megacompile.ir.slots import Family
+from megacompile.ir.slots import OF_A_FORWARD
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, Pass, compile_program
-from megacompile.planning.memory import Estimate
+from megacompile.planning.memory import Estimate, call_specs
 from megacompile.planning.packed_plans import PackedPlans
 from megacompile.planning.planner import Choice, Planner
 from megacompile.planning.step_time import UNEVEN_CAUTION
@@ -92,8 +92,8 @@ class CompiledShape:
 
     @functools.cached_property
     def host_slots(self) -> dict[str, Slot]:
-        """The buffers of checkpoints in host memory, which each open forward has of its own."""
-        return {name: slot for name, slot in self.program.slots.items() if slot_family(name) == Family.HOST_CHECKPOINTS}
+        """The buffers of checkpoints and residuals in host memory, which each open forward has of its own."""
+        return {name: slot for name, slot in self.program.slots.items() if slot_family(name) in OF_A_FORWARD}
 
 
 class Shapes:
@@ -270,9 +270,9 @@ class Shapes:
                 "the model computes with several sequences of a batch at once, so that micro-batches would change what it "
                 f"computes: give micro_batch_size={shape.batch} or smaller batches, or let no row read another; in "
                 f"{captured.across_rows}")
-        specs = self.tiling.call_specs(captured.calls_for(shape.output), captured.templates, shape.length, plan.lengths)
-        return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, shape.whole_step,
-                             differentiable=shape.training and shape.output != "loss", hidden_states=shape.output == ALL)
+        return model_program(call_specs(captured, self.tiling, plan), self.tiling.tiles(), shape.batch, shape.labels,
+                             shape.whole_step, differentiable=shape.training and shape.output != "loss",
+                             hidden_states=shape.output == ALL)
 
     def _compile(self, shape: Shape, choice: Choice | None) -> CompiledShape:
         planner = self.planner_for(shape.capture_key)
@@ -309,8 +309,8 @@ class Shapes:
 
     def _resized(self, shape: Shape, plan: Plan, model: Program, passes: Sequence[Pass]) -> Compiled | None:
         """The program of other groups of rows for these, if there is one with as many micro-batches: nodes and slots are the
-        same for any sizes. Only the slots of checkpoints depend on sizes, and what the user's own passes make."""
-        if not shape.group_rows or plan.host_checkpoints or passes != PIPELINE:
+        same for any sizes. Only the slots of checkpoints and residuals depend on sizes, and what the user's own passes make."""
+        if not shape.group_rows or plan.host_checkpoints or plan.host_residuals or passes != PIPELINE:
             return None
         purpose, choices = _without_sizes(shape, plan)
         for known in self.table.values():
