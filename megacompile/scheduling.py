@@ -159,6 +159,6 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     with under_way(f"planning {batch} x {length}"):
         planned = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)
         program = model_program(call_specs(captured, tiling, planned.plan), tiling.tiles(), batch, labels=captured.has_loss,
-                                whole_step=whole_step, differentiable=not captured.has_loss)
+                                whole_step=whole_step, differentiable=not captured.has_loss, precision=config.recipe)
         compiled = compile_program(program, planned.plan, config.passes)
     return Schedule(captured, tiling, planned.plan, compiled.stages, compiled.log, planner.after(planned), device, hardware)

@@ -5,23 +5,26 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from megacompile.ir.precision import Float8
 from megacompile.ir.program import Builder, CallSpec, Program, Tile
 
 
 def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: int, labels: bool,
-                  whole_step: bool = False, differentiable: bool = False, hidden_states: bool = False) -> Program:
+                  whole_step: bool = False, differentiable: bool = False, hidden_states: bool = False,
+                  precision: Float8 | None = None) -> Program:
     """The program of stage "model".
 
     With labels it has the sections `forward` (training) and `evaluate`. Without labels it has one section that returns the
     epilogue's outputs: `forward` if they are `differentiable`, else `evaluate`; with `hidden_states` it also returns the
-    outputs of every call before the last layer. A whole step is one section, `train_step`."""
+    outputs of every call before the last layer. A whole step is one section, `train_step`. `precision`: that of the
+    templates."""
     if whole_step:
         sections = {"train_step": _chain(calls, "loss")}
     elif labels:
         sections = {"forward": _chain(calls, "loss"), "evaluate": _chain(calls, "evaluate")}
     else:
         sections = {"forward" if differentiable else "evaluate": _chain(calls, "outputs", hidden_states)}
-    return Program("model", (batch,), dict(tiles), tuple(calls), {}, sections)
+    return Program("model", (batch,), dict(tiles), tuple(calls), {}, sections, precision=precision)
 
 
 def _chain(calls: Sequence[CallSpec], last: str, hidden_states: bool = False) -> fx.Graph:

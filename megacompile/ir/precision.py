@@ -119,6 +119,18 @@ def precision_of(given: Any) -> Float8 | None:
     return replace(PRECISIONS[name], **dict(map(_field, filter(None, changes.split(",")))))
 
 
+def precision_text(recipe: Float8 | None) -> str:
+    """What to write after `precision=` for this recipe, as text that `precision_of` reads back; "None" for None."""
+    if recipe is None:
+        return "None"
+    name, base = next((name, base) for name, base in PRECISIONS.items()
+                      if (base.products, base.emulated) == (recipe.products, recipe.emulated))
+    changes = {field.name: getattr(recipe, field.name) for field in fields(Float8)
+               if getattr(recipe, field.name) != getattr(base, field.name)}
+    written = [f"{field}={'+'.join(value) if field == 'keep' else value}" for field, value in changes.items()]
+    return repr(f"{name}{':' if written else ''}{','.join(written)}")
+
+
 def _field(text: str) -> tuple[str, Any]:
     """A field of a recipe and its value, from "name=value"."""
     name, _, value = (part.strip() for part in text.partition("="))

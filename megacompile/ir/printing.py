@@ -17,6 +17,7 @@ from megacompile.ir.nodes import lane_of, op_of
 from megacompile.ir.ops import Op
 from megacompile.ir.placement import LISTS
 from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.precision import Float8
 
 #: Parameters that say what a node works on. In text they are positional if they lead an op's parameters; others are keywords.
 POSITIONAL = frozenset({"name", "tile", "template", "call", "key", "place", "access", "lane", "node", "event", "value"})
@@ -44,7 +45,7 @@ _RARE = ("host_residuals",)
 _FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts", "tuple[int, ...]": "numbers"}
 
 
-def _parameters(made: type[Shape | Plan], written: Sequence[str] = ()) -> tuple[dict[str, str], tuple[str, ...]]:
+def _parameters(made: type[Float8 | Shape | Plan], written: Sequence[str] = ()) -> tuple[dict[str, str], tuple[str, ...]]:
     """The parameters of a declaration, each with its kind, and those that have a default: the fields of what it makes, except
     those that are `written` elsewhere, and lists of tiles in the place of placements."""
     kinds: dict[str, str] = {}
@@ -61,17 +62,19 @@ def _parameters(made: type[Shape | Plan], written: Sequence[str] = ()) -> tuple[
 #: traced length, which depends on the batches that came before. Fields with a default may be absent.
 MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "shape": _parameters(Shape, ("traced_length",)), "plan": _parameters(Plan, ("batch", "length", *OPENING))}
+#: Declarations that stand once at most. A program whose products are in the dtype of its weights has no precision.
+ONCE = {"precision": _parameters(Float8), **MADE_FOR}
 
 
 def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str, int],
                declared: Iterable[tuple[str, Any]]) -> str:
     """The text above the sections. `processes`: the numbers of ranks and of hosts. `declared`: objects to declare, each with
-    its kind (of `MADE_FOR` or `DECLARATIONS`)."""
+    its kind (of `ONCE` or `DECLARATIONS`)."""
     opening = {"stage": stage, "micro_batches": tuple(micro_batches)} | {
         name: count for name, count in processes.items() if count > 1}
     lines = [f"# megacompile program, stage {stage}", f"program = Program({_arguments(OPENING, opening)})"]
     for kind, one in declared:
-        signature, optional = DECLARATIONS.get(kind) or (MADE_FOR[kind][0], ())
+        signature, optional = DECLARATIONS.get(kind) or (ONCE[kind][0], ())
         given = {name: getattr(one, name) for name in signature if name not in optional or getattr(one, name)}
         if isinstance(one, Plan) and not one.disk_state:
             given = {name: value for name, value in given.items() if name not in _OF_DISK}

@@ -49,6 +49,7 @@ from megacompile.ir.places import (
     stays,
 )
 from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.precision import Float8
 from megacompile.ir.stack import differentiated_layers
 
 __all__ = [
@@ -132,7 +133,7 @@ class Slot:
 class Program:
     """A schedule at one stage of compilation. A pass never changes a program; it returns another one. `ranks`: the number of
     processes of a host, each with its device, that run this program together and share its tiles; `hosts`: the number of hosts,
-    each with a copy of the tiles."""
+    each with a copy of the tiles. `precision`: the recipe by which its templates multiply in float8; None: they do not."""
 
     stage: str
     micro_batches: tuple[int, ...]
@@ -142,6 +143,7 @@ class Program:
     sections: Mapping[str, fx.Graph] = field(default_factory=dict)
     ranks: int = 1
     hosts: int = 1
+    precision: Float8 | None = None
 
     @property
     def processes(self) -> int:
@@ -180,7 +182,8 @@ class Program:
 
     def head(self, made_for: tuple[Shape, Plan] | None = None) -> str:
         """The text above the sections: what is declared. `made_for` is declared in it (`text.parse_with_plan`)."""
-        declared = [*zip(printing.MADE_FOR, made_for or (), strict=False), *(("tile", tile) for tile in self.tiles.values()),
+        once = zip(printing.ONCE, (self.precision, *(made_for or ())), strict=False)
+        declared = [*((kind, one) for kind, one in once if one is not None), *(("tile", tile) for tile in self.tiles.values()),
                     *(("call", call) for call in self.calls), *(("slot", slot) for slot in self.slots.values())]
         return printing.print_head(self.stage, self.micro_batches, {"ranks": self.ranks, "hosts": self.hosts}, declared)
 

@@ -13,8 +13,8 @@
 
 The parser knows a closed list of calls and never executes any of the text. It refuses what the printer would not write: unknown
 words, wrong kinds of arguments, undefined or redefined names, trailing text. A text that is meant to run again declares after
-its opening what it was made for: `program.shape(...)` and `program.plan(...)` (`editing.py`). `docs/schedule-language.md` has
-the grammar.
+its opening what it was made for: `program.shape(...)` and `program.plan(...)` (`editing.py`). Where products are in float8,
+`program.precision(...)` has the recipe. `docs/schedule-language.md` has the grammar.
 """
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from megacompile.errors import MegacompileError, shortened
 from megacompile.ir.nodes import Builder
 from megacompile.ir.ops import OPS, Access, Lane
 from megacompile.ir.plan import UPDATES, Plan, Shape
-from megacompile.ir.printing import DECLARATIONS, MADE_FOR, OPENING, OPENING_OPTIONAL, call_form, positional_parameters
+from megacompile.ir.precision import Float8
+from megacompile.ir.printing import DECLARATIONS, ONCE, OPENING, OPENING_OPTIONAL, call_form, positional_parameters
 from megacompile.ir.printing import form as form
 from megacompile.ir.printing import print_node as print_node
 from megacompile.ir.printing import print_section as print_section
@@ -82,6 +83,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.source = Source(text)
         self.head: dict[str, Any] | None = None
+        self.precision: Float8 | None = None
         self.shape: Shape | None = None
         self.plan: Plan | None = None
         self.declared: dict[str, dict[str, Any]] = {"tile": {}, "call": {}, "slot": {}}
@@ -115,7 +117,7 @@ class _Parser:
             self.fail(self.source.here, "no program; expected `program = Program(stage=..., micro_batches=...)`")
         self.end_section(self.source.here)
         return Program(**self.head, tiles=self.declared["tile"], calls=tuple(self.declared["call"].values()),
-                       slots=self.declared["slot"], sections=self.sections)
+                       slots=self.declared["slot"], sections=self.sections, precision=self.precision)
 
     def opening(self, statement: Statement) -> dict[str, Any]:
         form = "expected `program = Program(stage=..., micro_batches=...)`"
@@ -131,19 +133,19 @@ class _Parser:
         self.fail(statement.start, f"not the beginning of a program; {form}")
 
     def declaration(self, statement: Statement) -> None:
-        form = (f"expected {', '.join(f'`program.{kind}(...)`' for kind in (*MADE_FOR, *DECLARATIONS))} or "
+        form = (f"expected {', '.join(f'`program.{kind}(...)`' for kind in (*ONCE, *DECLARATIONS))} or "
                 "`def <section>(p):`")
         match statement:
             case Statement(start=Token(column=1), target=None, call=Call(owner=Token(text="program")) as call):
                 kind = call.word.text
-                if kind not in DECLARATIONS and kind not in MADE_FOR:
+                if kind not in DECLARATIONS and kind not in ONCE:
                     self.fail(statement.start, f"unknown declaration {shortened(kind)}; {form}")
             case _:
                 self.fail(statement.start, f"not a declaration; {form}")
         if self.sections:
             self.fail(statement.start, f"{kind} after a section; expected all declarations before the first section")
-        if kind in MADE_FOR:
-            self.made_for(call, kind)
+        if kind in ONCE:
+            self.once(call, kind)
             return
         signature, optional = DECLARATIONS[kind]
         given = self.arguments(call, signature, optional, f"expected `{call_form(f'program.{kind}', signature, optional)}`")
@@ -151,21 +153,23 @@ class _Parser:
             self.fail(statement.start, f"{kind} {shortened(given['name'])} is declared twice; expected another name")
         self.declared[kind][given["name"]] = _MADE[kind](**given)
 
-    def made_for(self, call: Call, kind: str) -> None:
-        signature, optional = MADE_FOR[kind]
+    def once(self, call: Call, kind: str) -> None:
+        signature, optional = ONCE[kind]
         given = self.arguments(call, signature, optional, f"expected `{call_form(f'program.{kind}', signature, optional)}`")
         if getattr(self, kind) is not None:
             self.fail(call.word, f"a second {kind}; expected one")
-        if kind == "shape":
-            self.shape = Shape(**given)
-            return
-        if self.shape is None or self.head is None:
+        if kind == "plan" and self.shape is None:
             self.fail(call.word, "a plan without a shape; expected `program.shape(...)` above it")
+        make: dict[str, Callable[..., Any]] = {"precision": Float8, "shape": Shape, "plan": self.plan_of_shape}
         try:
-            self.plan = Plan.of(self.shape.batch, self.shape.length, self.head["micro_batches"],
-                                ranks=self.head.get("ranks", 1), hosts=self.head.get("hosts", 1), **given)
+            setattr(self, kind, make[kind](**given))
         except MegacompileError as error:
-            self.fail(call.word, f"{error}; expected a valid plan")
+            self.fail(call.word, f"{error}; expected a valid {kind}")
+
+    def plan_of_shape(self, **given: Any) -> Plan:
+        assert self.shape is not None and self.head is not None
+        return Plan.of(self.shape.batch, self.shape.length, self.head["micro_batches"],
+                       ranks=self.head.get("ranks", 1), hosts=self.head.get("hosts", 1), **given)
 
     def section(self, statement: Statement, name: Token) -> None:
         if not statement.plain or statement.start.column > 1:

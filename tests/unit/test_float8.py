@@ -18,10 +18,11 @@ import megacompile
 from megacompile import Float8
 from megacompile.api import analyse
 from megacompile.codegen.scaled_products import scaled_product
-from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.errors import MegacompileError, ProgramError, UnsupportedError
 from megacompile.frontend.ops import scaled_linear
 from megacompile.frontend.templates.template import BATCH, LENGTH
-from megacompile.ir.precision import BLOCK_FORMATS, PRECISIONS, precision_of
+from megacompile.ir.precision import BLOCK_FORMATS, PRECISIONS, precision_of, precision_text
+from megacompile.ir.text import parse
 from megacompile.ir.tokenwise import is_scaled
 from megacompile.planning.config import StreamConfig
 from megacompile.predict import cost
@@ -343,6 +344,28 @@ def test_a_layer_takes_no_more_memory_than_predicted(recipe: Float8) -> None:
         assert found <= cost.peak_bytes(decoder, variant, 2, 128) <= 1.6 * found, name
 
 
+# ---------------------------------------------------------------- texts of programs
+def test_a_text_is_refused_on_a_model_of_another_precision_and_runs_on_one_of_its_own() -> None:
+    precisions = {"None": None, "'float8-emulated:min_features=16'": TINY,
+                  "'float8-emulated:scaling=row,min_features=16'": dataclasses.replace(TINY, scaling="row")}
+    models = {name: stream(build(num_hidden_layers=1), precision=recipe) for name, recipe in precisions.items()}
+    texts = {name: model.megacompile.text(batch(0, 4)) for name, model in models.items()}
+    assert texts["None"].count("program.precision(") == 0
+    for due, model in models.items():
+        expected = gradients(model)[0]
+        for given, text in texts.items():
+            if given == due:
+                continue
+            with pytest.raises(ProgramError) as caught:
+                model.megacompile.load_program(text)
+            assert str(caught.value) == (
+                f"the program is for precision={given}, but this model is streamed with precision={due}: print this model's "
+                "with model.megacompile.text(batch), or stream with the program's precision")
+        model.megacompile.load_program(texts[due])
+        assert gradients(model)[0] == expected
+        model.megacompile.close()
+
+
 # ---------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(("precision", "message"), [
     ("float16", "precision must be 'float8' or 'float8-emulated', a megacompile.Float8 or None, "
@@ -371,6 +394,8 @@ def test_fields_may_follow_the_name_of_a_precision() -> None:
     assert precision_of("float8:scaling=row, keep=down_proj+layers.0,min_features=64") == Float8(
         scaling="row", keep=("down_proj", "layers.0"), min_features=64)
     assert precision_of(None) is None and precision_of(TINY) is TINY and precision_of("float8") == PRECISIONS["float8"]
+    for recipe in (*RECIPES, *PRECISIONS.values(), Float8(keep=("down_proj", "layers.0")), Float8(products="nvfp4")):
+        assert precision_of(precision_text(recipe).strip("'")) == recipe
 
 
 def test_a_device_without_float8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +438,7 @@ def test_formats_with_scales_of_blocks_are_planned_with_their_own_rate_and_not_t
         plan = megacompile.schedule(model, batch=16, length=512, precision=name,
                                     hardware=dataclasses.replace(machine, gemm_flops=rates))
         assert f"{name} (one scale for each block of values; for plans only, nothing trains with it):" in plan.explain()
+        assert parse(plan.program().text()).precision == PRECISIONS[name]
         seconds.append(plan.durations().seconds("decoder", "forward", 16, 4096))
     assert 1.3 < seconds[1] / seconds[0] <= 2
 

@@ -75,6 +75,18 @@ def test_mutated_programs_are_judged_or_refused_with_their_place(text: str) -> N
         assert parse(print_program(program)) == program
 
 
+PRECISION = 'program.precision(scaling="row", gradients="e4m3", keep=("a", "b"), min_features=16, emulated=True)\n'
+
+
+def test_any_word_in_a_precision_is_read_or_refused_with_its_place() -> None:
+    head, words = HEAD.format(stage="model"), WORD.findall(PRECISION)
+    assert judged(head + PRECISION) is not None
+    for at in range(len(words)):
+        for other in (*JUNK, "", "False", "16", '"e5m2"', '"nvfp4"', "()"):
+            program = judged(head + "".join([*words[:at], other, *words[at + 1:]]) + "\n")
+            assert program is None or parse(print_program(program)) == program
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([*"pdef().,=:\"'# \n\t\\0é*-[", "program", "Program", "def", "pass", "    p.wait("]),
                 max_size=60).map("".join))
@@ -208,6 +220,8 @@ LARGE: dict[str, Callable[[int], str]] = {
     "tiles": lambda n: declared(tiles=n) + body('w# = p.prefetch("t#")', n),
     "tiles of a call": lambda n: declared(tiles_a_call=n) + body('c = p.clip(tiles=("t0",))', 1),
     "calls": lambda n: declared(calls=n) + body('l# = p.forward("t", "c#", mb=0, weights=(), inputs=())', n),
+    "products that a precision keeps": lambda n: declared() + "program.precision(keep=(" + n * '"a", ' + "))\n" + body(
+        'w# = p.prefetch("t0")', n),
     "slots": lambda n: declared(slots=n) + body('e# = p.enter("W#", "read", "compute")', n),
     "prefetches": lambda n: declared(slots=2) + body('w# = p.prefetch("t0", into="W0")', n),
     "records and waits": lambda n: declared(slots=1) + body(

@@ -17,6 +17,7 @@ from megacompile.ir.counts import summary
 from megacompile.ir.listing import excerpt, op_table
 from megacompile.ir.placement import Placement, Placements, Updated
 from megacompile.ir.plan import RESIDUALS, Plan, Shape
+from megacompile.ir.precision import BLOCK_FORMATS, FORMATS, Float8
 from megacompile.ir.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
 from megacompile.ir.text import KINDS, form, parse, parse_with_plan, print_node, print_program
 from megacompile.passes import PIPELINE
@@ -213,6 +214,26 @@ def test_the_shape_and_the_plan_in_a_text_are_exact(shape: Shape, plan: Plan, pl
     assert parse(text) == program
 
 
+@settings(max_examples=25, deadline=None)
+@given(recipe=st.builds(Float8, st.sampled_from(("tensor", "row")), st.sampled_from(sorted(FORMATS)),
+                        st.sampled_from(("float8", "bfloat16")), st.sampled_from(("none", "forward", "all")),
+                        st.lists(st.sampled_from(("down_proj", "layers.0")), unique=True), st.integers(1, 2**24), st.booleans())
+       | st.builds(Float8, products=st.sampled_from(BLOCK_FORMATS)))
+def test_the_precision_in_a_text_is_exact(recipe: Float8) -> None:
+    without = parse(EVERY_OP)
+    program = without.evolve(precision=recipe)
+    text = print_program(program)
+    assert parse(text).precision == recipe and print_program(parse(text)) == text
+    assert program != without and without.precision is None
+    (line,) = set(text.splitlines()) - set(EVERY_OP.splitlines())
+    assert line.startswith("program.precision(")
+
+
+def test_fields_of_a_precision_may_be_absent_from_a_text() -> None:
+    text = EVERY_OP.replace("program.tile(", 'program.precision(scaling="row")\nprogram.tile(', 1)
+    assert parse(text).precision == Float8(scaling="row")
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDENS.glob("*.txt")))
 def test_the_text_of_every_golden_program_is_exact(name: str) -> None:
     text = (GOLDENS / name).read_text(encoding="utf-8")
@@ -307,6 +328,19 @@ MALFORMED = {  # name: (what to replace, by what, what the message says)
                             "program.plan()\nprogram.slot(", "micro-batches of (2, 1) are not a split of 4 sequences"),
     "second shape": ("program.slot(", "program.shape(batch=3, length=8, labels=True, training=True)\n" * 2
                      + "program.slot(", "a second shape; expected one"),
+    "second precision": ("program.slot(", "program.precision()\n" * 2 + "program.slot(", "a second precision; expected one"),
+    "precision with another field": ("program.slot(", "program.precision(scales=1)\nprogram.slot(",
+                                     "unexpected argument scales; expected `program.precision([scaling=...], [gradients=...]"),
+    "precision by position": ("program.slot(", 'program.precision("row")\nprogram.slot(', "too many positional arguments"),
+    "precision with another kind of value": ("program.slot(", 'program.precision(emulated="yes")\nprogram.slot(',
+                                             "emulated has another kind of value; expected True or False"),
+    "precision with another value": ("program.slot(", 'program.precision(scaling="column")\nprogram.slot(',
+                                     "Float8 scaling must be one of tensor, row, not 'column'; expected a valid precision"),
+    "precision that keeps nothing's name": ("program.slot(", 'program.precision(keep=("",))\nprogram.slot(',
+                                            "Float8 keep must be names of modules, not ('',); expected a valid precision"),
+    "precision that cannot be": ("program.slot(", 'program.precision(products="nvfp4", emulated=True)\nprogram.slot(',
+                                 "leave emulated out, to plan with it; expected a valid precision"),
+    "late precision": ("def load(p):\n    pass\n", "program.precision()\n", "precision after a section"),
 }
 
 

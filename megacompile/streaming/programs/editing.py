@@ -22,6 +22,7 @@ from megacompile.errors import InsufficientMemoryError, ProgramError, listed, sh
 from megacompile.frontend.batches.pair_masks import argument as argument_of
 from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.precision import precision_text
 from megacompile.ir.program import SLOT_KINDS, STAGES, Program, argument, find, op_of, slot_family
 from megacompile.ir.text import parse_with_plan, print_program
 from megacompile.passes.manager import Compiled, run_pass
@@ -126,7 +127,11 @@ def _check_size(program: Program, model: Program) -> None:
 
 
 def _same_model(program: Program, unedited: Program) -> None:
-    """Raises `ProgramError` unless tiles and calls are this model's."""
+    """Raises `ProgramError` unless precision, tiles and calls are this model's."""
+    if program.precision != unedited.precision:
+        given, due = (shortened(precision_text(each.precision)) for each in (program, unedited))
+        raise ProgramError(f"the program is for precision={given}, but this model is streamed with precision={due}: print this "
+                           "model's with model.megacompile.text(batch), or stream with the program's precision")
     for what, ours, theirs in (("tile", dict(program.tiles), dict(unedited.tiles)),
                                ("call", {c.name: c for c in program.calls}, {c.name: c for c in unedited.calls})):
         for name in dict.fromkeys((*ours, *theirs)):

@@ -272,7 +272,7 @@ class Shapes:
                 f"{captured.across_rows}")
         return model_program(call_specs(captured, self.tiling, plan), self.tiling.tiles(), shape.batch, shape.labels,
                              shape.whole_step, differentiable=shape.training and shape.output != "loss",
-                             hidden_states=shape.output == ALL)
+                             hidden_states=shape.output == ALL, precision=self.captures.config.recipe)
 
     def _compile(self, shape: Shape, choice: Choice | None) -> CompiledShape:
         planner = self.planner_for(shape.capture_key)
