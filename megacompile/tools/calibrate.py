@@ -67,7 +67,7 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
         name = str(dtype).removeprefix("torch.")
         say(f"measuring matrix products in {name}")
         gemm[name] = compute.gemm(dtype)
-    if cuda and torch.cuda.get_device_capability(backend.device) >= FIRST_CAPABILITY:
+    if _multiplies_float8(backend.device):
         say("measuring matrix products in float8")
         gemm["float8"] = compute.float8()
     say("measuring products of experts")
@@ -88,6 +88,10 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
         adam_formats=adam_formats,
         host_memory=control_groups.host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else control_groups.host_bytes())
+
+
+def _multiplies_float8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def _lanes(backend: Backend, activities: Mapping[Lane, _Activity], seconds: float,
@@ -161,7 +165,7 @@ class _Compute:
 
         The weight's gradient is added to FP32 sums, as in training. A product alone has a higher rate, which a GPU does not
         keep up in training."""
-        size = 8192
+        size = 8192 if self.cuda else 256
         a, b = (self._random(size, size, dtype=torch.float8_e4m3fn) for _ in range(2))
         scale, sums = torch.ones((), device=self.device), torch.zeros(size, size, device=self.device)
 

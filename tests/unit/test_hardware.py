@@ -6,14 +6,17 @@ import gc
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from torch import Tensor
 
 import megacompile
+from megacompile.codegen.scaled_products import scaled_product
 from megacompile.errors import ArgumentError, InsufficientMemoryError, MegacompileError
 from megacompile.ir.program import Lane
 from megacompile.planning.explain import candidates
@@ -202,6 +205,41 @@ def test_measuring_gives_rates_of_this_machine(measured: Hardware) -> None:
     assert all(0 < left <= 1 for lanes in measured.beside.values() for left in lanes.values())
     for row in ("GEMM bfloat16", "AdamW", "h2d copy", "cpu beside d2h beside h2d"):
         assert row in measured.table()
+
+
+def test_the_rate_of_float8_is_that_of_its_products_where_a_device_has_them(
+        measured: Hardware, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A product here takes as long as on a device of 300 TFLOPS, by the sizes of its operands; any other call a second."""
+    rate, passed, products = 3e14, 0.0, set()
+
+    def product(a: Tensor, b: Tensor, *given: Any) -> Tensor:
+        nonlocal passed
+        passed += 2.0 * a.shape[0] * a.shape[1] * b.shape[1] / rate
+        products.add(given[-2:])
+        return scaled_product(a, b, *given)
+
+    def one_call(call: Callable[[], object], units: float, *_: Any, **__: Any) -> float:
+        began = passed
+        call()
+        return units / (passed - began or 1.0)
+
+    monkeypatch.setattr(calibrate, "_multiplies_float8", lambda device: True)
+    monkeypatch.setattr(calibrate, "scaled_product", product)
+    monkeypatch.setattr(calibrate, "_rate", one_call)
+    said: list[str] = []
+    calibrate.measure("cpu", scale=0.01, say=said.append).save(tmp_path / "profile.json")
+    found = Hardware.find(tmp_path / "profile.json")
+    assert found.gemm_flops["float8"] == pytest.approx(rate)
+    assert products == {(torch.bfloat16, "float8_fast"), (torch.bfloat16, "float8"), (torch.float32, "float8")}
+    assert "measuring matrix products in float8" in said and "GEMM float8" in found.table()
+    assert "float8" not in measured.gemm_flops, "a CPU has no such products"
+
+
+def test_products_in_float8_take_compute_capability_8_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not calibrate._multiplies_float8(torch.device("cpu"))
+    for capability, expected in (((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert calibrate._multiplies_float8(torch.device("cuda", 0)) == expected
 
 
 def test_a_whole_measurement_works_on_more_than_caches_hold_where_there_is_memory() -> None:
