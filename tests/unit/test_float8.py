@@ -32,7 +32,7 @@ from megacompile.streaming.programs.binding import example_inputs
 TINY = Float8(min_features=16, emulated=True)
 RECIPES = [TINY, dataclasses.replace(TINY, gradients="e4m3"), dataclasses.replace(TINY, scaling="row", gradients="e4m3"),
            dataclasses.replace(TINY, weight_gradients="bfloat16"),
-           dataclasses.replace(TINY, scaling="row", weight_gradients="bfloat16")]
+           dataclasses.replace(TINY, scaling="row", weight_gradients="bfloat16"), dataclasses.replace(TINY, scaling="row")]
 FIELDS = ("scaling", "gradients", "weight_gradients", "fast_accumulation", "emulated")
 HIGHEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -158,8 +158,9 @@ def test_a_model_trains_like_one_whose_layers_round_in_plain_pytorch() -> None:
 
 # ---------------------------------------------------------------- the same bits under every plan
 @pytest.mark.parametrize(("recipe", "bf16"), [
-    (RECIPES[0], False), (RECIPES[0], True), (RECIPES[2], True), (RECIPES[3], False),
-    *(pytest.param(*other, marks=pytest.mark.on_demand) for other in ((RECIPES[2], False), (RECIPES[3], True)))], ids=str)
+    (RECIPES[0], False), (RECIPES[0], True), (RECIPES[2], True), (RECIPES[3], False), (RECIPES[5], True),
+    *(pytest.param(*other, marks=pytest.mark.on_demand) for other in (
+        (RECIPES[2], False), (RECIPES[3], True), (RECIPES[5], False)))], ids=str)
 def test_every_plan_gives_the_same_bits(recipe: Float8, bf16: bool) -> None:
     found = []
     for plan in ({"checkpoint_interval": 1, "reference": True}, {"checkpoint_interval": 3}, {"saved_layers": 3},
@@ -189,7 +190,7 @@ def test_steps_give_the_same_bits_as_a_loop_and_as_one_program() -> None:
     assert tiny_models.same_bits(*weights)
 
 
-@pytest.mark.parametrize("recipe", [TINY, dataclasses.replace(TINY, scaling="row")], ids=str)
+@pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[5]], ids=str)
 def test_chunks_of_tokens_have_the_scales_of_the_whole_micro_batch(recipe: Float8) -> None:
     found = []
     for chunk in (0, 4):
@@ -347,7 +348,7 @@ def test_a_layer_takes_no_more_memory_than_predicted(recipe: Float8) -> None:
 # ---------------------------------------------------------------- texts of programs
 def test_a_text_is_refused_on_a_model_of_another_precision_and_runs_on_one_of_its_own() -> None:
     precisions = {"None": None, "'float8-emulated:min_features=16'": TINY,
-                  "'float8-emulated:scaling=row,min_features=16'": dataclasses.replace(TINY, scaling="row")}
+                  "'float8-emulated:scaling=row,min_features=16'": RECIPES[5]}
     models = {name: stream(build(num_hidden_layers=1), precision=recipe) for name, recipe in precisions.items()}
     texts = {name: model.megacompile.text(batch(0, 4)) for name, model in models.items()}
     assert texts["None"].count("program.precision(") == 0
