@@ -80,6 +80,8 @@ def options() -> argparse.ArgumentParser:
                         help="number of layers, counted from the last, that keep their residuals (default: as many as fit)")
     parser.add_argument("--residuals", choices=RESIDUALS,
                         help="which residuals these layers keep (default: chosen by the planner)")
+    parser.add_argument("--host-residuals", type=int,
+                        help="number of these layers whose residuals wait in host memory (default: none)")
     parser.add_argument("--token-chunk", type=int,
                         help="number of tokens that a layer computes at a time (default: chosen by the planner)")
     parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
@@ -123,7 +125,7 @@ MODEL = ("shape", "layers", "device", "pinned_memory", "host_memory", "disk", "d
          "lora", "quantize", "precision", "overlap")  # clipping leaves gradients in tiles
 #: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
-            "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
+            "deferred_moments", "saved_layers", "residuals", "host_residuals", "token_chunk", "device_memory", "waves")
 _YES = {"yes": True, "no": False}
 
 

@@ -60,13 +60,13 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
         return Candidate(plan, needed, host_bytes, None)
     assert planner.simulator is not None, "nothing is known of the machine"
     slabs = 0
-    if not plan.pinned or plan.host_checkpoints or plan.update == "arrival" or plan.disk_state:
+    if not plan.pinned or plan.host_checkpoints or plan.host_residuals or plan.update == "arrival" or plan.disk_state:
         slabs = plan.ranks * host_slab_bytes(planner.simulator.program(plan, whole_step))
     return Candidate(plan, needed, host_bytes + slabs, planner.simulator.times(plan, whole_step))
 
 
 def host_slab_bytes(program: Program) -> int:
-    """Bytes of the slabs and checkpoints in host memory that a step of one rank uses."""
+    """Bytes of the slabs, checkpoints and residuals in host memory that a step of one rank uses."""
     used = places(program.section(section) for section in step_of(program))
     return sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
 
@@ -174,8 +174,9 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     listed = {c.plan for c in found}
     found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
     found.sort(key=lambda c: c.times.step_s if c.times is not None else float("inf"))
-    sums = planner.host_parts(chosen)["sums"]
-    parts = planner.tiling.host_parts(gradients=chosen.update == "step") | ({"sums": sums} if sums else {})
+    own = planner.host_parts(chosen)
+    parts = planner.tiling.host_parts(gradients=chosen.update == "step") | {
+        name: own[name] for name in ("sums", "residuals") if own[name]}
     slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
     return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
                    planner.largest_batch(chosen.length, chosen.update), tuple(state_rows(planner, chosen, whole_step)), useful)

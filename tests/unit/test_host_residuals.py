@@ -239,6 +239,13 @@ def test_residuals_that_the_host_cannot_hold_are_refused_by_their_size() -> None
                   host_memory=free.planner.tiling.host_bytes() + HOST_MARGIN_BYTES + needed // 2)
 
 
+def test_what_residuals_take_of_the_host_is_listed() -> None:
+    free = scheduled(host_residuals=3, saved_layers=5)
+    needed = free.planner.host_parts(free.plan)["residuals"]
+    shown = free.explain()
+    assert f"residuals        {needed / 2**30:.1f}" in shown and "5 (3 on the host)" in shown
+
+
 # ---------------------------------------------------------------- in one buffer
 
 def through_a_buffer(residuals: list[Any]) -> tuple[list[Any], int]:
