@@ -4,6 +4,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import megacompile
 from megacompile.errors import LaneError, MegacompileError
 from megacompile.ir.program import Lane, lane_of, nodes, op_of, operands
 from megacompile.predict.simulate import Item, Timeline, simulate, step_of
+from megacompile.runtime.backends import timestamps
 from megacompile.runtime.backends.timestamps import CudaTimestamps, HostTimestamps
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.runtime.reference import ReferenceExecutor
@@ -72,25 +74,43 @@ def test_what_waits_for_another_lane_starts_after_it(model: Any, optimizer: mega
     assert any(i.cause is not None and i.cause.lane != i.lane and i.cause.section != i.section for i in waits), "an update"
 
 
+def slowed(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], None]) -> None:
+    """Each prefetch waits before it copies."""
+    prefetch = OPERATIONS["prefetch"]
+    monkeypatch.setitem(OPERATIONS, "prefetch", lambda frame, node: (wait(), prefetch(frame, node))[1])
+
+
+def prefetches(timeline: Timeline) -> list[Item]:
+    """Those of the second step."""
+    return [i for i in timeline.items if op_of(i.node).name == "prefetch" and i.step == 1]
+
+
 def test_a_lane_is_busy_for_as_long_as_its_instructions_take(
         model: Any, optimizer: megacompile.AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefetch = OPERATIONS["prefetch"]
-
-    def slow(frame: Any, node: Any) -> Any:
-        time.sleep(0.01)
-        return prefetch(frame, node)
-
+    """By a clock that only prefetches, one after the other, move on."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     train_step(model, optimizer)
-    monkeypatch.setitem(OPERATIONS, "prefetch", slow)
-    begin = time.perf_counter()
+    monkeypatch.setattr(timestamps, "time", clock)
+    slowed(monkeypatch, lambda: setattr(clock, "now", clock.now + 0.01))
     found = recorded(model, optimizer)
-    took = time.perf_counter() - begin
-    copies = [i for i in found.items if op_of(i.node).name == "prefetch" and i.step == 1]
-    assert len(copies) >= 5 and all(0.01 <= i.seconds < 0.1 for i in copies)
-    assert 0.01 * len(copies) * 0.8 <= found.busy_s[Lane.H2D] <= found.step_s < took
-    assert all(0.0 <= found.occupancy(lane) <= 1.0 for lane in Lane)
-    assert found.binds == Lane.H2D
+    copies = prefetches(found)
+    assert len(copies) >= 5 and all(i.seconds == pytest.approx(0.01) for i in copies)
+    assert found.busy_s[Lane.H2D] == pytest.approx(0.01 * len(copies)) == pytest.approx(found.step_s)
+    assert all(0.0 <= found.occupancy(lane) <= 1.0 + 1e-9 for lane in Lane)
     assert "h2d" in found.table() and found.table().startswith(f"step: {found.step_s:.3f} s")
+
+
+def test_the_lane_that_the_others_wait_for_binds(
+        model: Any, optimizer: megacompile.AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prefetch takes twice as long as a whole step before."""
+    train_step(model, optimizer)
+    wait_s = 2 * recorded(model, optimizer).step_s
+    slowed(monkeypatch, lambda: time.sleep(wait_s))
+    found = recorded(model, optimizer)
+    copies = prefetches(found)
+    assert len(copies) >= 5 and all(i.seconds >= wait_s for i in copies)
+    assert 0.8 * wait_s * len(copies) <= found.busy_s[Lane.H2D] <= found.step_s
+    assert found.binds == Lane.H2D
 
 
 def test_a_step_ends_with_its_update_however_many_backwards_it_has(model: Any, optimizer: megacompile.AdamW) -> None:
@@ -170,22 +190,25 @@ def test_a_recording_that_an_error_ends_leaves_the_model_ready_for_the_next(
     assert recorded(model, optimizer).items
 
 
-def test_cuda_timestamps_put_events_of_streams_and_moments_of_the_host_on_one_scale() -> None:
+def test_cuda_timestamps_put_events_of_streams_and_moments_of_the_host_on_one_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=7.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(timestamps, "time", clock)
+
     class Event:
         def record(self, stream: str) -> None:
-            self.ms, self.stream = 1e3 * time.perf_counter(), stream
+            self.ms, self.stream = 1e3 * (clock.now - 5), stream
 
         def synchronize(self) -> None: ...
 
     cupy = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=lambda begin, end: end.ms - begin.ms))
-    timestamps = CudaTimestamps(cupy, {Lane.COMPUTE: "stream 1", Lane.H2D: "stream 2"})
+    scale = CudaTimestamps(cupy, {Lane.COMPUTE: "stream 1", Lane.H2D: "stream 2"})
     stamps = []
     for lane in (Lane.H2D, Lane.CPU, Lane.COMPUTE, Lane.PACK):
-        time.sleep(0.005)
-        stamps.append(timestamps.stamp(lane))
+        clock.now += 0.005
+        stamps.append(scale.stamp(lane))
     assert stamps[0].stream == "stream 2" and stamps[2].stream == "stream 1"
-    seconds = [0.0, *map(timestamps.seconds, stamps)]
-    assert all(0.004 < after - before < 0.5 for before, after in itertools.pairwise(seconds)), seconds
+    seconds = [0.0, *map(scale.seconds, stamps)]
+    assert all(after - before == pytest.approx(0.005) for before, after in itertools.pairwise(seconds)), seconds
 
 
 def test_what_cannot_be_recorded_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
