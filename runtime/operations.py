@@ -196,11 +196,11 @@ def _fetch(frame: Frame, node: fx.Node) -> Activation:
 
 def _stash_residuals(frame: Frame, node: fx.Node) -> HostCheckpoint:
     buffer = frame.host[argument(node, "into")]
-    buffer.packing, copies = packed(frame.read(node, "value").residuals)
+    buffer.packing, memory = packed(frame.read(node, "value").residuals)
     assert buffer.packing.bytes <= buffer.memory.numel(), (
         f"residuals of {argument(node, 'call')} take {buffer.packing.bytes} bytes, and {buffer.memory.numel()} were planned")
-    for where, memory in copies:
-        frame.backend.copy(buffer.memory[where], memory, Lane.D2H)
+    for where, piece in zip(buffer.packing.pieces, memory, strict=True):
+        frame.backend.copy(buffer.memory[where], piece, Lane.D2H)
     return buffer
 
 
@@ -210,13 +210,15 @@ def _release_residuals(frame: Frame, node: fx.Node) -> None:
 
 def _residual_memory(frame: Frame, node: fx.Node) -> FetchedResiduals:
     """From PyTorch's allocator, on the compute lane, like the residuals that had this memory before."""
-    size = frame.read(node, "stashed_residuals").packing.bytes
-    return FetchedResiduals(torch.empty(size, dtype=torch.uint8, device=frame.backend.device))
+    pieces = frame.read(node, "stashed_residuals").packing.pieces
+    return FetchedResiduals(tuple(torch.empty(piece.stop - piece.start, dtype=torch.uint8, device=frame.backend.device)
+                                  for piece in pieces))
 
 
 def _fetch_residuals(frame: Frame, node: fx.Node) -> None:
     buffer, fetched = frame.read(node, "stashed_residuals"), frame.read(node, "memory")
-    frame.backend.copy(fetched.memory, buffer.memory[:buffer.packing.bytes], Lane.H2D)
+    for where, piece in zip(buffer.packing.pieces, fetched.memory, strict=True):
+        frame.backend.copy(piece, buffer.memory[where], Lane.H2D)
     fetched.residuals = buffer.packing.residuals(fetched.memory)
 
 

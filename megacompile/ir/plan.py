@@ -292,7 +292,6 @@ class Plan:
         the prologue's output, part of which every layer reads.)"""
         return [block[0] for block in self.blocks(layers)[1:1 + self.host_checkpoints]]
 
-
     def residuals_on_host(self, layers: Sequence[str]) -> list[str]:
         """The layers whose residuals wait in host memory: the first ones, whose copies have the longest time in both
         directions. At least one layer keeps its residuals on the device."""

@@ -1,4 +1,4 @@
-"""Rule `residuals_return`: residuals that leave the device come back before their backward."""
+"""Rule `fetched_back`: residuals that leave the device come back before their backward."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from megacompile.ir.program import Kept, Program, find, nodes, op_of, operands
 from megacompile.verify.fault import Fault
 
 
-def residuals_return(program: Program) -> Iterator[Fault]:
+def fetched_back(program: Program) -> Iterator[Fault]:
     """Each value whose residuals are stashed releases them once, afterwards, and no other value does. No backward reads
     released residuals. Each memory for residuals is filled once, before its backward reads it."""
     gone: dict[Kept, fx.Node] = {}  # what the forward has released -> where

@@ -161,13 +161,10 @@ class _Backward:
     def run(self, micro_batches: list[int]) -> None:
         stack = differentiated(self.program)
         block_of = {layer: block for block in self.plan.blocks(stack) for layer in block}
-        for layer in reversed(stack):
-            for mb in micro_batches if layer == block_of.get(layer, (layer,))[-1] else ():
-                if layer in block_of:
-                    self.block(block_of[layer], mb)
-                else:
-                    saved = self.kept(Kept(layer, mb))
-                    self.step("backward", layer, mb, self.kept(self.input_of(layer, mb)), saved=saved)
+        parts = [*dict.fromkeys(block_of.get(layer, (layer,)) for layer in stack)]
+        for part in reversed(parts):
+            for mb in micro_batches:
+                (self.block if part[0] in block_of else self.saved)(part, mb)
         if trainable(self.program, self.program.calls[0].tiles):
             for mb in micro_batches:
                 self.step("recompute_backward", self.chain[0], mb, None)
@@ -194,6 +191,11 @@ class _Backward:
         self.step("recompute_backward", block[-1], mb, carried[-1])
         for layer, value, saved in zip(reversed(block[:-1]), reversed(carried[:-1]), reversed(carried[1:]), strict=True):
             self.step("backward", layer, mb, value, saved=saved)
+
+    def saved(self, layers: tuple[str, ...], mb: int) -> None:
+        """The backward of one layer that kept its residuals."""
+        (layer,) = layers
+        self.step("backward", layer, mb, self.kept(self.input_of(layer, mb)), saved=self.kept(Kept(layer, mb)))
 
     def step(self, op: str, layer: str, mb: int, carried: fx.Node | None, **more: Any) -> None:
         call = self.calls[layer]

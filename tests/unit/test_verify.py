@@ -105,10 +105,10 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("well_formed", "lease of a call's value and a tile's"): (
         STREAMED, "differentiate", "backward", r'h1_0 = p.leased\("layers.0", mb=0', r'\g<0>, tile="layers.0"',
         "is neither a call's value for one micro-batch nor one tile's accumulators"),
-    ("residuals_return", "residuals that stay"): (
+    ("fetched_back", "residuals that stay"): (
         MOVING, "place", "forward", r"    p.release_residuals\(h1_0\).*\n", "",
         "the residuals of h1_0 are stashed, but stay on the device"),
-    ("residuals_return", "memory that is not filled"): (
+    ("fetched_back", "memory that is not filled"): (
         MOVING, "place", "backward", r"    .*p.fetch_residuals\(.*memory=q1_0\).*\n", "",
         "reads q1_0 before residuals are fetched into it"),
     ("supplied", "weights of another call"): (
