@@ -48,14 +48,15 @@ class StatusBoard:
         """What has happened to another rank, or "". Without `failures`: only if its process cannot go on."""
         own = self._numbers[self.rank][_FAILED]
         others = [other for other in range(len(self.processes)) if other != self.rank]
-        for other in others if failures else ():
+        gone = next(((other, gone) for other in others if (gone := self._gone(other))), None)
+        for other in others if failures else ():  # read after `gone`, so that what an ended rank said is there
             _, failed, length, *_ = self._numbers[other].tolist()
             if failed > own:
                 text = bytes(self._rows[other][_TEXT:_TEXT + length]).rstrip(b"\0").decode(errors="replace")
                 return f"rank {other}{self._where(other)} has failed with {text}"
-        for other in others:
-            if gone := self._gone(other):
-                return f"rank {other} (process {self.processes[other]}){self._where(other)} {_WORDS[gone]}"
+        if gone is not None:
+            other, state = gone
+            return f"rank {other} (process {self.processes[other]}){self._where(other)} {_WORDS[state]}"
         return ""
 
     def _gone(self, rank: int) -> int:

@@ -1,6 +1,7 @@
 """What hosts tell each other of their ranks, and how their processes connect. A host is played by a board in memory."""
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import threading
@@ -16,7 +17,7 @@ from megacompile.runtime.host_watch import HostWatch
 from megacompile.runtime.hosts import Hosts
 from megacompile.system import links
 from megacompile.system.links import Listener, connected
-from megacompile.system.status_board import ROW_BYTES, StatusBoard
+from megacompile.system.status_board import ENDED, ROW_BYTES, StatusBoard
 
 ROWS = ((0, 1), (2, 3), (4, 5))
 #: For how long a host may be silent here, in seconds: longer than this process waits for a core on a busy machine.
@@ -232,3 +233,20 @@ def test_a_process_that_may_not_listen_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(socket, "create_server", forbidden)
     with pytest.raises(RankError, match=r"\(Operation not permitted\): allow this process to listen on a port"):
         Listener()
+
+
+def test_what_a_rank_has_said_comes_before_its_end_whenever_a_process_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages come while it looks at the processes of its own host."""
+    here, there = (StatusBoard(torch.zeros(3 * ROW_BYTES, dtype=torch.uint8), rank, [os.getpid()] * 3, row)
+                   for rank, row in ((0, (0, 1)), (2, (2,))))
+    there.fail(ValueError("power cut"))
+    gone = StatusBoard._gone
+
+    def meanwhile(board: StatusBoard, rank: int) -> int:
+        if board is here and rank == 1:
+            board.take(there.told(), [2])
+            board.mark(2, ENDED)
+        return gone(board, rank)
+
+    monkeypatch.setattr(StatusBoard, "_gone", meanwhile)
+    assert here.trouble() == "rank 2 has failed with ValueError: power cut"
