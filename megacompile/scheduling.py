@@ -25,7 +25,7 @@ from megacompile.planning.device import compute_device, device_budget, free_devi
 from megacompile.planning.disk_tiles import with_disk
 from megacompile.planning.explain import Outlook, outlook
 from megacompile.planning.host_needs import host_too_small
-from megacompile.planning.memory import call_specs
+from megacompile.planning.memory import planned_calls
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
 from megacompile.planning.precision import check_float8
@@ -158,7 +158,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
                                "loss=...")
     with under_way(f"planning {batch} x {length}"):
         planned = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)
-        program = model_program(call_specs(captured, tiling, planned.plan), tiling.tiles(), batch, labels=captured.has_loss,
+        program = model_program(planned_calls(captured, tiling, planned.plan), tiling.tiles(), batch, labels=captured.has_loss,
                                 whole_step=whole_step, differentiable=not captured.has_loss, precision=config.recipe)
         compiled = compile_program(program, planned.plan, config.passes)
     return Schedule(captured, tiling, planned.plan, compiled.stages, compiled.log, planner.after(planned), device, hardware)

@@ -81,7 +81,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--residuals", choices=RESIDUALS,
                         help="which residuals these layers keep (default: chosen by the planner)")
     parser.add_argument("--host-residuals", type=int,
-                        help="number of these layers whose residuals wait in host memory (default: none)")
+                        help="number of these layers that are the first ones instead, whose residuals wait in host memory "
+                             "(default: none)")
     parser.add_argument("--token-chunk", type=int,
                         help="number of tokens that a layer computes at a time (default: chosen by the planner)")
     parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')

@@ -51,7 +51,7 @@ class StreamConfig:
         dynamic: compile kernels of packed rows once for any number and length of rows, and split a step's rows into
             micro-batches that differ by at most one row. False: compile kernels for each of a few sizes, powers of two. None:
             True where templates are compiled.
-        saved_layers: how many of the last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
+        saved_layers: how many layers keep their residuals, the last ones first; None: on cuda as many as fit, elsewhere none.
         residuals: which residuals those layers keep: "all", or only the results of "attention", a fourteenth of a 7B layer's.
             The rest is then recomputed, but not attention, which takes longest in long sequences. Requires
             `checkpoint_interval` 1. None: attention's where not all layers can keep all residuals and a simulation says that
@@ -65,9 +65,9 @@ class StreamConfig:
             micro-batch of one sequence does not fit.
         host_checkpoints: how many activation checkpoints of a micro-batch, those of the lowest layers, wait for their backward
             in pinned host memory; True: all; False: none; None: none, unless the batch does not fit otherwise.
-        host_residuals: how many layers send their residuals to pinned host memory in the forward and get them back in the
-            backward, in addition to the layers whose residuals the device has memory for. Each saves one recomputation, where
-            the host has the memory and the link has the time. They are counted in `saved_layers`. None: none.
+        host_residuals: how many layers, counted from the first, send their residuals to pinned host memory in the forward and
+            get them back in the backward. They are counted in `saved_layers`, and at least one saved layer is not among them.
+            Each saves one recomputation, where the host has the memory and the link has the time. None: none.
         resident: names of tiles (or one name, or "all") whose weights stay on the device.
         resident_state: names of tiles (or one name, or "all") that stay on the device with their optimizer state and are
             updated there; None: as many as fit and as make a step faster.

@@ -5,6 +5,7 @@ values take `cost.peak_bytes`.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -50,13 +51,20 @@ def host_checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -
 def residual_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str, tuple[int, ...]]:
     """Bytes of a buffer for the residuals of each micro-batch (one number if all are alike), by the name of each layer whose
     residuals wait in host memory."""
+    return _residual_bytes(captured, tiling, plan, plan.sizes if len(set(plan.sizes)) > 1 else plan.sizes[:1])
+
+
+def _residual_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan,
+                    sizes: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+    """The same for micro-batches of these rows and lengths."""
+    if not plan.host_residuals:
+        return {}
     layers = {call.name: captured.templates[call.template] for call in tiling.differentiated(captured.calls)}
-    sizes = plan.sizes if len(set(plan.sizes)) > 1 else plan.sizes[:1]
     return {name: tuple(cost.stashed_residual_bytes(layers[name], *size, plan.residuals) for size in sizes)
             for name in plan.residuals_on_host([*layers])}
 
 
-def call_specs(captured: CapturedModel, tiling: Tiling, plan: Plan) -> tuple[CallSpec, ...]:
+def planned_calls(captured: CapturedModel, tiling: Tiling, plan: Plan) -> tuple[CallSpec, ...]:
     """The calls as schedules see them under a plan."""
     return tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length, plan.lengths,
                              residual_bytes(captured, tiling, plan))
@@ -64,9 +72,7 @@ def call_specs(captured: CapturedModel, tiling: Tiling, plan: Plan) -> tuple[Cal
 
 def host_residual_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     """Bytes of the buffers for residuals that one forward keeps in host memory."""
-    layers = {call.name: captured.templates[call.template] for call in tiling.differentiated(captured.calls)}
-    return sum(cost.stashed_residual_bytes(layers[name], *size, plan.residuals)
-               for name in plan.residuals_on_host([*layers]) for size in _largest_wave(plan))
+    return sum(map(sum, _residual_bytes(captured, tiling, plan, _largest_wave(plan)).values()))
 
 
 def _largest_wave(plan: Plan) -> list[tuple[int, int]]:
@@ -178,22 +184,22 @@ class _Stack:
     def names(self) -> list[str]:
         return [call.template for call in self.calls]
 
-    @property
+    @functools.cached_property
     def moving(self) -> int:
         """The number of layers, counted from the first, whose residuals wait on the host."""
         return len(self.plan.residuals_on_host(self.names))
 
-    @property
+    @functools.cached_property
     def staying(self) -> int:
         """The number of layers, counted from the last, whose residuals stay on the device."""
         return len(self.saving) - self.moving
 
-    @property
+    @functools.cached_property
     def recomputed(self) -> list[str]:
         """The layers that are recomputed, which come next. The others keep their residuals."""
         return self.plan.recomputed(self.names)
 
-    @property
+    @functools.cached_property
     def saving(self) -> list[str]:
         return [*self.names[:self.moving], *self.names[self.moving + len(self.recomputed):]]
 

@@ -12,7 +12,7 @@ from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane, Program, argument, op_of
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Pass, run_pass
-from megacompile.planning.memory import call_specs
+from megacompile.planning.memory import planned_calls
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import StepTimes, Timeline, step_of
@@ -137,8 +137,8 @@ class StepSimulator:
     def _made(self, plan: Plan, whole_step: bool) -> Program:
         captured = self.durations.captured
         of_loss = plan.output == "loss"
-        program = model_program(call_specs(captured, self.tiling, plan), self.tiling.tiles(), plan.batch, of_loss, whole_step,
-                                differentiable=not of_loss)
+        program = model_program(planned_calls(captured, self.tiling, plan), self.tiling.tiles(), plan.batch, of_loss,
+                                whole_step, differentiable=not of_loss)
         for each in self.passes:
             program = run_pass(each, program.evolve(sections={key: program.section(key) for key in step_of(program)}), plan)
         return program

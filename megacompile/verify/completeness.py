@@ -146,7 +146,7 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
         own = argument(node, "call"), argument(node, "mb")
         for value in node.all_input_nodes:
             if origins.of(value) != own:
-                what = "set of residuals" if op_of(node).name in RESIDUAL_OPS else "checkpoint"
+                what = _STASHED["stash_residuals" if op_of(node).name in RESIDUAL_OPS else "stash"]
                 yield Fault(f"{describe(node)} takes {value.name}, which is another {what}", "give it its own", node, value)
     for node in find(graph, *_FORWARD, *_BACKWARD):
         call, mb = argument(node, "call"), argument(node, "mb")

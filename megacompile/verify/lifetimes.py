@@ -76,6 +76,11 @@ def stashed_by(node: fx.Node) -> Stashed:
     return TAKEN_FROM.get(op, op), argument(node, "call"), argument(node, "mb")
 
 
+def _waits(node: fx.Node, awaited: set[Stashed]) -> bool:
+    """Whether a node stashes what a later section takes."""
+    return op_of(node).name in TAKEN_FROM.values() and stashed_by(node) in awaited
+
+
 def _lives(name: str, graph: fx.Graph, awaited: set[Stashed]) -> Iterator[Fault]:
     """`awaited`: what later sections take from host memory."""
     alive: dict[str, fx.Node] = {}  # slot -> the value in it
@@ -88,7 +93,7 @@ def _lives(name: str, graph: fx.Graph, awaited: set[Stashed]) -> Iterator[Fault]
             if stays(place_of(value)):
                 yield Fault(f"{value.name} is released although {place_of(value)} is resident: later sections read it",
                             "drop the release", node, value, hazard=True)
-            if stashed_by(value) in awaited and op_of(value).name not in TAKEN_FROM:
+            if _waits(value, awaited):
                 yield Fault(f"{value.name} is released although a later section fetches it", "drop the release", node, value,
                             hazard=True)
             if value in leased:
@@ -109,7 +114,7 @@ def _lives(name: str, graph: fx.Graph, awaited: set[Stashed]) -> Iterator[Fault]
     for node in nodes(graph):
         place = argument(node, "into")
         memory = op_of(node).result in _HEAP or (place is not None and not stays(place))
-        kept = node in leased or (stashed_by(node) in awaited and op_of(node).name not in TAKEN_FROM)
+        kept = node in leased or _waits(node, awaited)
         if memory and node not in ended and not kept:
             yield Fault(f"{node.name} ({describe(node)}) is neither released nor leased in {name}: its memory stays "
                         "taken", "release it after its last use", node)

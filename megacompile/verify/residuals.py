@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from megacompile.ir.listing import describe
-from megacompile.ir.program import Kept, Program, find, nodes, op_of, operands
+from megacompile.ir.program import Kept, Program, find, op_of, operands
 from megacompile.verify.fault import Fault
 
 
@@ -51,7 +51,7 @@ def _released(graph: fx.Graph, released: dict[fx.Node, fx.Node]) -> Iterator[Fau
 
 def _filled(graph: fx.Graph) -> Iterator[Fault]:
     filled: dict[fx.Node, fx.Node] = {}
-    for node in nodes(graph):
+    for node in find(graph, "fetch_residuals", "backward"):
         if op_of(node).name == "fetch_residuals":
             (memory,) = operands(node, "memory")
             if memory in filled:

@@ -29,8 +29,6 @@ from torch import fx
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Builder, Program, argument, copy_section, differentiated, find, nodes, op_of
 
-from .partition import TRAINING
-
 name, requires, provides = "host_residuals", "differentiate", "differentiate"
 
 #: The call and the micro-batch that residuals are of.
@@ -41,12 +39,11 @@ def run(program: Program, plan: Plan) -> Program:
     if not plan.residuals_on_host(differentiated(program)):
         return program
     sections = {key: copy_section(graph) for key, graph in program.sections.items()}
-    for key in TRAINING:
-        if key in sections:
-            stashed = _stash(program, plan, sections[key])
-            if key == "forward":
-                stashed = _stashed_before(sections["backward"], stashed)
-            _fetch(program, plan, sections["backward" if key == "forward" else key], stashed)
+    if "train_step" in sections:
+        _fetch(program, plan, sections["train_step"], _stash(program, plan, sections["train_step"]))
+    if "forward" in sections:
+        copies = _stash(program, plan, sections["forward"])
+        _fetch(program, plan, sections["backward"], _stashed_before(sections["backward"], copies))
     return program.evolve(sections=sections)
 
 
@@ -58,6 +55,7 @@ def _stash(program: Program, plan: Plan, graph: fx.Graph) -> dict[_Of, fx.Node]:
     successors = dict(zip(on_host, saving[len(saving) - len(on_host):], strict=True))
     copies: dict[_Of, fx.Node] = {}
     for wave in range(plan.waves):
+        # A forward_saving of a layer that keeps no residuals is a recomputation, and no part of the forward.
         made = {_of(node): node for node in find(graph, "forward", "forward_saving")
                 if plan.wave_of(argument(node, "mb")) == wave and argument(node, "call") in stack
                 and (op_of(node).name == "forward") == (argument(node, "call") in recomputed)}

@@ -23,7 +23,7 @@ from megacompile.ir.plan import Plan
 from megacompile.ir.program import Program
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, run_pass
-from megacompile.planning.memory import call_specs, slot_bytes, training_bytes
+from megacompile.planning.memory import planned_calls, slot_bytes, training_bytes
 from megacompile.predict import cost
 from megacompile.scheduling import Schedule
 
@@ -140,7 +140,7 @@ def loops(request: pytest.FixtureRequest) -> Schedule:
 
 def compiled(model: Schedule, plan: Plan, whole_step: bool) -> Program:
     outputs = plan.output != "loss"
-    program = model_program(call_specs(model.captured, model.tiling, plan), model.tiling.tiles(), plan.batch, not outputs,
+    program = model_program(planned_calls(model.captured, model.tiling, plan), model.tiling.tiles(), plan.batch, not outputs,
                             whole_step, differentiable=outputs)
     for each in PIPELINE:
         program = run_pass(each, program, plan)

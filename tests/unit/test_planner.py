@@ -26,7 +26,7 @@ from megacompile.ir.plan import RESIDUALS, Plan, split
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.memory import Estimate, call_specs
+from megacompile.planning.memory import Estimate, planned_calls
 from megacompile.planning.planner import Planner
 from megacompile.predict import cost
 from megacompile.runtime.backends.threads import ThreadBackend
@@ -89,7 +89,7 @@ def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analy
     if choices.get("resident") == "all":
         choices = {"resident": tuple(tiling.layouts)}
     chosen = plan(analysis, **choices)
-    model = model_program(call_specs(captured, tiling, chosen), tiling.tiles(), 8, labels=True)
+    model = model_program(planned_calls(captured, tiling, chosen), tiling.tiles(), 8, labels=True)
     program = compile_program(model, chosen, PIPELINE).program
     slots = sum(slot.bytes for name, slot in program.slots.items() if name[0] in "WRGC")
     assert planner(analysis).estimate(chosen).slots == slots

@@ -23,7 +23,7 @@ from megacompile.ir.program import Program, Slot, places, slot_family
 from megacompile.ir.slots import OF_A_FORWARD
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, Pass, compile_program
-from megacompile.planning.memory import Estimate, call_specs
+from megacompile.planning.memory import Estimate, planned_calls
 from megacompile.planning.packed_plans import PackedPlans
 from megacompile.planning.planner import Choice, Planner
 from megacompile.planning.step_time import UNEVEN_CAUTION
@@ -270,7 +270,7 @@ class Shapes:
                 "the model computes with several sequences of a batch at once, so that micro-batches would change what it "
                 f"computes: give micro_batch_size={shape.batch} or smaller batches, or let no row read another; in "
                 f"{captured.across_rows}")
-        return model_program(call_specs(captured, self.tiling, plan), self.tiling.tiles(), shape.batch, shape.labels,
+        return model_program(planned_calls(captured, self.tiling, plan), self.tiling.tiles(), shape.batch, shape.labels,
                              shape.whole_step, differentiable=shape.training and shape.output != "loss",
                              hidden_states=shape.output == ALL, precision=self.captures.config.recipe)
 
