@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests are not a pack
 
 import alike_models
 import torch
+from hypothesis import HealthCheck, settings
 from torch import fx
 
 from megacompile import api
@@ -31,6 +32,10 @@ from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.planning import planner
 from megacompile.streaming.programs import shapes
+
+# Limits of time would make tests depend on what else the machine does.
+settings.register_profile("megacompile", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("megacompile")
 
 LAYER_BYTES, BOUNDARY_BYTES, OUTPUT_BYTES, RESIDUAL_BYTES = 2048, 8192, 512, 4096
 

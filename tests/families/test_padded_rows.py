@@ -41,7 +41,7 @@ def test_padded_rows_have_the_loss_and_gradients_of_native_pytorch(family: str) 
     native: Any = verdicts._build(family)
     model = megacompile.stream(copy.deepcopy(native), device="cpu")
 
-    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @settings(max_examples=8, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     @given(batch=batches())
     def check(batch: dict[str, Tensor]) -> None:
         ours, theirs = (verdicts._loss_and_gradients(each, batch) for each in (model, native))

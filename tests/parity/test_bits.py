@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import VOCABULARY, build
+from other_lanes import OtherLanes
 from torch import Tensor, fx
 
 import megacompile
@@ -295,9 +296,10 @@ CONTROLS = ("Weights-Ready", "Backward-Done", "gradients are in the slab", "a re
 
 
 @pytest.mark.parametrize(("wait", "removed"), [*((wait, True) for wait in WAITS), *((wait, False) for wait in CONTROLS)])
-def test_late_work_changes_the_weights_only_without_its_wait(wait: str, removed: bool) -> None:
-    """What one wait is for is made late. With the wait the bits are those of program order; without it they are others,
-    or the reader finds nothing to read."""
+def test_late_work_changes_the_weights_only_without_its_wait(
+        wait: str, removed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The awaited work is late: it begins when nothing else can continue. With the wait the bits are those of program order;
+    without it they are others, or the reader finds nothing to read."""
     plan, section, lane, op, awaited = WAITS[wait]
     model = stream(**PLANS[plan])
     shape = model.megacompile.compiled(batch(0))
@@ -305,12 +307,14 @@ def test_late_work_changes_the_weights_only_without_its_wait(wait: str, removed:
     if removed:
         edit(shape, section, lambda node, arguments, build: None if node is victim else build.add(
             op_of(node).name, node.name, **arguments))
-    graph = shape.program.section(section)
+    graph, others = shape.program.section(section), OtherLanes(model.megacompile.streamed.executor, monkeypatch)
 
     def delay(node: fx.Node) -> None:
         here = node.graph is graph and node.name == late
         if op_of(node).name == awaited and (here or argument(node, "tile") == late):
-            time.sleep(0.05)
+            held = lane_of(node)
+            assert held is not None
+            others.hold(held)
 
     model.megacompile.streamed.executor.probe = delay
     steps = 3  # the first shape comes twice
@@ -321,4 +325,4 @@ def test_late_work_changes_the_weights_only_without_its_wait(wait: str, removed:
     finally:
         model.megacompile.streamed.executor.probe = None
         model.megacompile.close()
-    assert harmed == removed
+    assert harmed == removed and not others.timed_out

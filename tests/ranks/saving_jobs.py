@@ -45,17 +45,29 @@ def message(kind: type[Exception], call: Callable[[], Any]) -> str:
     return ""
 
 
+def until(path: Path) -> None:
+    """Waits until a file is there, which another rank makes."""
+    limit = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < limit, f"{path} never comes"
+        time.sleep(0.001)
+
+
 @contextlib.contextmanager
-def slow_reads(seconds: float) -> Iterator[None]:
-    """Rank 1's writer reads slowly."""
+def reads_after(first: Callable[[], None]) -> Iterator[None]:
+    """Rank 1's writer calls `first` before each of its reads."""
     read = Snapshot.read
 
-    def slowly(self: Snapshot, *args: Any) -> int:
-        time.sleep(seconds)
+    def later(self: Snapshot, *args: Any) -> int:
+        first()
         return read(self, *args)
 
-    with mock.patch.object(Snapshot, "read", slowly) if RANK == 1 else contextlib.nullcontext():
+    with mock.patch.object(Snapshot, "read", later) if RANK == 1 else contextlib.nullcontext():
         yield
+
+
+def slow_reads(seconds: float) -> contextlib.AbstractContextManager[None]:
+    return reads_after(partial(time.sleep, seconds))
 
 
 def beside(folder: Path) -> dict[str, Any]:
@@ -91,13 +103,15 @@ def failures(folder: Path, model: Any, optimizer: megacompile.AdamW) -> dict[str
         steps(model, optimizer, range(5, 7))
         found["full"] = message(CheckpointError, writer.wait)
     found["full: left"] = sorted(os.listdir(folder / "failing"))
-    with slow_reads(0.05):
+    touched = folder / "touched"
+    with reads_after(partial(until, touched)):
         writer.save()
         if RANK == 0:
             inner = model.megacompile.streamed
             of_rank_1 = next(name for name, (tile, _) in inner.tiling.position.items() if tile not in set(inner.store.snapshot))
             with torch.no_grad():
                 inner.parameters[of_rank_1].add_(1)
+            touched.touch()
         found["touched"] = message(CheckpointError, writer.wait)
     megacompile.load_checkpoint(folder / "beside", model, optimizer)
     writer.save({"done": 7})
@@ -165,10 +179,14 @@ def interrupted(how: str, folder: Path) -> dict[str, Any]:
     model = streamed()
     optimizer = adamw(model)
     steps(model, optimizer, range(2))
-    with slow_reads(0.5 if how == "ends" else 0.05):
+    looked, over = [folder / f"{how}: rank {rank} has looked" for rank in (0, 1)], folder / f"{how}: over"
+    with reads_after(partial(until, over)):
         writer = megacompile.CheckpointWriter(folder / how, model, optimizer)
         writer.save()
         steps(model, optimizer, range(2, 3))
+        found["saving"] = writer.saving
+        looked[RANK].touch()
+        until(looked[1 - RANK])
         if RANK == 1 and how == "ends":
             os._exit(0)
         if RANK == 1:
@@ -176,8 +194,9 @@ def interrupted(how: str, folder: Path) -> dict[str, Any]:
                 raise RuntimeError("power cut")
 
             model.megacompile.streamed.executor.probe = probe
-        found["saving"] = writer.saving
         found["step"] = message(MegacompileError, lambda: steps(model, optimizer, range(3, 5)))
+        if RANK == 1:
+            over.touch()
         found["save"] = message(MegacompileError, writer.wait)
     found["left"] = sorted(os.listdir(folder / how))
     return found

@@ -78,7 +78,7 @@ def accumulators_needed(planner: Planner, program: Program) -> int:
 def test_estimates_are_those_of_the_program(planner: Planner) -> None:
     """Templates run as often as counted, slots, accumulators and host memory take what is estimated, and no step is faster than
     its bound."""
-    @settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+    @settings(max_examples=12, derandomize=True, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
     @given(schedules(layers=4, often=False))
     def of_any_plan(schedule: dict[str, Any]) -> None:

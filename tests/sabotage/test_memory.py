@@ -75,7 +75,7 @@ def slots_stated(program: Program) -> tuple[int, int]:
 
 @pytest.mark.parametrize("several", [False, True], ids=["one rank", "several ranks"])
 def test_slots_hold_what_lives_at_once(make_schedule: Callable[..., Compiled], several: bool) -> None:
-    @settings(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+    @settings(max_examples=30, derandomize=True, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
     @given(schedules(several=several))
     def of_any_plan(schedule: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ def test_predictions_for_layers_that_run_twice_and_share_are_never_under_either(
 def of_any_plan(model: Schedule, layers: int, examples: int) -> None:
     names = {f"layers.{i}": tile for i, tile in enumerate(t for t in model.tiling.layouts if "logue" not in t)}
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+    @settings(max_examples=examples, derandomize=True, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
     @given(schedules(layers=layers, often=False))
     def walked(schedule: dict[str, Any]) -> None:

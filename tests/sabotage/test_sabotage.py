@@ -106,7 +106,7 @@ def test_every_harmful_edit_of_a_golden_is_refused(golden: Program, programs: in
 def test_every_harmful_edit_of_a_random_program_is_refused(make_schedule: Schedules, programs: int, several: bool,
                                                            tally: Counter[str]) -> None:
     """And each of these programs computes what training is, whatever its plan, and races with nothing."""
-    @settings(max_examples=programs, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+    @settings(max_examples=programs, derandomize=True, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
     @given(schedule=schedules(several=several), seed=st.integers(0, 1 << 30))
     def broken_in_all_ways(schedule: dict[str, object], seed: int) -> None:

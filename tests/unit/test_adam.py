@@ -160,7 +160,7 @@ def test_threads_and_instruction_set_change_no_bit(
 
 
 @needs_library
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     words=st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=80),
     scale=st.sampled_from([0.0, 1e-30, 0.5, 1.0, math.inf, math.nan]),

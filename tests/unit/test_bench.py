@@ -9,6 +9,7 @@ import math
 import re
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -297,14 +298,14 @@ def test_medians_of_clock_and_power_skip_values_that_are_not_numbers() -> None:
 
 def test_clock_and_power_are_sampled_while_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "nvidia-smi"
-    fake.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\nwhile :; do echo 1480, 690.31; sleep 0.05; done\n")
+    fake.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\necho 1480, 690.31\n: > {tmp_path}/sampled\n"
+                    "while :; do sleep 0.05; echo 1480, 690.31; done\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     with clocks.sampled("cuda") as found:
-        while not (tmp_path / "asked").exists():
+        while not (tmp_path / "sampled").exists():
             time.sleep(0.01)
-        time.sleep(0.1)
     assert found == {"sm_clock_mhz": 1480.0, "power_w": 690.31}
     asked = (tmp_path / "asked").read_text()
     assert "--query-gpu=clocks.sm,power.draw" in asked and "-i GPU-abc" in asked
@@ -407,10 +408,28 @@ def test_rows_of_one_model_share_a_process_and_no_other_does(tmp_path: Path, log
     assert ["error" in row for row in rows.read(tmp_path / "rows.jsonl")] == [False, False, True, False, False]
 
 
-def test_rows_that_time_did_not_suffice_for_are_missing_yet(tmp_path: Path, log: Callable[[], list[str]]) -> None:
+def test_rows_that_time_did_not_suffice_for_are_missing_yet(
+        tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over while the second row hangs, however long a process takes to begin."""
     table, output = Table("t", (fake(size=1), fake("hangs", size=2), fake(size=3))), tmp_path / "rows.jsonl"
-    assert table_run.run(table, output, limit_s=0.0) == 3 and log() == []
-    assert table_run.run(table, output, limit_s=1.0) == 2
+    now, limits = 64.0, list[float]()
+
+    def over(kill: Callable[[], None]) -> None:
+        nonlocal now
+        end = time.monotonic() + 60
+        while log()[-1:] != ["hangs 2"] and time.monotonic() < end:
+            time.sleep(0.01)
+        now += 100.0
+        kill()
+
+    def timer_of(limit_s: float, kill: Callable[[], None]) -> threading.Timer:
+        limits.append(limit_s)
+        return threading.Timer(0.0, over, (kill,)) if len(limits) == 2 else threading.Timer(60.0, kill)
+
+    monkeypatch.setattr(table_run, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(table_run, "threading", SimpleNamespace(Timer=timer_of))
+    assert table_run.run(table, output, limit_s=0.0) == 3 and log() == [] == limits
+    assert table_run.run(table, output, limit_s=100.0) == 2 and limits == [100.0, 100.0]
     assert log() == ["good 1", "hangs 2"] and [row["tflops"] for row in rows.read(output)] == [2.0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -28,11 +27,7 @@ from megacompile.verify.verifier import verify
 OPTIONS = {"micro_batch_size": 2, "host_checkpoints": True}
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[tiny_models.Shared]:
-    shared = tiny_models.Shared(**OPTIONS)
-    yield shared
-    shared.close()
+shared = tiny_models.shared_in_module(**OPTIONS)
 
 
 @pytest.fixture

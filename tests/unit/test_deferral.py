@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,11 +23,7 @@ DEFERRED: dict[str, Any] = {"deferred_moments": True, "resident": ("prologue", "
                             "resident_state": ("prologue",), "visiting_state": ("model.layers.1",)}
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[tiny_models.Shared]:
-    made = tiny_models.Shared(bf16=True, micro_batch_size=2)
-    yield made
-    made.close()
+shared = tiny_models.shared_in_module(bf16=True, micro_batch_size=2)
 
 
 def planned(shared: tiny_models.Shared, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """A process whose caller waits inside CUDA for a rank that has ended says so and ends; others go on."""
 from __future__ import annotations
 
+import linecache
 import os
 import subprocess
 import sys
@@ -19,29 +20,34 @@ GONE = "rank 1 (process 7) was stopped by a signal"
 
 
 class Job:
-    """What a watch asks for, under the test's control. The caller is a thread that waits for `move` to be set, and then waits
-    elsewhere."""
+    """What a watch asks for, under the test's control. The caller is a thread that waits for `move` to be released, and then
+    for `over`."""
 
     def __init__(self) -> None:
         self.trouble, self.busy, self.told = GONE, True, False
-        self.move, self.moved, self.over = threading.Event(), threading.Event(), threading.Event()
+        self.move, self.over = threading.Lock(), threading.Lock()
+        for lock in (self.move, self.over):
+            lock.acquire()
         self.caller = threading.Thread(target=self._call, daemon=True)
         self.caller.start()
         self.watch = DeviceWatch(lambda: self.trouble, lambda: self.busy, lambda: self.caller.ident or 0, lambda: self.told)
-        while not self.stands_in_c():
-            time.sleep(0.001)
+        self.wait_until_it_stands_at("self.move.acquire()")
         self.watch.look()  # sees where the caller stands
 
-    def stands_in_c(self) -> bool:
-        """Whether the caller's thread has the same place for a while."""
-        first = self.watch._stands()
-        time.sleep(0.02)
-        return len(first) > 3 and first == self.watch._stands()
+    def wait_until_it_stands_at(self, line: str) -> None:
+        """Until the caller's thread stands at this line, which is one call of C: it is nowhere else in the line when another
+        thread looks."""
+        limit = time.monotonic() + 60
+        while True:
+            frame = sys._current_frames().get(self.caller.ident or 0)
+            if frame is not None and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() == line:
+                return
+            assert time.monotonic() < limit
+            time.sleep(0.001)
 
     def _call(self) -> None:
-        self.move.wait()
-        self.moved.set()
-        self.over.wait()
+        self.move.acquire()
+        self.over.acquire()
 
     def looks(self, count: int) -> list[str]:
         return [self.watch.look() for _ in range(count)]
@@ -51,8 +57,9 @@ class Job:
 def job() -> Iterator[Job]:
     made = Job()
     yield made
-    made.move.set()
-    made.over.set()
+    for lock in (made.move, made.over):
+        if lock.locked():
+            lock.release()
     made.caller.join(10)
 
 
@@ -70,10 +77,8 @@ def test_a_job_without_trouble_begins_the_count_again(job: Job) -> None:
 
 def test_a_caller_that_moves_begins_the_count_again(job: Job) -> None:
     job.looks(LOOKS - 1)
-    job.move.set()
-    assert job.moved.wait(10)
-    while not job.stands_in_c():
-        time.sleep(0.001)
+    job.move.release()
+    job.wait_until_it_stands_at("self.over.acquire()")
     assert job.looks(LOOKS + 1) == [*[""] * LOOKS, GONE]
 
 
@@ -136,16 +141,18 @@ def test_a_watch_can_be_closed_in_its_own_thread() -> None:
     assert not watch._thread.is_alive() and not ended
 
 
-#: A main thread that waits in C, as in CUDA, for a rank that has ended. `{busy}`: whether the device has exchanges.
+#: A main thread that waits in C, as in CUDA, for a rank that has ended. `{busy}`: whether the device has exchanges; it may take
+#: `{answer_s}` seconds to say so.
 BLOCKED = """
 import ctypes, sys, threading, time
 from megacompile.runtime import device_watch
-device_watch.PERIOD_S, device_watch.LOOKS, device_watch._ANSWER_S = 0.05, 3, 0.5
-here = threading.get_ident()
-device_watch.DeviceWatch(lambda: "{cause}", lambda: {busy}, lambda: here, lambda: False).start()
+device_watch.PERIOD_S, device_watch.LOOKS, device_watch._ANSWER_S = 0.05, 3, {answer_s}
+here, waits = threading.get_ident(), threading.Event()
+device_watch.DeviceWatch(lambda: "{cause}" if waits.is_set() else "", lambda: {busy}, lambda: here, lambda: False).start()
 print("buffered", end="")
 try:
     def read_the_loss():
+        waits.set()
         ctypes.CDLL(None).sleep(60)
     read_the_loss()
 finally:
@@ -153,20 +160,21 @@ finally:
 """
 
 
-def run(script: str, **how: Any) -> subprocess.CompletedProcess[str]:
+def run(busy: object, answer_s: float = 30, **how: Any) -> subprocess.CompletedProcess[str]:
+    script = BLOCKED.format(cause=GONE, busy=busy, answer_s=answer_s)
     return subprocess.run([sys.executable, "-c", script], timeout=50, check=False, text=True, stdout=subprocess.PIPE,
                           env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}, **how)
 
 
 def test_a_process_that_waits_in_c_ends_with_the_cause_and_its_place() -> None:
-    done = run(BLOCKED.format(cause=GONE, busy=True), stderr=subprocess.PIPE)
+    done = run(busy=True, stderr=subprocess.PIPE)
     assert done.returncode == 1 and done.stdout == "buffered"
     assert "in read_the_loss" in done.stderr
     assert done.stderr.splitlines()[-1] == f"megacompile.errors.RankError: {GONE}"
 
 
 def test_a_device_that_does_not_answer_ends_the_process_with_the_places_of_all_threads() -> None:
-    done = run(BLOCKED.format(cause=GONE, busy="ctypes.PyDLL(None).sleep(60)"), stderr=subprocess.PIPE)  # holds the lock
+    done = run("ctypes.PyDLL(None).sleep(60)", answer_s=0.5, stderr=subprocess.PIPE)  # holds the lock
     assert done.returncode == 1 and "in read_the_loss" in done.stderr and "in _is_busy" in done.stderr
 
 
@@ -174,6 +182,6 @@ def test_a_process_ends_though_nobody_reads_its_errors() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        assert run(BLOCKED.format(cause=GONE, busy=True), stderr=writer).returncode == 1
+        assert run(busy=True, stderr=writer).returncode == 1
     finally:
         os.close(writer)

@@ -21,7 +21,7 @@ from torch import fx, nn
 import megacompile
 from megacompile.errors import LaneError, TornError
 from megacompile.ir.program import Lane, lane_of, nodes, op_of
-from megacompile.runtime.executor import Failure
+from megacompile.runtime.executor import Executor, Failure
 
 SHAPE = {"rows": 3, "length": 9}
 SECTIONS = ("forward", "backward", "backward_accumulate", "evaluate", "update", "load", "store")
@@ -536,7 +536,10 @@ def test_a_failed_update_is_raised_at_the_next_call_once(slab_model: Any, call: 
     slab_model(**batch(0, **SHAPE)).loss.backward()
     throw_at(slab_model, next(n for n in executed(slab_model, "update") if op_of(n).name == "clip"))
     optimizer.step()
-    time.sleep(0.1)
+    limit = time.monotonic() + 60
+    while slab_model.megacompile.streamed.executor.failure is None:
+        assert time.monotonic() < limit, "the update does not fail"
+        time.sleep(0.001)
     with pytest.raises(LaneError, match="clip failed"):
         call(slab_model, optimizer)
     call(slab_model, optimizer)
@@ -558,10 +561,26 @@ def test_a_model_can_be_closed_after_a_failed_update() -> None:
 
 # ---------------------------------------------------------------- Ctrl-C
 
-def interrupt_after(seconds: float) -> threading.Timer:
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
+def interrupt_while_the_caller_waits(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes once the caller, waiting, has looked at lanes that have begun. Until then they stand still; then each of
+    their instructions is late."""
+    look, looked, sending, sent = executor._look, threading.Event(), threading.Lock(), list[Lane]()
+
+    def noted() -> None:
+        if executor.watchdog.begun:
+            looked.set()
+        look()
+
+    def delay(lane: Lane) -> None:
+        assert looked.wait(60), "nobody waits for the lanes"
+        with sending:
+            if not sent:
+                sent.append(lane)
+                os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.03)
+
+    monkeypatch.setattr(executor, "_look", noted)
+    executor.delay = delay
 
 
 @pytest.fixture
@@ -574,7 +593,8 @@ def ctrl_c_raises() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c_raises")
 @pytest.mark.parametrize("section", ["forward", "backward", "evaluate", "update"])
-def test_ctrl_c_stops_the_step_and_leaves_the_model_usable(model: Any, native: Any, section: str) -> None:
+def test_ctrl_c_stops_the_step_and_leaves_the_model_usable(
+        model: Any, native: Any, section: str, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = model.megacompile.streamed.executor
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer, **SHAPE)
@@ -583,13 +603,11 @@ def test_ctrl_c_stops_the_step_and_leaves_the_model_usable(model: Any, native: A
     if act is None:
         model(**batch(1)).loss.backward()
         act = lambda: (optimizer.step(), model.megacompile.synchronize())  # noqa: E731
-    executor.delay = lambda lane: time.sleep(0.03)
-    timer = interrupt_after(0.2)
+    interrupt_while_the_caller_waits(executor, monkeypatch)
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         act()
     assert time.monotonic() - begin < SOON_S
-    timer.join()
     executor.delay = None
     if section == "update":  # in flight when Ctrl-C came: it goes on to its end
         assert not model.megacompile.streamed.step.torn

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacompile.errors import LONGEST_MESSAGE, ProgramError
@@ -67,7 +67,7 @@ def mutations(draw: st.DrawFn) -> str:
     return "\n".join(lines)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(mutations())
 def test_mutated_programs_are_judged_or_refused_with_their_place(text: str) -> None:
     program = judged(text)
@@ -87,7 +87,7 @@ def test_any_word_in_a_precision_is_read_or_refused_with_its_place() -> None:
             assert program is None or parse(print_program(program)) == program
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from([*"pdef().,=:\"'# \n\t\\0é*-[", "program", "Program", "def", "pass", "    p.wait("]),
                 max_size=60).map("".join))
 def test_any_text_is_judged_or_refused_with_its_place(text: str) -> None:
@@ -158,7 +158,7 @@ def _positional(op: str) -> list[str]:
     return [part for part in re.sub(r"[\[\]]", "", inside).split(", ") if "=" not in part]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(programs())
 def test_any_words_in_any_section_are_judged(text: str) -> None:
     judged(text)

@@ -32,7 +32,6 @@ twins = pytest.fixture(scope="module")(uneven_models.twins)
 
 
 # ---------------------------------------------------------------- groups
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.sampled_from([Grouping.FEW_NUMBERS, Grouping.ANY_NUMBER]))
 def test_groups_hold_all_tokens_of_each_row_in_micro_batches_that_fill_kernels(lengths: list[int], grouping: Grouping) -> None:
     found = grouped((len(lengths), max(lengths)), lengths, widths_of(lengths, 2048), grouping)
@@ -45,7 +44,6 @@ def test_groups_hold_all_tokens_of_each_row_in_micro_batches_that_fill_kernels(l
         assert {rows for rows, _ in found.groups} <= {1, 4, 16, 64}
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(0, 30))
 def test_values_come_back_in_the_order_and_length_of_the_batch(lengths: list[int], more: int) -> None:
     size = len(lengths), max(lengths) + more
@@ -81,7 +79,7 @@ def test_groups_of_instructions_compute_a_third_of_the_tokens_in_few_micro_batch
 
 
 # ---------------------------------------------------------------- training
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 100), min_size=3, max_size=10), st.integers(0, 9))
 def test_grouped_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, Any], lengths: list[int], seed: int) -> None:
     model, _ = twins

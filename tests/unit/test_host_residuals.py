@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,11 +24,7 @@ from megacompile.weights.tiling import HOST_MARGIN_BYTES
 OPTIONS = {"micro_batch_size": 1, "saved_layers": 3, "host_residuals": 2}
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[tiny_models.Shared]:
-    shared = tiny_models.Shared(**OPTIONS)
-    yield shared
-    shared.close()
+shared = tiny_models.shared_in_module(**OPTIONS)
 
 
 @pytest.fixture

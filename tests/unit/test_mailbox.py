@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megacompile.system.mailbox import MOST_BYTES, RANK_BYTES, Mailbox
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.lists(st.binary(max_size=40), min_size=1, max_size=20))
 def test_every_rank_reads_what_all_ranks_have_put(ranks: int, values: list[bytes]) -> None:
     memory = torch.zeros(ranks * RANK_BYTES, dtype=torch.uint8)

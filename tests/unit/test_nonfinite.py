@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,9 @@ from megacompile.ir.program import Lane
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.runtime.reference import ReferenceExecutor
 
-
-@pytest.fixture(scope="module")
-def mixed() -> Iterator[tiny_models.Shared]:
-    """Tiles updated on the host, on the device, and visiting it, and slabs between; bfloat16, so that there are remainders
-    too."""
-    shared = tiny_models.Shared(bf16=True, micro_batch_size=2, pinned_memory="32KiB", resident_state=("model.layers.0",),
-                                visiting_state=("prologue", "model.layers.1"))
-    yield shared
-    shared.close()
+#: Tiles updated on the host, on the device, and visiting it, and slabs between; bfloat16, so that there are remainders too.
+mixed = tiny_models.shared_in_module(bf16=True, micro_batch_size=2, pinned_memory="32KiB", resident_state=("model.layers.0",),
+                                     visiting_state=("prologue", "model.layers.1"))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import tiny_models
 import torch
 from tiny_models import batch, same_bits, weights
+from torch import fx
 
 import megacompile
 from megacompile.errors import LaneError, LeaseError, MegacompileError, TornError
@@ -105,14 +107,16 @@ def test_the_backward_updates_and_the_step_only_ends_the_step(model: Any, optimi
 def test_the_step_returns_before_the_update_is_done(model: Any, optimizer: Any) -> None:
     step(model, optimizer)
     model.megacompile.synchronize()
-    streamed = model.megacompile.streamed
-    streamed.executor.probe = lambda node: time.sleep(0.3) if op_of(node).name == "adam" else None
-    loss = model(**batch(1)).loss
-    begin = time.monotonic()
-    loss.backward()
+    streamed, released = model.megacompile.streamed, threading.Event()
+
+    def hold(node: fx.Node) -> None:
+        assert op_of(node).name != "adam" or released.wait(30), "the step waits for an update"
+
+    streamed.executor.probe = hold
+    model(**batch(1)).loss.backward()
     optimizer.step()
-    assert time.monotonic() - begin < 0.3 * len(streamed.step.updating.segments) - 0.15
-    assert streamed.step.updating.done != set(streamed.step.updating.segments)
+    assert streamed.step.updating.segments and not streamed.step.updating.done
+    released.set()
     model.megacompile.synchronize()
     assert streamed.step.updating.done == set(streamed.step.updating.segments)
 

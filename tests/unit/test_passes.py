@@ -334,7 +334,7 @@ def models_and_plans(draw: st.DrawFn) -> tuple[Program, Plan]:
     return model_program(calls, tiles, batch, labels=True), plan
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(models_and_plans())
 def test_any_plan_of_any_model_compiles_to_a_program_that_verifies(drawn: tuple[Program, Plan]) -> None:
     """The manager verifies each stage: it raises where a pass is at fault."""

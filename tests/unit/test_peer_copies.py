@@ -37,7 +37,7 @@ class Host:
     def change(self, signal: tuple[int, int, int], given: bool) -> None:
         """Gives or takes a signal once that is possible."""
         with self.changed:
-            self.broken |= not self.changed.wait_for(lambda: self.broken or (signal in self.signals) != given, 2)
+            self.broken |= not self.changed.wait_for(lambda: self.broken or (signal in self.signals) != given, 30)
             self.changed.notify_all()
             assert not self.broken, f"a wait for {signal} never ends"
             (self.signals.add if given else self.signals.remove)(signal)
@@ -76,7 +76,7 @@ def values(rank: int, step: int, count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(97 * step + rank))
 
 
-@settings(deadline=None, max_examples=25, phases=(Phase.generate,))  # a failure waits: do not repeat it
+@settings(max_examples=25, phases=(Phase.generate,))  # a failure waits: do not repeat it
 @given(st.integers(2, 5), st.lists(st.tuples(st.booleans(), st.integers(1, 3000), st.booleans()), min_size=1, max_size=6))
 def test_ranks_gather_all_shards_and_add_up_all_parts(size: int, steps: list[tuple[bool, int, bool]]) -> None:
     """Any sequence of exchanges: fewer and more elements than a chunk, a gather in place or not."""
@@ -141,7 +141,7 @@ class Driver:
         return 0
 
     def cuStreamWaitValue32_v2(self, _: Any, address: ctypes.c_uint64, number: ctypes.c_uint32, __: Any) -> int:  # noqa: N802
-        limit = time.monotonic() + 10
+        limit = time.monotonic() + 30
         while ctypes.c_uint32.from_address(address.value).value - number.value & 0x80000000:
             assert time.monotonic() < limit, "a wait never ends"
             time.sleep(0)

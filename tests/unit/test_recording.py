@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from other_lanes import OtherLanes
 from tiny_models import batch, train_step
 
 import megacompile
@@ -102,14 +102,22 @@ def test_a_lane_is_busy_for_as_long_as_its_instructions_take(
 
 def test_the_lane_that_the_others_wait_for_binds(
         model: Any, optimizer: megacompile.AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prefetch takes twice as long as a whole step before."""
+    """By a clock that moves on in prefetches, and only while every other lane waits for one."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    others = OtherLanes(model.megacompile.streamed.executor, monkeypatch)
+
+    def second() -> None:
+        others.hold(Lane.H2D)
+        clock.now += 1.0
+
     train_step(model, optimizer)
-    wait_s = 2 * recorded(model, optimizer).step_s
-    slowed(monkeypatch, lambda: time.sleep(wait_s))
+    monkeypatch.setattr(timestamps, "time", clock)
+    slowed(monkeypatch, second)
     found = recorded(model, optimizer)
-    copies = prefetches(found)
-    assert len(copies) >= 5 and all(i.seconds >= wait_s for i in copies)
-    assert 0.8 * wait_s * len(copies) <= found.busy_s[Lane.H2D] <= found.step_s
+    copies = float(len(prefetches(found)))
+    alone = {lane: copies if lane == Lane.H2D else 0.0 for lane in Lane}
+    assert copies >= 5 and found.step_s == copies and found.busy_s == alone and found.critical_s == alone
+    assert {lane: found.occupancy(lane) for lane in Lane} == {lane: float(lane == Lane.H2D) for lane in Lane}
     assert found.binds == Lane.H2D
 
 

@@ -46,7 +46,7 @@ def spans(draw: st.DrawFn) -> tuple[list[Span], tuple[int, int]]:
     return found or [Span(0, 0, 1, 0)], (rows, length)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(spans(), st.sampled_from([64, 128, LENGTH]), st.sampled_from([(), SHARES]))
 def test_every_token_is_laid_out_once_and_sequences_stay_apart(
         case: tuple[list[Span], tuple[int, int]], least: int, shares: tuple[Fraction, ...]) -> None:
@@ -66,7 +66,7 @@ def test_every_token_is_laid_out_once_and_sequences_stay_apart(
     assert bool(follows[inside[:, 1:]].all()) and not bool(inside[:, 0].any()), "a sequence is torn"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=64))
 def test_shorter_rows_save_slots_and_have_one_of_few_lengths(lengths: list[int]) -> None:
     usual, shorter = (lay_out([Span(row, 0, count, 0) for row, count in enumerate(lengths)], (len(lengths), max(lengths)),
@@ -87,7 +87,7 @@ def test_steps_of_typical_lengths_fill_shorter_rows_better_in_few_sizes() -> Non
     assert len({layout.source.shape for layout in shorter}) <= 14
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(spans())
 def test_what_is_packed_comes_back_to_its_place(case: tuple[list[Span], tuple[int, int]]) -> None:
     given_spans, size = case
@@ -100,7 +100,7 @@ def test_what_is_packed_comes_back_to_its_place(case: tuple[list[Span], tuple[in
     assert spans_of(present.numpy(), None, sequences=False) == given_spans or not present.any()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(spans(), st.integers(1, 4))
 def test_parts_of_a_layout_have_its_sequences_and_as_many_rows(case: tuple[list[Span], tuple[int, int]], count: int) -> None:
     given_spans, size = case
@@ -169,7 +169,7 @@ def assert_trains_alike(batch: dict[str, Tensor], model: Any, native: Any) -> No
     tiny_models.assert_same_gradients(model, native)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=batches())
 def test_padded_rows_train_as_native_pytorch_trains_them(batch: dict[str, Tensor], model: Any, native: Any) -> None:
     for each in (model, native):

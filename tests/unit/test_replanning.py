@@ -1,7 +1,6 @@
 """Another plan between two steps changes nothing else, and the last plan's memory is freed."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,11 +21,7 @@ PLANS: tuple[tuple[dict[str, Any], str, Any], ...] = (
     (dict(checkpoint_interval=1, weight_slots=1), "weight_slots", 1))
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Shared]:
-    shared = Shared(micro_batch_size=2)
-    yield shared
-    shared.close()
+shared = tiny_models.shared_in_module(micro_batch_size=2)
 
 
 def test_training_under_one_plan_after_another_gives_the_bits_of_training_under_one(shared: Shared) -> None:

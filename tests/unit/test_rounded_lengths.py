@@ -44,7 +44,7 @@ def test_widths_are_lengths_that_rows_are_often_cut_to() -> None:
     assert rounded(30, 2048, rows=64) == 32 and rounded(30, 2048, rows=16) == 128
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 45), min_size=1, max_size=6), st.integers(0, 9))
 def test_rounded_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, Any], lengths: list[int], seed: int) -> None:
     model, _ = twins

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,22 @@ def late_updates(model: Any, seconds: float = 0.03) -> None:
     model.megacompile.streamed.executor.delay = lambda lane: time.sleep(seconds) if lane == Lane.CPU else None
 
 
+@pytest.fixture
+def released(model: Any) -> Iterator[threading.Event]:
+    """While it is not set no update begins. Each of its instructions is late."""
+    event = threading.Event()
+    event.set()
+
+    def delay(lane: Lane) -> None:
+        if lane == Lane.CPU:
+            assert event.wait(30), "somebody waits for an update that has not begun"
+            time.sleep(0.03)
+
+    model.megacompile.streamed.executor.delay = delay
+    yield event
+    event.set()
+
+
 def _saved_to_directory(model: Any, directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -304,13 +321,22 @@ READS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_read_waits_for_the_update_in_flight(model: Any, read: str, tmp_path: Path) -> None:
+def test_a_read_waits_for_the_update_in_flight(model: Any, read: str, tmp_path: Path, released: threading.Event,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-1)
     model(**batch(1)).loss.backward()
     before = weights(model)
-    late_updates(model)
+    released.clear()
     optimizer.step()
-    assert model.megacompile.streamed.step.updating.done != set(model.megacompile.streamed.tiling.layouts), "nothing in flight"
+    streamed = model.megacompile.streamed
+    assert not streamed.step.updating.done, "nothing in flight"
+    idle = streamed.executor.idle
+
+    def begins_to_wait(*arguments: Any) -> None:
+        released.set()
+        idle(*arguments)
+
+    monkeypatch.setattr(streamed.executor, "idle", begins_to_wait)
     found = READS[read](model, tmp_path)
     model.megacompile.synchronize()
     after = weights(model)
@@ -325,15 +351,16 @@ def test_optimizer_state_waits_for_the_update_in_flight(model: Any) -> None:
     assert all(state["exp_avg"].any() for state in optimizer.state_dict()["state"].values())
 
 
-def test_the_step_returns_before_the_update_is_done(model: Any) -> None:
+def test_the_step_returns_before_the_update_is_done(model: Any, released: threading.Event) -> None:
     optimizer = megacompile.AdamW(model.parameters())
     model(**batch(1)).loss.backward()
-    late_updates(model, 0.05)
-    begin = time.perf_counter()
+    released.clear()
     optimizer.step()
-    returned = time.perf_counter() - begin
+    step = model.megacompile.streamed.step
+    assert step.updating.segments and not step.updating.done, "the step has waited for an update"
+    released.set()
     model.megacompile.synchronize()
-    assert returned < 0.2 * (time.perf_counter() - begin)
+    assert step.updating.done == set(step.updating.segments)
 
 
 # ---------------------------------------------------------------- saving, copying, generating

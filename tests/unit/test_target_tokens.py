@@ -51,7 +51,7 @@ def results(targets: Tensor, biased: bool) -> tuple[Tensor, ...]:
                                          5.0, CHUNK, True))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 700), st.floats(0, 1), st.booleans(), st.integers(0, 2**31))
 def test_results_are_those_of_all_tokens(tokens: int, share: float, biased: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

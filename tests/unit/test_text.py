@@ -177,7 +177,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 NAMELESS = dict(layers=1, micro_batches=(1, 1), whole_step=True, waves=2, host_sums=("prologue", "layers.0"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(plan=plans())
 @example(plan=NAMELESS)
 def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make_schedule: Callable[..., Any]) -> None:
@@ -192,7 +192,6 @@ def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make
                 assert (op_of(ours), lane_of(ours)) == (op_of(theirs), lane_of(theirs))
 
 
-@settings(deadline=None)
 @given(shape=st.builds(Shape, st.just(3), st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(),
                        st.sampled_from(("step", "arrival")), st.booleans()),
        plan=st.builds(Plan, st.just(3), st.integers(1, 9), st.just((2, 1)), st.integers(1, 9), st.integers(0, 9),
@@ -214,7 +213,7 @@ def test_the_shape_and_the_plan_in_a_text_are_exact(shape: Shape, plan: Plan, pl
     assert parse(text) == program
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(recipe=st.builds(Float8, st.sampled_from(("tensor", "row")), st.sampled_from(sorted(FORMATS)),
                         st.sampled_from(("float8", "bfloat16")), st.sampled_from(("none", "forward", "all")),
                         st.lists(st.sampled_from(("down_proj", "layers.0")), unique=True), st.integers(1, 2**24), st.booleans())
@@ -375,7 +374,7 @@ PIECES = st.sampled_from(["p", "p.", "(", ")", ",", "=", '"', "\\", "\n", "    "
                           "lambda: ", "@", "None", "__import__('os')", "[", "{", "#", "\t", "\0", "é", "\ud800"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, len(EVERY_OP) - 1), st.integers(0, 12), PIECES), min_size=1, max_size=4))
 def test_mutated_text_is_refused_or_prints_and_parses(edits: list[tuple[int, int, str]]) -> None:
     text = EVERY_OP

@@ -67,11 +67,13 @@ def test_work_that_is_done_is_listed_with_its_seconds() -> None:
     assert len(done) == 1
 
 
-def test_a_line_says_the_step_and_the_seconds() -> None:
+def test_a_line_says_the_step_and_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     work = module._Work("tracing Model")
     assert work.line() == "tracing Model: 0 s"
-    work.step = "layer 3 of 6"
-    assert work.line() == "tracing Model: layer 3 of 6, 0 s"
+    work.step, now = "layer 3 of 6", 112.0
+    assert work.line() == "tracing Model: layer 3 of 6, 12 s"
 
 
 def test_elsewhere_the_logger_gets_it_at_info(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +61,17 @@ class Shared:
 
     def close(self) -> None:
         self.model.megacompile.close()
+
+
+def shared_in_module(**options: Any) -> Any:
+    """A fixture: the model that the tests of one module share, made with these options."""
+    @pytest.fixture(scope="module")
+    def shared() -> Iterator[Shared]:
+        made = Shared(**options)
+        yield made
+        made.close()
+
+    return shared
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
