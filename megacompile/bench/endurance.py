@@ -76,8 +76,11 @@ def growth(before: float, after: float) -> float:
 
 def drift(samples: list[Sample]) -> dict[str, float]:
     """For each quantity, the growth from the median of the first half to that of the second half, as a fraction. The warm-up is
-    left out."""
+    left out. Raises `MegacompileError` for too few samples."""
     kept = samples[int(len(samples) * _WARM_UP):]
+    if len(kept) < 2:
+        raise MegacompileError(f"drift takes at least two samples after warm-up, and the run has {len(samples)} in all: give "
+                               "more --steps or --minutes")
     halves = kept[:len(kept) // 2], kept[len(kept) // 2:]
     return {name: growth(*(statistics.median(getattr(sample, name) for sample in half) for half in halves))
             for name in Sample.__dataclass_fields__}

@@ -72,6 +72,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
     started = time.perf_counter()
     model = sharded(given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    clip = rows.clip(given)
     cuda = given.device == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -81,14 +82,13 @@ def measure(given: argparse.Namespace) -> rows.Row:
     def step(ids: Tensor) -> float:
         nonlocal norm
         total = torch.zeros((), device=given.device)
-        parts = ids.split(given.micro_batch_size or given.batch)
-        for part in parts:
+        for part in ids.split(given.micro_batch_size or given.batch):
             there = part.to(given.device)
-            loss = model(input_ids=there, labels=there, use_cache=False).loss / len(parts)
+            loss = model(input_ids=there, labels=there, use_cache=False).loss * (len(part) / len(ids))
             loss.backward()
             total += loss.detach()
-        if not given.no_clipping:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), given.max_grad_norm)
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)  # gloo has no means

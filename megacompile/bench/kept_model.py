@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import abc
 import argparse
+import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any, Self
 
 
@@ -38,6 +40,15 @@ class KeptModel(abc.ABC):
         self.made, self.used = made, 1
         self.model = self.streamed(given, self.planned(given))
         return self.model
+
+    @contextlib.contextmanager
+    def closed_if_failed(self) -> Iterator[None]:
+        """A context for the measurement of a row. If it fails, no other row uses the model."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Closes the model, if there is one."""

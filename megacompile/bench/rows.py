@@ -154,9 +154,11 @@ def significant(value: float) -> float:
 
 
 def finished(row: Row) -> Row:
-    """The row, with an `error` if a loss is not finite: such a run did not train properly."""
-    wrong = [number for number, loss in enumerate(row["losses"]) if not math.isfinite(loss)]
-    return row | dict(error=f"the loss of step {wrong[0] + 1} is {row['losses'][wrong[0]]}") if wrong else row
+    """The row, with an `error` if a loss is not finite: such a run did not train properly. A long run's `curve` has all of
+    them."""
+    losses = row["curve"] if "curve" in row else row["losses"]
+    wrong = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+    return row | dict(error=f"the loss of step {wrong[0] + 1} is {losses[wrong[0]]}") if wrong else row
 
 
 #: Separates the options of rows on a command line.

@@ -166,11 +166,8 @@ def measure(given: argparse.Namespace, models: Models) -> rows.Row:
         picture.check_matplotlib()
         if not given.recorded_steps:
             raise MegacompileError("--timeline needs recorded steps: leave out --recorded-steps 0, or leave out --timeline")
-    try:
+    with models.closed_if_failed():
         return _measure(given, models)
-    except BaseException:
-        models.close()  # another row must not use this model
-        raise
 
 
 def _measure(given: argparse.Namespace, models: Models) -> rows.Row:

@@ -130,7 +130,7 @@ def read(files: list[Path]) -> None:
 
 def saving(model: Any, folder: Path, given: argparse.Namespace) -> rows.Row:
     """Times steps without a save and during a save."""
-    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=given.max_grad_norm)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=rows.clip(given))
     generator = torch.Generator().manual_seed(0)
     losses: list[float] = []
 

@@ -184,12 +184,14 @@ STEP_COLUMNS = {"tokens": "tokens", "layers": "layers", "K": "checkpoint_interva
                 "checkpoints": "checkpoint_gib", "host, bytes/parameter": "host_bytes_per_parameter", "commit": "commit"}
 
 
+def _is_plain(row: rows.Row) -> bool:
+    return "error" not in row and row.get("system") == "megacompile"
+
+
 def plain(found: Iterable[rows.Row]) -> str:
     """A table of every measured row of megacompile, in the order of the file."""
     lines = []
-    for row in found:
-        if "error" in row or row.get("system") == "native":
-            continue
+    for row in filter(_is_plain, found):
         kind = f"train_step, {row['waves']} waves" if row.get("train_step") else "loop"
         clip = "updates on arrival" if row.get("overlap") else "clipped" if row["max_grad_norm"] else "unclipped"
         shown = row | dict(tokens=f"{row['batch']} x {row['length']}",
@@ -211,6 +213,8 @@ def main(default: Path | None = None) -> None:
     if unknown := set(given.tables) - set(TABLES):
         parser.error(f"unknown table {', '.join(sorted(unknown))}: choose from {', '.join(TABLES)}")
     found = rows.read(given.file)
+    if not given.tables and not any(map(_is_plain, found)):
+        parser.error(f"{given.file} has no rows of benchmarks/step.py: give another file, or tables to print")
     print("\n\n".join(markdown(TABLES[name], found, given.brief) for name in given.tables) if given.tables else plain(found))
 
 

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -250,9 +251,9 @@ def measure(given: argparse.Namespace, models: Models) -> rows.Row:
     with tempfile.TemporaryDirectory() as folder:
         if given.cold and given.cache is not None and given.cache.exists():
             raise MegacompileError(f"{given.cache} exists, but --cold needs an empty cache: give another --cache")
-        if given.cold or given.cache is not None:
-            os.environ["MEGACOMPILE_CACHE"] = str(given.cache or f"{folder}/cache")
-        return _of_command(given, Path(folder)) if given.through == "train" else _measure(given, folder, models)
+        cache = {"MEGACOMPILE_CACHE": str(given.cache or f"{folder}/cache")} if given.cold or given.cache is not None else {}
+        with mock.patch.dict(os.environ, cache), models.closed_if_failed():
+            return _of_command(given, Path(folder)) if given.through == "train" else _measure(given, folder, models)
 
 
 def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:

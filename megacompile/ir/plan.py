@@ -18,6 +18,8 @@ FULL_TOKENS = 16384
 RESIDUALS = ("all", "attention")
 #: Slabs for moments on disk: one is read into, one is updated, one is written from.
 STATE_SLABS = 3
+#: Slots of each rank of layers through which weight shards pass before they are gathered.
+SHARD_SLOTS = 2
 
 
 @dataclass(frozen=True)

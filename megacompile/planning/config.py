@@ -182,8 +182,8 @@ class StreamConfig:
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
         for size in (self.device_memory, self.pinned_memory, self.host_memory):
             parse_bytes(size)
-        for name in ("compile", "dynamic", "deferred_moments", "distributed", "reference"):
-            if getattr(self, name) not in (None, True, False):
+        for name in ("compile", "dynamic", "deferred_moments", "distributed", "peer_copies", "reference"):
+            if not isinstance(getattr(self, name), bool | None):
                 raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.loss is not None and not callable(self.loss):
             raise MegacompileError(f"loss must be a function of logits and of other batch arguments by name, not {self.loss!r}")

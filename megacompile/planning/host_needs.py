@@ -155,7 +155,7 @@ def check_state(tiling: Tiling, budget_bytes: int, on_arrival: bool, state: str 
     """Raises `InsufficientMemoryError`, with the smallest change that fits, if tiles with their optimizer state take more than
     `budget_bytes` of host memory. `on_arrival`: no gradients wait there. `state`: which one it is, for the message. `config`:
     the options of `stream`, if moments may be on disk."""
-    needed = _with_margin(tiling, on_arrival)
+    needed = tiles_bytes(tiling, on_arrival)
     if needed <= budget_bytes:
         return
     trained = [layout for layout in tiling.host.values() if layout.trainable]
@@ -164,7 +164,7 @@ def check_state(tiling: Tiling, budget_bytes: int, on_arrival: bool, state: str 
     remedies = []
     for choice in by_accuracy({layout.dtype for layout in trained}, clipped=tiling.has_matrices):
         smaller = with_choice(tiling, choice)
-        size = _with_margin(smaller, choice.on_arrival)
+        size = tiles_bytes(smaller, choice.on_arrival)
         slabs = tiling.ranks * slab_bytes(tiling, 1, ()) if choice.on_arrival else 0
         if size < needed and size + slabs <= budget_bytes:
             choice = replace(choice, moments=len(kept.moments))
@@ -189,7 +189,3 @@ def _speed(choice: StateChoice, now: ElementState, dtype: torch.dtype) -> str:
     hardware = Hardware.known() or Hardware.find("h200")
     share = update_rate(hardware, now, dtype) / update_rate(hardware, choice.state, dtype)
     return f"and the host's update takes {share:.2f} of the time"
-
-
-def _with_margin(tiling: Tiling, on_arrival: bool) -> int:
-    return tiles_bytes(tiling, on_arrival)

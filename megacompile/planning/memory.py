@@ -14,7 +14,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.ir.placement import Updated
-from megacompile.ir.plan import Plan
+from megacompile.ir.plan import SHARD_SLOTS, Plan
 from megacompile.ir.program import CallSpec
 from megacompile.predict import cost
 from megacompile.runtime.memory.tiles import TileLayout
@@ -157,7 +157,7 @@ def _shards(tiling: Tiling, plan: Plan) -> int:
     arriving = [x for x in tiling.layouts.values() if plan.placement(x.name).updated is not Updated.ON_DEVICE]
     boundary = tiling.boundary()
     of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.ranked()]
-    return 2 * sum(of_layers) + max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
+    return SHARD_SLOTS * sum(of_layers) + max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
 
 
 def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Callable[[str], int]) -> int:

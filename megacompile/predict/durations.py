@@ -34,7 +34,7 @@ _SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_function
 
 #: Steps of the iteration that makes a matrix orthogonal: what `torch.optim.Muon` does by default.
 MATRIX_STEPS = 5
-#: The duration of each op in words; `Durations._node` computes it. All other ops take no time.
+#: The duration of each op in words; `Durations._node` computes it. The others take no time, or move a few bytes.
 COSTS: dict[str, str] = {
     **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones and those in float8 over "
                     "theirs), or their bytes over memory bandwidth where that is longer; attention over its rate; other bytes "

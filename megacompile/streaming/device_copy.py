@@ -114,13 +114,17 @@ class DeviceCopy:
             streamed.adopt_writes()
             if self.native is not None and not (self._is_alike() and self._serves(more_bytes, turns)):
                 if self._open:
-                    raise MegacompileError("the weights are on the device already, in another arrangement than this use takes: "
-                                           "leave the block `with model.megacompile.on_device()` first")
+                    raise MegacompileError("the weights are on the device already, but this use needs other layers or more memory "
+                                           "there: leave the block `with model.megacompile.on_device()` first")
                 self.release()
             if self.native is None:
                 turning = self._layers_in_turns(more_bytes, turns)
                 self._make_room(self._bytes_with(turning) + more_bytes, keep_tiles=more_bytes > 0)
-                self.native = self._made(original, turning)
+                try:
+                    self.native = self._made(original, turning)
+                except BaseException:  # Ctrl-C, or too little memory: the slots would stay
+                    self.release()
+                    raise
             else:
                 self._make_room(self._taken + more_bytes, keep_tiles=more_bytes > 0)
                 if self._version != streamed.step.version:

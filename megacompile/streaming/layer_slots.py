@@ -166,15 +166,16 @@ class LayerSlots:
         slot = self._slot(position)
         if slot.holds == position:
             return
-        slot.holds = position
+        slot.holds = -1  # Ctrl-C or an error may come before all of it is copied
         if self._stream is None:
             self._copy_pieces(position, slot)
-            return
-        if slot.used is not None:
-            self._stream.wait_event(slot.used)
-        with torch.cuda.stream(self._stream):
-            self._copy_pieces(position, slot)
-        slot.copied = self._stream.record_event()
+        else:
+            if slot.used is not None:
+                self._stream.wait_event(slot.used)
+            with torch.cuda.stream(self._stream):
+                self._copy_pieces(position, slot)
+            slot.copied = self._stream.record_event()
+        slot.holds = position
 
     def _copy_pieces(self, position: int, slot: _Slot) -> None:
         for piece in self.layers[position].pieces:

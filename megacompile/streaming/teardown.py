@@ -1,6 +1,9 @@
 """Releases a streamed model's resources: when it is closed or garbage-collected, and when the interpreter exits."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from megacompile.frontend.tracing.trace_caches import forget_generated_code, forget_symbols
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
@@ -13,21 +16,29 @@ from megacompile.runtime.reference import ReferenceExecutor
 
 def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
               backend: Backend, ranks: Ranks | None = None) -> None:
-    """Stops the lanes once they have finished their work, and then frees the memory that they used."""
+    """Stops the lanes once they have finished their work, and then frees the memory that they used. A step that fails, as on a
+    lost device, does not keep the others from being taken; then the first error is raised."""
 
-    def memory() -> None:
-        store.first_touch.stop()
-        backend.synchronize()  # a garbage-collected model may have copies in flight
-        arena.close()
-        checkpoints.close()
-        store.drop_sums()
+    def unpin() -> None:
         for part in (*store.streamed_memory(), *(state for tile in store.tiles.values() for state in tile.state())):
             backend.unpin(part)
-        for file in store.files:
-            file.stop_threads()
-        if ranks is not None:
-            ranks.close()
 
-    executor.close(then=memory)
-    forget_symbols()
-    forget_generated_code()
+    def memory() -> None:
+        _each(store.first_touch.stop,
+              backend.synchronize,  # a garbage-collected model may have copies in flight
+              arena.close, checkpoints.close, store.drop_sums, unpin,
+              *(file.stop_threads for file in store.files),
+              *([] if ranks is None else [ranks.close]))
+
+    _each(partial(executor.close, then=memory), forget_symbols, forget_generated_code)
+
+
+def _each(*steps: Callable[[], object]) -> None:
+    failures: list[Exception] = []
+    for step in steps:
+        try:
+            step()
+        except Exception as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]

@@ -41,11 +41,6 @@ class Together:
         """The number of processes that train the model."""
         return 1 if self.ranks is None else self.ranks.size
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes what is written once."""
-        return self.ranks is None or self.ranks.rank == 0
-
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """A context around what all ranks do together: a rank that fails tells the others, which would wait for it. A norm that

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from megacompile.errors import first_line
+from megacompile.errors import RankError, first_line
 
 #: Bytes of a row: five int64, then the text of an error. Hosts tell each other the first bytes of each row.
 ROW_BYTES, TOLD_BYTES = 4096, 256
@@ -42,7 +42,15 @@ class StatusBoard:
         self._bytes = memory.numpy().data.cast("B")  # keeps the memory
         rows = [self._bytes[start:start + ROW_BYTES] for start in range(0, len(processes) * ROW_BYTES, ROW_BYTES)]
         self._rows, self._numbers = rows, [row[:_TEXT].cast("q") for row in rows]
-        self._descriptors = {other: os.pidfd_open(processes[other]) for other in self._here if other != rank}
+        self._descriptors: dict[int, int] = {}
+        for other in self._here:
+            if other != rank:
+                try:
+                    self._descriptors[other] = os.pidfd_open(processes[other])
+                except ProcessLookupError:
+                    self.close()
+                    raise RankError(f"rank {other} (process {processes[other]}){where(other)} has ended before training "
+                                    "began: its output says why") from None
 
     def trouble(self, failures: bool = True) -> str:
         """What has happened to another rank, or "". Without `failures`: only if its process cannot go on."""

@@ -74,7 +74,7 @@ def trained(program: Program) -> Iterator[Fault]:
             yield from _forward(program, name, graph)
             yield from _backward_visits(program, name, graph)
         elif name in _BACKWARD_SECTIONS:
-            yield from _backward(program, name, graph, origins)
+            yield from _backward(program, name, graph)
             yield from _leases(program, name, graph, origins)
         elif any(find(graph, *_FORWARD)):
             yield from _forward(program, name, graph)
@@ -101,7 +101,7 @@ def _backward_visits(program: Program, name: str, graph: fx.Graph) -> Iterator[F
     yield from _visits(program, name, list(find(graph, *_BACKWARD)), [call.name for call in stack], required)
 
 
-def _backward(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
+def _backward(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
     yield from _backward_visits(program, name, graph)
     scaled: dict[fx.Node, fx.Node] = {}
     for node in nodes(graph):
@@ -233,11 +233,11 @@ def sent_home(program: Program) -> Iterator[Fault]:
                 yield Fault(f"the program has a forward and no {name}", "add the section")
             continue
         graph, summed = program.section(name), summed_tiles(program, name)
-        yield from once(program, name, graph, ("reduce",), tiles, summed)
-        yield from once(program, name, graph, ("offload",), [t for t in tiles if t not in consumed], summed)
+        yield from once(name, graph, ("reduce",), tiles, summed)
+        yield from once(name, graph, ("offload",), [t for t in tiles if t not in consumed], summed)
         if reached(program, "optimizer") and not updates_on_arrival(program):
             if name == "train_step":
-                yield from once(program, name, graph, ("offload_norms",), there)
+                yield from once(name, graph, ("offload_norms",), there)
             yield from _left_there(program, name, graph, there, overwrite)
         reduced: dict[fx.Node, fx.Node] = {}
         for node in nodes(graph):
@@ -283,7 +283,7 @@ def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> 
 def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], overwrite: bool) -> Iterator[Fault]:
     """Gradients stay in the slot that the update on the device reads; sums made on the host are fetched into it."""
     if not overwrite:
-        yield from once(program, name, graph, ("fetch_gradients",), there)
+        yield from once(name, graph, ("fetch_gradients",), there)
         for node in find(graph, "fetch_gradients"):
             added = [n for n in nodes(graph) if op_of(n).name == "accumulate" and argument(n, "tile") == argument(node, "tile")]
             if not all(n < node for n in added):

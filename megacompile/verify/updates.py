@@ -14,8 +14,8 @@ from megacompile.verify.fault import Fault
 _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
 
 
-def once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: Collection[str],
-          often: frozenset[str] = frozenset()) -> Iterator[Fault]:
+def once(name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: Collection[str],
+         often: frozenset[str] = frozenset()) -> Iterator[Fault]:
     """Each of `tiles` has one node of `ops` in the section; those in `often` may have several. No other tile has one."""
     op = ops[0]
     seen: dict[str, fx.Node] = {}
@@ -38,7 +38,7 @@ def updated(program: Program) -> Iterator[Fault]:
     tiles, there = trainable(program, program.tiles), updated_there(program)
     for name, op in _MOVES.items():
         if name in program.sections and there:
-            yield from once(program, name, program.section(name), (op,), there)
+            yield from once(name, program.section(name), (op,), there)
     yield from _loaded(program)
     if updates_on_arrival(program):
         if "update" in program.sections:
@@ -46,7 +46,7 @@ def updated(program: Program) -> Iterator[Fault]:
                         next(find(program.section("update"), *UPDATE_OPS), None))
         for name in ("backward", "train_step"):
             if name in program.sections:
-                yield from once(program, name, program.section(name), UPDATE_OPS, tiles)
+                yield from once(name, program.section(name), UPDATE_OPS, tiles)
                 yield from _refreshed(program, name, tiles)
                 yield from _copied_home(program, name)
         return
@@ -59,7 +59,7 @@ def updated(program: Program) -> Iterator[Fault]:
     if len(clips) != 1 or sorted(argument(clips[0], "tiles")) != sorted(tiles):
         yield Fault("update needs one clip over all trainable tiles", "clip once, over every trainable tile",
                     clips[-1] if clips else None)
-    yield from once(program, "update", graph, UPDATE_OPS, tiles)
+    yield from once("update", graph, UPDATE_OPS, tiles)
     for node in find(graph, *UPDATE_OPS):
         if operands(node, "clip") != tuple(clips):
             yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)

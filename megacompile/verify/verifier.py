@@ -4,18 +4,18 @@ Each rule is a generator of faults, with the stage from which it must hold. `RUL
 on the earlier ones. The first fault is raised, with an excerpt of the program. The rules:
 
     well_formed     ops, arguments and kinds of values; nothing is used before it is defined or after its release
+    trained         forward and backward visit every call in order, with the values of the right call and micro-batch
     belongs         each op is in a section where it has a meaning
     returned        the caller gets each micro-batch's result, once and in order
     added_up        each tile's gradients are added up in one value, and scaled by the gradient of the caller's loss
     supplied        each compute node has the weights of its call's tiles
-    trained         forward and backward visit every call in order, with the values of the right call and micro-batch
     sent_home       each trainable tile's gradients are reduced and offloaded once, after the last contribution
     summed          each wave is added once to a tile's sum on the host, before the update that reads the sum
     updated         each trainable tile is updated once, after the clip; resident copies are refreshed
     on_disk         moments on disk are read into a slab before their update, and written from it afterwards
     one_version     nothing runs on weights that the same section has updated
-    together        several ranks exchange shards, gradients, norms and losses once, and before they are read
     fetched_back    residuals that leave the device come back before their backward
+    together        several ranks exchange shards, gradients, norms and losses once, and before they are read
     placed          slots fit their values, no live value is overwritten, every value is released or leased
     ordered         every hazard between lanes is ordered, within a section and against any section before it
     handed_on       each section passes later ones events that cover its last accesses

@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import fx
 
 from megacompile.ir.placement import Updated
-from megacompile.ir.plan import Plan
+from megacompile.ir.plan import SHARD_SLOTS, Plan
 from megacompile.ir.program import (
     Builder,
     Program,
@@ -107,7 +107,7 @@ class _Places:
         self.slot_of: dict[fx.Node, SlotName] = {}
         self.counts = {
             Family.WEIGHTS: plan.weight_slots, Family.GRADIENTS: plan.gradient_slots, Family.WEIGHT_SLABS: plan.staging_slabs,
-            Family.GRADIENT_SLABS: plan.gradient_slabs, Family.WEIGHT_SHARDS: 2,
+            Family.GRADIENT_SLABS: plan.gradient_slabs, Family.WEIGHT_SHARDS: SHARD_SLOTS,
             Family.FETCHED_CHECKPOINTS: plan.checkpoint_slots, Family.STATE_SLABS: plan.state_slabs,
             Family.HOST_CHECKPOINTS: len(plan.from_host(differentiated(program))) * len(plan.wave(0)),
             Family.HOST_RESIDUALS: len(plan.residuals_on_host(differentiated(program))) * len(plan.wave(0))}

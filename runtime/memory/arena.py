@@ -82,10 +82,11 @@ class Arena:
                 self.forget(slot.name)
                 if self.is_slab(slot.name):
                     at(slot.name)
-                    self.slots[slot.name] = host_memory(slot.bytes)
-                    self.slots[slot.name].zero_()  # touched pages are pinned six times faster
+                    slab = host_memory(slot.bytes)
+                    slab.zero_()  # touched pages are pinned six times faster
                     if SLOT_KINDS[slot_family(slot.name)][0] != "moments":  # only the disk and the host touch these
-                        self.backend.pin(self.slots[slot.name])
+                        self.backend.pin(slab)
+                    self.slots[slot.name] = slab
                 else:
                     self.slots[slot.name] = self.backend.memory(slot.bytes)
 

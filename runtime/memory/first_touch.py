@@ -39,9 +39,10 @@ class FirstTouch:
             return
         for chunk in chunks:
             self._left.put(chunk)
-        self._threads = [threading.Thread(target=self._work, args=(library,), daemon=True, name="megacompile first touch")
-                         for _ in range(max(1, min(_MOST_THREADS, native.default_threads() // 2)))]
-        for thread in self._threads:
+        threads = [threading.Thread(target=self._work, args=(library,), daemon=True, name="megacompile first touch")
+                   for _ in range(max(1, min(_MOST_THREADS, native.default_threads() // 2)))]
+        self._threads += threads
+        for thread in threads:
             thread.start()
 
     def _work(self, library: ctypes.CDLL) -> None:

@@ -132,6 +132,11 @@ class Snapshot:
             except InsufficientMemoryError:
                 self._room_for_none()
                 continue
+            except BaseException:  # the drive, or Ctrl-C
+                with self._changed:
+                    self._room += size
+                    self._changed.notify_all()
+                raise
             with self._changed:
                 if self._sources.get(name) is self._tiles[name]:
                     self._sources[name] = copy

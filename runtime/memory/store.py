@@ -114,11 +114,7 @@ class Store:
     def touch_state(self, tiles: Collection[str]) -> None:
         """Begins to take the pages of this process's share of these tiles' optimizer state, in the background."""
         every: Iterable[Share] = self.shards.values() if self.shards else self.tiles.values()
-        shares = [share for share in every if share.home.layout.name in tiles]
-        self.first_touch.begin(
-            state[there] for share in shares
-            for state in (*share.home.prepare_moments(), *([] if share.home.remainder is None else [share.home.remainder]))
-            for _, there in share.runs)
+        self.first_touch.begin(part for share in every if share.home.layout.name in tiles for part in _state_of(share))
 
     def hold_gradients(self) -> list[Tensor]:
         """Allocates the gradients of all trained tiles, unless they are there. Returns what was allocated. Raises
@@ -181,3 +177,12 @@ class Store:
             for part, size in tile.parts().items():
                 total[part] = total.get(part, 0) + size
         return total
+
+
+def _state_of(share: Share) -> Iterator[Tensor]:
+    """Memory of the optimizer state that a process updates: moments are bytes, of some number for each element."""
+    home = share.home
+    for part in (*home.prepare_moments(), *([] if home.remainder is None else [home.remainder])):
+        for _, there in share.runs:
+            start, stop = (part.numel() * end // home.layout.elements for end in (there.start, there.stop))
+            yield part[start:stop]

@@ -179,7 +179,7 @@ class TileLayout:
 
     @property
     def shard_state_bytes(self) -> int:
-        """Bytes of a shard of AdamW's state."""
+        """Bytes of a shard of the optimizer's state."""
         return self.state_bytes // self.ranks
 
     # ---------------------------------------------------------------- matrices that are updated whole
@@ -278,6 +278,7 @@ class HostTile:
     file: MomentFile | None = None
     begun: bool = False
     _prepared: list[Tensor] | None = None  # memory for moments
+    _shared_written: bool = False  # shared memory has the values of former moments
 
     @classmethod
     def allocate(cls, layout: TileLayout, shared: SharedMemory | None = None) -> HostTile:
@@ -328,7 +329,8 @@ class HostTile:
         self.layout, self.file = layout, file
         if layout.state_layout != before.state_layout or elsewhere:
             # Pages of this process start as zeros again, and so does a new file. Those of shared memory do not.
-            self.moments_written = file is None and self.shared is not None and not self.moments_are_zero
+            self._shared_written |= self.shared is not None and not self.moments_are_zero
+            self.moments_written = file is None and self._shared_written
             self.moments, self._prepared, self.moments_lent, self.begun = [], None, False, False
         if not layout.has_remainder:
             self.remainder = None

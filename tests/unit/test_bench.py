@@ -27,7 +27,8 @@ from typer.testing import CliRunner
 import megacompile
 from megacompile import cli
 from megacompile.bench import clocks, generation, native, plots, rows, shapes, step, table_run, tables
-from megacompile.bench.table import markdown, measured
+from megacompile.bench import table as result_table
+from megacompile.bench.table import markdown, measured, plain
 from megacompile.bench.tables import TABLES, Spec, Table
 from megacompile.errors import MegacompileError
 from megacompile.ir.program import OPS
@@ -217,6 +218,24 @@ def test_options_after_then_start_another_row() -> None:
 def test_a_loss_that_is_not_finite_is_an_error() -> None:
     assert "error" not in rows.finished(dict(losses=[1.0, 2.0]))
     assert rows.finished(dict(losses=[1.0, math.nan]))["error"] == "the loss of step 2 is nan"
+    assert rows.finished(dict(losses=[1.0, 2.0], curve=[1.0, 1.0, math.inf, 2.0]))["error"] == "the loss of step 3 is inf"
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def test_rows_of_other_systems_are_left_out_of_the_plain_table() -> None:
+    (own, *_) = [row for row in rows.read(RESULTS / "step.jsonl") if row["system"] == "megacompile" and "error" not in row]
+    assert plain([own, dict(system="native"), dict(system="grpo", losses=[])]).splitlines()[2:] == plain([own]).splitlines()[2:]
+    assert len(plain([own]).splitlines()) == 3
+
+
+def test_a_file_without_rows_for_the_plain_table_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+                                                           ) -> None:
+    monkeypatch.setattr(sys, "argv", ["table.py", str(RESULTS / "grpo.jsonl")])
+    with pytest.raises(SystemExit):
+        result_table.main()
+    assert "has no rows of benchmarks/step.py" in capsys.readouterr().err
 
 
 def test_options_that_only_say_how_to_measure_do_not_make_another_row() -> None:

@@ -321,6 +321,14 @@ def test_a_model_whose_layers_take_turns_is_not_compiled(staying: int, streamed:
     elsewhere.release()
 
 
+def test_a_copy_that_does_not_succeed_leaves_no_slots(
+        staying: int, streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "_there", mock.Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+    with pytest.raises(torch.OutOfMemoryError), streamed.megacompile.on_device(in_turns=True, more_bytes=-(1 << 10)):
+        pass
+    assert elsewhere.slots is None and elsewhere.native is None
+
+
 def test_a_layer_crosses_the_link_once_for_each_call_whatever_the_sequences(
         staying: int, streamed: Any, elsewhere: DeviceCopy) -> None:
     generated(streamed, do_sample=False)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
@@ -21,7 +22,9 @@ import megacompile
 from megacompile import CheckpointWriter
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.ir.program import Lane
+from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.streaming.optimizer import state_on_disk
+from megacompile.system.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -288,3 +291,18 @@ def test_a_save_has_the_state_of_its_moment_while_updates_write_the_disk(on_disk
         run.steps(3)
     load(tmp_path, run)
     assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
+
+
+def test_shared_memory_that_moments_return_to_is_known_to_have_old_values() -> None:
+    """With several ranks: one optimizer's moments are in memory, the next one's on disk, and the third one's in memory."""
+    layout = TileLayout.of("t", torch.float32, [("w", (256,), True)])
+    tile = HostTile.allocate(layout, SharedMemory(layout.shared_pieces()))
+    tile.allocate_moments()
+    tile.moments[0].fill_(7)
+    tile.moments_written = True
+    tile.keep(layout, mock.Mock())
+    tile.allocate_moments()
+    assert not tile.moments_written
+    tile.keep(layout)
+    tile.allocate_moments()
+    assert int(tile.moments[0][0]) == 7 and not tile.moments_are_zero

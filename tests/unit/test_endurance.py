@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from megacompile.bench.endurance import Sample, drift, grown
+from megacompile.errors import MegacompileError
 
-FLAT = dict(host_bytes=1000, device_bytes=500, threads=9, files=7, step_s=1.0)
+FLAT: dict[str, Any] = dict(host_bytes=1000, device_bytes=500, threads=9, files=7, step_s=1.0)
 
 
 def samples(name: str = "", per_sample: float = 0.0, until: int = 30) -> list[Sample]:
@@ -27,6 +28,11 @@ def test_what_grows_to_the_end_is_found_and_what_only_warms_up_is_not(name: str,
     assert grown(drift(samples()), 0.01, 0.01) is None
     assert grown(drift(samples(name, per_sample, until=10)), 0.01, 0.01) is None
     assert f"{name} by " in str(grown(drift(samples(name, per_sample)), 0.01, 0.01))
+
+
+def test_too_few_samples_show_no_drift() -> None:
+    with pytest.raises(MegacompileError, match="the run has 1 in all: give more --steps"):
+        drift([Sample(**FLAT)])
 
 
 def test_a_device_that_is_the_host_reserves_nothing() -> None:

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from tiny_models import batch, build, state_of
 import megacompile
 from megacompile.runtime.memory import first_touch
 from megacompile.runtime.memory.first_touch import FirstTouch
+from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.system.host_memory import host_memory
+from megacompile.system.shared_memory import SharedMemory
 
 SIZE = 1 << 26
 
@@ -36,6 +41,20 @@ def test_pages_are_taken_and_values_stay(monkeypatch: pytest.MonkeyPatch) -> Non
     finish(touch)
     assert resident_bytes() - before > 0.9 * SIZE
     assert memory[100] == 1 and memory[-1] == 2 and int(memory.sum(dtype=torch.int64)) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_byte_of_the_state_is_one_rank_s_to_touch(dtype: torch.dtype, ranks: int) -> None:
+    layout = replace(TileLayout.of("t", dtype, [("w", (1 << 12,), True)]), ranks=ranks)
+    shared = None if ranks == 1 else SharedMemory(layout.shared_pieces())
+    tile, touched = HostTile.allocate(layout, shared), list[int]()
+    for rank in range(ranks):
+        store = Store({"t": tile}, first_touch=mock.Mock(begin=lambda parts: touched.extend(part.nbytes for part in parts)))
+        if ranks > 1:
+            store.divide(["t"], rank, ranks)
+        store.touch_state({"t"})
+    assert sum(touched) == sum(layout.moment_bytes) + (2 << 12) * (dtype == torch.bfloat16)
 
 
 def test_little_state_starts_no_thread() -> None:

@@ -179,6 +179,8 @@ def test_cuda_where_there_is_none_is_refused() -> None:
     ("pinned_memory", "24 apples", "not an amount of memory"), ("dtype", torch.float16, "torch.float32 or torch.bfloat16"),
     ("resident", 5, "names of tiles, or 'all', not 5"), ("resident", "block", "resident names block, which are not tiles"),
     ("device", "tpu", "'cpu' or 'cuda'"), ("device", "cuda:first", "'cpu' or 'cuda'"), ("compile", "yes", "True or False"),
+    ("deferred_moments", 1, "True or False, not 1"), ("distributed", 0, "True or False, not 0"),
+    ("peer_copies", "nccl", "True or False, not 'nccl'"),
 ])
 def test_an_option_out_of_range_is_refused(option: str, value: Any, message: str) -> None:
     model = Model()
