@@ -151,8 +151,11 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     of them. `watch`: as in `capture`."""
     refuse_hooks(model)
     check_unclaimed(model)
+    if not isinstance(example, Mapping | None):
+        raise MegacompileError("example must give the model's arguments by name, such as {'input_ids': ids}, not a "
+                               f"{type(example).__name__}")
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
-        raise MegacompileError(f"example[{wrong[0]!r}] must be an integer tensor [batch, length], not a "
+        raise MegacompileError(f"example[{wrong[0]!r}] must be a tensor, as the model's forward takes it, not a "
                                f"{type((example or {})[wrong[0]]).__name__}")
     dtypes = {streamed_dtype(p, config.dtype) for p in model.parameters() if p.is_floating_point() or p.requires_grad}
     if not dtypes <= {torch.float32, torch.bfloat16}:

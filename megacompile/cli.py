@@ -228,7 +228,7 @@ def verify(
     piped = str(program_file) == "-"
     named = "standard input" if piped else program_file
     if not piped and (not program_file.exists() or program_file.is_dir()):
-        raise ArgumentError(f"file {program_file} does not exist: give a file with a program's text, or - for standard input")
+        raise ArgumentError(f"{program_file} is not a file: give a file with a program's text, or - for standard input")
     program = parse(source_text(sys.stdin if piped else program_file))
     verdicts, error = judge(program)
     words = {True: "holds", False: "BROKEN", None: "not checked"}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megacompile.api import attach, stream
-from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
+from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError, listed
 from megacompile.frontend.tracing.layers import Layers
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.host_needs import least_bytes
@@ -271,7 +271,7 @@ def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, 
     parameters = list(empty.parameters())
     weights = sum(p.nbytes for p in parameters)
     require_host_memory(weights + (least_bytes(empty) if adapter is None and trainable else weights))
-    warnings.warn(f"{found.converted[0]} and {len(found.converted) - 1} more are stored in a layout that must be converted: "
+    warnings.warn(f"weights ({listed(found.converted, 1)}) are stored in a layout that must be converted: "
                   f"transformers loads the model first, which temporarily takes {format_bytes(weights)} more host memory",
                   stacklevel=3)
     model, info = AutoModelForCausalLM.from_pretrained(

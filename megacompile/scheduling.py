@@ -57,8 +57,12 @@ class Schedule:
     hardware: Hardware | None = None
 
     def program(self, stage: str | None = None) -> Program:
-        """The program after the pass `stage`; by default after the last pass."""
-        return self.stages[stage if stage is not None else list(self.stages)[-1]]
+        """The program after the pass `stage`; by default after the last pass. Raises `MegacompileError` if there is no such
+        pass."""
+        stage = list(self.stages)[-1] if stage is None else stage
+        if stage not in self.stages:
+            raise MegacompileError(f"unknown stage {stage!r}: choose one of {', '.join(self.stages)}")
+        return self.stages[stage]
 
     @property
     def templates(self) -> Mapping[str, Template]:

@@ -167,8 +167,8 @@ class Executor:
     def check(self) -> None:
         """Raises the failure of the earliest run that failed, or the error that the device is lost."""
         if os.getpid() != self._process:
-            raise LaneError("this process was forked from the one that trains the model, whose lanes do not run here: use the "
-                            "model only there")
+            raise LaneError("this process was forked from the one that trains the model, and the model's lanes do not run "
+                            "here: use the model in the process that streamed it, not in workers of a DataLoader")
         if self.lost is not None:
             raise type(self.lost)(str(self.lost)) from self.lost.__cause__
         if self.failure is None:

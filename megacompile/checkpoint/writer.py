@@ -60,7 +60,7 @@ class CheckpointWriter:
     def __init__(self, directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any = None, keep: int = 3,
                  bandwidth: int | str | None = None, copy_memory: int | str | None = None) -> None:
         if type(keep) is not int or keep < 1:
-            raise MegacompileError(f"keep={keep!r}, the number of checkpoints to keep, must be a whole number of at least 1")
+            raise MegacompileError(f"keep must be a whole number of at least 1, not {keep!r}")
         self.directory, self.keep = Path(directory), keep
         self.subject = Subject(model, optimizer, scheduler)
         self.bandwidth = parse_bytes(bandwidth)

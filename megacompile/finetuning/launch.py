@@ -21,6 +21,7 @@ from typing import IO
 import torch
 
 from megacompile.errors import ArgumentError
+from megacompile.planning.config import check_device
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: How long the other processes may take to end by themselves once one has failed, and how often to look, in seconds.
@@ -31,6 +32,8 @@ _SHOWN = 4000
 
 def check_gpus(gpus: int, device: str | None) -> None:
     """Raises `ArgumentError` if this machine has fewer GPUs. A job on the CPU may have any number of processes."""
+    if device is not None:
+        check_device(device)
     there = torch.cuda.device_count()
     if device is None and there == 0:
         return

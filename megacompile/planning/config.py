@@ -1,6 +1,7 @@
 """StreamConfig: the options of `stream`, checked when they are given."""
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Collection
@@ -179,7 +180,7 @@ class StreamConfig:
 
     def _check_sizes_and_flags(self) -> None:
         if self.dtype not in (None, torch.float32, torch.bfloat16):
-            raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
+            raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype!r}")
         for size in (self.device_memory, self.pinned_memory, self.host_memory):
             parse_bytes(size)
         for name in ("compile", "dynamic", "deferred_moments", "distributed", "peer_copies", "reference"):
@@ -247,5 +248,7 @@ class StreamConfig:
         """Raises `MegacompileError` for an unknown option, with the names of all options."""
         known = {f.name for f in fields(cls)}
         if unknown := set(options) - known:
-            raise MegacompileError(f"stream() has no option {', '.join(sorted(unknown))}: it has {', '.join(sorted(known))}")
+            near = difflib.get_close_matches(min(unknown), known, n=1)
+            raise MegacompileError(f"stream() has no option {', '.join(sorted(unknown))}: "
+                                   f"{f'did you mean {near[0]}? ' if near else ''}it has {', '.join(sorted(known))}")
         return cls(**options)

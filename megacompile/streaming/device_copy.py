@@ -114,8 +114,8 @@ class DeviceCopy:
             streamed.adopt_writes()
             if self.native is not None and not (self._is_alike() and self._serves(more_bytes, turns)):
                 if self._open:
-                    raise MegacompileError("the weights are on the device already, but this use needs other layers or more memory "
-                                           "there: leave the block `with model.megacompile.on_device()` first")
+                    raise MegacompileError("the weights are on the device already, but this use needs other layers or more "
+                                           "memory there: leave the block `with model.megacompile.on_device()` first")
                 self.release()
             if self.native is None:
                 turning = self._layers_in_turns(more_bytes, turns)

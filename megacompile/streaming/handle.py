@@ -104,9 +104,7 @@ class Handle:
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
                     wanted: Wanted = Wanted.ALL) -> BatchArguments:
         """The arguments of a method that takes the model's by name, without labels. Checks `tensors`, values of its tokens."""
-        if not isinstance(batch, Mapping):
-            raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
-                                   f"{type(batch).__name__}")
+        _check_names(caller, batch)
         given = self._named(batch, wanted=wanted)
         check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
         return given
@@ -194,12 +192,16 @@ class Handle:
         if not streamed.tiling.trains:
             raise UnsupportedError("no parameter of the model is trained, so that train_step has nothing to do: close() it, "
                                    "set requires_grad where it should train, and stream() it again")
+        _check_names("train_step", batch)
         given = self._named(batch, training=True)
         if not given.has_labels:
             if not streamed.captured.has_loss:
                 raise UnsupportedError("train_step needs a loss, and the model has none: give stream(model, loss=...), or "
                                        "train in a loop by a loss of the model's output")
             raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
+        if not isinstance(optimizer, StreamedOptimizer):
+            raise MegacompileError(f"train_step needs an optimizer of megacompile, not a {type(optimizer).__name__} of "
+                                   f"{type(optimizer).__module__}: make megacompile.AdamW(model.parameters())")
         if optimizer.streamed is not streamed:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
         if streamed.gradients.waiting:
@@ -398,3 +400,9 @@ class Handle:
             if isinstance(model, StreamedModule):
                 model.__class__ = original_class(model)  # type: ignore[assignment]
                 del model.__dict__["megacompile"]
+
+
+def _check_names(caller: str, batch: Any) -> None:
+    if not isinstance(batch, Mapping):
+        raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
+                               f"{type(batch).__name__}")

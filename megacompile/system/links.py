@@ -36,8 +36,8 @@ class Listener:
             self._socket = socket.create_server(("", 0), family=socket.AF_INET6 if dual else socket.AF_INET,
                                                 dualstack_ipv6=dual)
         except OSError as error:
-            raise RankError(f"no connection of other hosts can be accepted ({error.strerror}): allow this process to listen on "
-                            "a port") from error
+            raise RankError(f"this process cannot accept connections from other hosts ({error.strerror}): allow it to listen "
+                            "on a port") from error
         self.door: Door = self._socket.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
 
     def accepted(self, count: int) -> dict[int, socket.socket]:

@@ -99,6 +99,6 @@ def refuse_other_forwards(model: nn.Module, trainer: str) -> None:
     """Raises `UnsupportedError` if the model's forward was replaced since it was streamed by one that does not stream."""
     forward = vars(model).get("forward")
     if forward is not None and not hasattr(forward, "streams"):
-        raise UnsupportedError(f"{trainer} replaces the model's forward with one that does not stream: train with "
-                               "megacompile.trainer.Trainer, megacompile.sft.SFTTrainer, megacompile.dpo.DPOTrainer or "
-                               "megacompile.grpo.GRPOTrainer, or compute the loss outside of the model")
+        raise UnsupportedError(f"{trainer} replaces the model's forward with one that does not stream: train with a "
+                               "trainer of megacompile (in megacompile.trainer, sft, dpo, grpo, rloo or online_dpo), or "
+                               "compute the loss outside of the model")

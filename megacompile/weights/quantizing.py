@@ -25,8 +25,10 @@ def quantize(model: M, stored: Any = "nf4", *, layers: Layers | None = None) -> 
         layers: as for `stream`.
 
     Embeddings, heads, norms and adapters keep their dtype, and so do weights that are not an `nn.Linear` (experts of some
-    models). Raises `ArgumentError` for another format, and `UnsupportedError` if no layer has a frozen `nn.Linear`.
+    models). Raises `ArgumentError` for another format or a streamed model, and `UnsupportedError` if no layer has a frozen
+    `nn.Linear`.
     """
+    _check_not_streamed(model)
     form, compute_dtype = format_of(stored), compute_dtype_of(stored)
     found = [(parent, name, linear) for parent, name, linear in frozen_linears(model, layers) if form.fits(shape_of(linear))]
     if not found:
@@ -41,8 +43,7 @@ def dequantize(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
     """Replaces quantized layers by ordinary ones with the same values in `dtype`: before an adapter is merged, or the model is
     saved. The model's config no longer says that bitsandbytes has quantized it. Returns the same model. Raises `ArgumentError`
     for a streamed model."""
-    if getattr(model, "megacompile", None) is not None:
-        raise ArgumentError("the layers of a streamed model cannot be replaced: call model.megacompile.close() first")
+    _check_not_streamed(model)
     replaced = False
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -55,6 +56,11 @@ def dequantize(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
     if replaced:
         forget_bitsandbytes(model)
     return model
+
+
+def _check_not_streamed(model: nn.Module) -> None:
+    if getattr(model, "megacompile", None) is not None:
+        raise ArgumentError("the layers of a streamed model cannot be replaced: call model.megacompile.close() first")
 
 
 def format_of(given: Any) -> Format:

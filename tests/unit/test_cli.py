@@ -513,6 +513,6 @@ def test_verify_says_where_a_text_is_malformed_and_what_was_expected(tmp_path: P
     assert re.match(r"megacompile: line \d+, column 12: unknown lane gpu; expected one of compute, h2d", result.stderr)
     for absent in (tmp_path / "nowhere.txt", tmp_path):
         result = megacompile_command("verify", absent)
-        assert result.exit_code == 2 and f"file {absent} does not exist: give a file with a program's text" in result.stderr
+        assert result.exit_code == 2 and f"{absent} is not a file: give a file with a program's text" in result.stderr
     broken.write_bytes(b"\xff\xfe\x00")
     assert "the program cannot be read" in megacompile_command("verify", broken).stderr

@@ -267,7 +267,7 @@ def test_a_process_that_may_not_listen_says_so(monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(socket, "create_server", forbidden)
-    with pytest.raises(RankError, match=r"\(Operation not permitted\): allow this process to listen on a port"):
+    with pytest.raises(RankError, match=r"\(Operation not permitted\): allow it to listen on a port"):
         Listener()
 
 
@@ -286,3 +286,11 @@ def test_what_a_rank_has_said_comes_before_its_end_whenever_a_process_looks(monk
 
     monkeypatch.setattr(StatusBoard, "_gone", meanwhile)
     assert here.trouble() == "rank 2 has failed with ValueError: power cut"
+
+
+def test_a_rank_that_ends_before_training_begins_is_named() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    processes = [os.getpid(), os.getpid(), ended.pid]
+    with pytest.raises(RankError, match=rf"rank 2 \(process {ended.pid}\) has ended before training began: its output"):
+        StatusBoard(torch.zeros(3 * ROW_BYTES, dtype=torch.uint8), 0, processes)

@@ -169,7 +169,7 @@ def test_cuda_where_there_is_none_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("option", "value", "message"), [
-    ("checkpoint_intervall", 2, "no option checkpoint_intervall: it has checkpoint_interval"),
+    ("checkpoint_intervall", 2, "no option checkpoint_intervall: did you mean checkpoint_interval.* it has "),
     ("checkpoint_interval", 0, "whole number of at least 1"), ("checkpoint_interval", 1.5, "whole number of at least 1"),
     ("micro_batch_size", True, "whole number of at least 1"), ("micro_batch_size", "2", "whole number of at least 1"),
     ("weight_slots", -1, "whole number of at least 1"), ("gradient_slabs", 0, "whole number of at least 1"),
@@ -210,7 +210,7 @@ def test_a_schedule_of_no_size_is_refused(size: dict[str, Any]) -> None:
 
 
 def test_an_example_that_is_not_a_tensor_is_refused() -> None:
-    with pytest.raises(MegacompileError, match=r"example\['input_ids'\] must be an integer tensor .*, not a list"):
+    with pytest.raises(MegacompileError, match=r"example\['input_ids'\] must be a tensor, as .*, not a list"):
         megacompile.stream(Model(), device="cpu", example={"input_ids": [1]})  # type: ignore[dict-item]
 
 
@@ -543,7 +543,7 @@ def test_parameters_that_are_not_streamed_are_refused(model: Any) -> None:
 def test_parameters_of_two_models_are_refused(model: Any, bf16_model: Any) -> None:
     optimizer = megacompile.AdamW([*model.parameters(), *bf16_model.parameters()])
     model(**batch(1)).loss.backward()
-    with pytest.raises(MegacompileError, match="updates one streamed model: make one optimizer for each"):
+    with pytest.raises(MegacompileError, match="are of 2 streamed models, .* updates one streamed model: make one optimizer"):
         optimizer.step()
 
 
@@ -629,3 +629,35 @@ def test_gradients_set_by_hand_before_any_backward_are_refused_and_so_is_a_backw
     model.megacompile.close()
     with pytest.raises(LeaseError, match="the model was closed since this loss was computed"):
         loss.backward()
+
+
+# ---------------------------------------------------------------- arguments of other types
+
+@pytest.mark.parametrize(("layers", "shown"), [((), r"\(\)"), (5, "5"), (nn.ModuleList(), "ModuleList")], ids=str)
+def test_layers_that_are_not_names_are_refused(layers: Any, shown: str) -> None:
+    with pytest.raises(CaptureError, match=rf"layers must be the name of an nn.ModuleList, .* or several names, not {shown}"):
+        megacompile.stream(Model(), device="cpu", layers=layers)
+
+
+def test_an_example_without_names_is_refused() -> None:
+    with pytest.raises(MegacompileError, match=r"example must give the model's arguments by name, .* not a Tensor"):
+        megacompile.stream(Model(), device="cpu", example=torch.arange(4))  # type: ignore[arg-type]
+
+
+def test_a_stage_that_no_pass_makes_is_refused_by_a_schedule() -> None:
+    found = megacompile.schedule(Model(), batch=2, length=4, device="cpu")
+    with pytest.raises(MegacompileError, match="unknown stage 'plce': choose one of model, micro_batch"):
+        found.program("plce")
+
+
+def test_a_whole_step_takes_named_arguments_and_an_optimizer_of_ours(untouched: Any) -> None:
+    with pytest.raises(MegacompileError, match=r"train_step takes the model's arguments by name, .* not a Tensor"):
+        untouched.megacompile.train_step(IDS, megacompile.AdamW(untouched.parameters()))
+    with pytest.raises(MegacompileError, match=r"needs an optimizer of megacompile, not a SGD of torch.optim.sgd: make "
+                                               r"megacompile.AdamW\("):
+        untouched.megacompile.train_step(batch(1), torch.optim.SGD(untouched.parameters()))
+
+
+def test_a_streamed_model_is_not_quantized(untouched: Any) -> None:
+    with pytest.raises(MegacompileError, match="the layers of a streamed model cannot be replaced: call"):
+        megacompile.quantize(untouched)

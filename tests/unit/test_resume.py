@@ -281,7 +281,7 @@ def test_what_a_checkpoint_is_not_of_is_refused(one: Streamed, tmp_path: Path) -
         CheckpointWriter(tmp_path, run.model, torch.optim.SGD(run.model.parameters()))
     with pytest.raises(MegacompileError, match="not streamed"):
         save_checkpoint(tmp_path, nn.Linear(2, 2), run.optimizer)
-    with pytest.raises(MegacompileError, match="keep=0"):
+    with pytest.raises(MegacompileError, match="keep must be a whole number of at least 1, not 0"):
         CheckpointWriter(tmp_path, run.model, run.optimizer, keep=0)
     with pytest.raises(CheckpointError, match=r"extra\['f'\] is a function, which a checkpoint cannot hold"):
         save_checkpoint(tmp_path, run.model, run.optimizer, extra={"f": lambda: None})

@@ -191,7 +191,7 @@ def test_another_optimizer_in_bf16_is_warned_of_once() -> None:
     model = megacompile.stream(tiny_models.build(bf16=True, num_hidden_layers=1), device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train_step(model, optimizer)
-    with pytest.warns(UserWarning, match=r"megacompile\.AdamW keeps an FP32 master"):
+    with pytest.warns(UserWarning, match=r"use megacompile\.AdamW, which keeps an FP32 master"):
         train_step(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import CaptureError
+from megacompile.errors import CaptureError, shortened
 from megacompile.torch_compat import dynamo
 from megacompile.torch_compat.dynamo import get_metrics_context
 
@@ -100,7 +100,11 @@ def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
 
 
 def _paths(layers: Layers) -> tuple[str, ...]:
-    return (layers,) if isinstance(layers, str) else tuple(dict.fromkeys(layers))
+    names = (layers,) if isinstance(layers, str) else layers
+    if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
+        raise CaptureError("layers must be the name of an nn.ModuleList, such as 'model.layers', or several names, not "
+                           f"{shortened(repr(layers))}")
+    return tuple(dict.fromkeys(names))
 
 
 def _list_at(model: nn.Module, path: str, candidates: Collection[str]) -> nn.Module:

@@ -101,7 +101,7 @@ class ExternalWrites:
         if self.gradients.made and not tile.has_moments and not self.warned:  # gradients exist, and no megacompile.AdamW does
             self.warned = True
             warnings.warn(f"another optimizer updates the parameters in their own {parameter.dtype}, where small updates are "
-                          "lost to rounding: megacompile.AdamW keeps an FP32 master", stacklevel=2)
+                          "lost to rounding: use megacompile.AdamW, which keeps an FP32 master", stacklevel=2)
 
     def check_model(self, model: nn.Module, differentiating: bool) -> None:
         """Raises `UnsupportedError` if parameters were added, removed or replaced since the capture; and, when
