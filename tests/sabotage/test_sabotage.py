@@ -4,8 +4,10 @@ The oracle decides whether an edit is harmful. The verifier must refuse every ha
 as a hazard. It may refuse a harmless edit by a rule that is not about order (a value that is never released, a tile whose
 gradients are offloaded twice). These are counted by rule. Counts are printed at the end.
 
-    pytest tests/sabotage                            some edits of each golden, and of 20 random programs of one and of several ranks
-    pytest tests/sabotage --sabotage-programs 500    many more of each golden, and 500 random programs of one and of several ranks
+    pytest tests/sabotage                            some edits of each golden, and of 20 random programs
+    pytest tests/sabotage --sabotage-programs 500    many more of each golden, and 500 random programs
+
+Random programs are as many of one rank and of several.
 """
 from __future__ import annotations
 
