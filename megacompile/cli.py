@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.finetuning.refused import with_hyphens
+from megacompile.finetuning.refused import REFUSED, with_hyphens
 from megacompile.finetuning.settings import DATA_PANEL, Settings, read_defaults
 from megacompile.inference import commands
 from megacompile.limits import check_number
@@ -38,10 +38,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Accepts underscores in options: --max_length means --max-length. Raises `ArgumentError` for options of other trainers
-        that this command does not have."""
+        that `train` does not have."""
         command = self.get_command(ctx, args[0])
         known = {option for parameter in command.params for option in parameter.opts} if command is not None else ()
-        return super().resolve_command(ctx, [args[0], *with_hyphens(args[1:], known)])
+        refused = REFUSED if args[0] == "train" else {}
+        return super().resolve_command(ctx, [args[0], *with_hyphens(args[1:], known, refused)])
 
     def invoke(self, ctx: Any) -> Any:
         """Prints errors of megacompile without a traceback, but with all lines of the message: details, such as what each lane

@@ -1,12 +1,13 @@
 """Options of other trainers that `megacompile train` does not have, with the reason and what to use instead."""
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megacompile.errors import ArgumentError
 
 _QUANTIZED = "give --lora --quantize nf4 or int8: frozen weights are then stored in four or eight bits"
 _PLACED = "one process trains on one GPU, and weights and optimizer state are in host memory already: leave it out"
+_GPUS = "give --gpus N, which starts a process for each GPU"
 _RECOMPUTED = "the plan chooses what to recompute: leave it out, or set --checkpoint-interval and --saved-layers"
 _ATTENTION = "the attention kernel is chosen for the device and the dtype: leave it out"
 _COMPILED = "layers are compiled already: leave it out"
@@ -25,8 +26,9 @@ REFUSED: dict[str, str] = {
     "fp16": "float16 cannot be trained: give --bf16 (weights in bfloat16, masters in float32)",
     "tf32": "the precision is that of the weights: give --dtype bfloat16 or float32",
     **dict.fromkeys(("fp8", "use_fp8", "enable_fp8"), "give --precision float8"),
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "local_rank", "num_gpus", "num_processes", "tensor_parallel_size",
-                     "ddp_timeout", "device_map", "cpu_offload", "offload"), _PLACED),
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "local_rank", "tensor_parallel_size", "ddp_timeout",
+                     "device_map", "cpu_offload", "offload"), _PLACED),
+    **dict.fromkeys(("num_gpus", "num_processes"), _GPUS),
     **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
                      "activation_offloading"), _RECOMPUTED),
     **dict.fromkeys(("flash_attn", "flash_attention", "use_flash_attention_2", "attn_implementation", "sdp_attention",
@@ -57,14 +59,14 @@ def key_of(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
-def with_hyphens(words: Sequence[str], known: Collection[str] = ()) -> list[str]:
-    """The words of a command line, with underscores in options replaced by hyphens. Raises `ArgumentError` for an option in
-    `REFUSED`, unless the command has it (`known`)."""
+def with_hyphens(words: Sequence[str], known: Collection[str], refused: Mapping[str, str]) -> list[str]:
+    """The words of a command line, with underscores in options replaced by hyphens. Raises `ArgumentError` for a `refused`
+    option (key -> reason), unless the command has it (`known`)."""
     found = []
     for word in words:
         option, sign, value = word.partition("=")
         if option.startswith("--"):
-            if option not in known and (reason := REFUSED.get(key_of(option))):
+            if option not in known and (reason := refused.get(key_of(option))):
                 raise ArgumentError(f"unknown option {option}: {reason}")
             option = f"--{key_of(option).replace('_', '-')}" if option != "--" else option
         found.append(f"{option}{sign}{value}")

@@ -542,13 +542,19 @@ def test_names_from_elsewhere_mean_what_they_mean_there(asked: list[Any], tmp_pa
 
 @pytest.mark.parametrize(("option", "remedy"), [
     ("load_in_4bit", "give --lora"), ("fp16", "give --bf16"), ("deepspeed", "leave it out"), ("fsdp", "leave it out"),
-    ("gradient_checkpointing", "--checkpoint-interval"), ("model_name_or_path", "megacompile train MODEL")])
+    ("gradient_checkpointing", "--checkpoint-interval"), ("num_gpus", "give --gpus N"),
+    ("model_name_or_path", "megacompile train MODEL")])
 def test_an_option_of_other_trainers_is_refused_with_what_to_use(
         asked: list[Any], tmp_path: Path, option: str, remedy: str) -> None:
     (tmp_path / "a.yaml").write_text(f"model: m\ndata: d\n{option}: true\n")
     for words in ((f"--{option}",), ("--" + option.replace("_", "-") + "=1",), ("--config", tmp_path / "a.yaml")):
         result = command("train", "m", "--data", "d", *words)
         assert result.exit_code == 2 and remedy in result.stderr and len(result.stderr.splitlines()) == 1 and not asked
+
+
+def test_another_command_does_not_advise_options_of_train() -> None:
+    result = command("chat", "m", "--load-in-4bit")
+    assert result.exit_code == 2 and "No such option: --load-in-4bit" in result.stderr and "--lora" not in result.stderr
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
