@@ -41,12 +41,15 @@ from megacompile.weights.weight_files import (
     weight_files,
 )
 
+#: Names of dtypes, as transformers takes them. "auto": that of the checkpoint.
+_NAMED_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, config: Any = None, revision: str | None = None,
-                    strict: bool = True, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
-                    adapter: Any = None, trainable: bool = True, quantize: Any = None, **options: Any) -> Any:
+def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = None, config: Any = None,
+                    revision: str | None = None, strict: bool = True, layers: Layers | None = None,
+                    example: Mapping[str, Tensor] | None = None, adapter: Any = None, trainable: bool = True,
+                    quantize: Any = None, **options: Any) -> Any:
     """A streamed causal language model from transformers, in evaluation mode.
 
     The result equals `stream(AutoModelForCausalLM.from_pretrained(source))`, but weights are read from the files directly into
@@ -55,8 +58,8 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
 
     Args:
         source: a folder with a config and safetensors files, or an id on the Hugging Face Hub.
-        dtype: dtype of the weights, float32 or bfloat16. None: that of the config, or else the widest dtype in the files.
-            Weights stored with more precision than bfloat16 keep their exact values in the FP32 master.
+        dtype: dtype of the weights, float32 or bfloat16, or its name. None or "auto": that of the config, or else the widest
+            dtype in the files. Weights stored with more precision than bfloat16 keep their exact values in the FP32 master.
         config: a config from transformers to use instead of the checkpoint's own.
         revision: revision of the repository on the Hub.
         strict: every parameter must be in the files, and every tensor in the files must be used. False: missing parameters
@@ -74,6 +77,10 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
     is no such checkpoint; and what `stream` raises.
     """
     stream_config = StreamConfig.of(**options)
+    if isinstance(dtype, str):
+        if dtype not in _NAMED_DTYPES:
+            raise ArgumentError(f"dtype must be torch.float32, torch.bfloat16 or 'auto', not {dtype!r}")
+        dtype = _NAMED_DTYPES[dtype]
     wanted, compute_dtype = None if quantize is None else format_of(quantize), compute_dtype_of(quantize)
     folder, commit = _find(source, revision)
     config = config if config is not None else _config(folder)

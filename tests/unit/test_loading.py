@@ -127,8 +127,12 @@ def test_a_parameter_in_no_tile_and_buffers_have_their_values_too(saved: Path, u
 def test_the_dtype_is_the_configs_else_the_widest_that_is_stored(saved: Path, uncaptured: Loaded) -> None:
     edit_config(saved, dtype="bfloat16")
     assert megacompile.from_pretrained(saved, device="cpu").dtype == torch.bfloat16
+    assert megacompile.from_pretrained(saved, dtype="auto", device="cpu").dtype == torch.bfloat16
     edit_config(saved, dtype=None)
     assert megacompile.from_pretrained(saved, device="cpu").dtype == torch.float32
+    assert megacompile.from_pretrained(saved, dtype="bfloat16", device="cpu").dtype == torch.bfloat16
+    with pytest.raises(MegacompileError, match=r"dtype must be torch.float32, torch.bfloat16 or 'auto', not 'bf16'"):
+        megacompile.from_pretrained(saved, dtype="bf16", device="cpu")
 
 
 def test_what_the_models_class_wants_in_float32_stays_so(
