@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import UnsupportedError
+from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.batches.pair_masks import described, of_pairs
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import LENGTH, TemplateInput
@@ -306,6 +306,22 @@ def _is_neutral(key: str, value: Any) -> bool:
     if value is None:
         return True
     return any(value is v or (not isinstance(value, Tensor) and value == v) for v in _NEUTRAL.get(key, ()))
+
+
+def check_names(caller: str, batch: Any) -> None:
+    """Raises `MegacompileError` unless the batch passed to `caller` has arguments by name."""
+    if not isinstance(batch, Mapping):
+        raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
+                               f"{type(batch).__name__}")
+
+
+def check_labels(caller: str, given: BatchArguments, labels: tuple[str, ...], has_loss: bool) -> None:
+    """Raises `UnsupportedError` unless the batch passed to `caller` has labels, for a model that has a loss."""
+    if not given.has_labels:
+        if not has_loss:
+            raise UnsupportedError(f"{caller} needs a loss, and the model has none: give stream(model, loss=...), or train in "
+                                   "a loop by a loss of the model's output")
+        raise UnsupportedError(f"{caller} needs labels ({', '.join(labels)}): pass them in the batch")
 
 
 def check_token_tensors(caller: str, tensors: Mapping[str, Any], given: BatchArguments, labels: tuple[str, ...]) -> None:

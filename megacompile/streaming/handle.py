@@ -15,7 +15,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.heads import LOGITS, batch_name
 from megacompile.frontend.templates.hidden_states import LAST
 from megacompile.frontend.templates.token_functions import described, filling
-from megacompile.inputs.batch import BatchArguments, check_token_tensors, logits_of, read_arguments
+from megacompile.inputs.batch import BatchArguments, check_labels, check_names, check_token_tensors, logits_of, read_arguments
 from megacompile.inputs.repacking import Wanted
 from megacompile.ir.plan import Plan, Shape
 from megacompile.ir.program import Op, Program
@@ -104,7 +104,7 @@ class Handle:
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
                     wanted: Wanted = Wanted.ALL) -> BatchArguments:
         """The arguments of a method that takes the model's by name, without labels. Checks `tensors`, values of its tokens."""
-        _check_names(caller, batch)
+        check_names(caller, batch)
         given = self._named(batch, wanted=wanted)
         check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
         return given
@@ -192,13 +192,9 @@ class Handle:
         if not streamed.tiling.trains:
             raise UnsupportedError("no parameter of the model is trained, so that train_step has nothing to do: close() it, "
                                    "set requires_grad where it should train, and stream() it again")
-        _check_names("train_step", batch)
+        check_names("train_step", batch)
         given = self._named(batch, training=True)
-        if not given.has_labels:
-            if not streamed.captured.has_loss:
-                raise UnsupportedError("train_step needs a loss, and the model has none: give stream(model, loss=...), or "
-                                       "train in a loop by a loss of the model's output")
-            raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
+        check_labels("train_step", given, streamed.captured.labels, streamed.captured.has_loss)
         if not isinstance(optimizer, StreamedOptimizer):
             raise MegacompileError(f"train_step needs an optimizer of megacompile, not a {type(optimizer).__name__} of "
                                    f"{type(optimizer).__module__}: make megacompile.AdamW(model.parameters())")
@@ -400,9 +396,3 @@ class Handle:
             if isinstance(model, StreamedModule):
                 model.__class__ = original_class(model)  # type: ignore[assignment]
                 del model.__dict__["megacompile"]
-
-
-def _check_names(caller: str, batch: Any) -> None:
-    if not isinstance(batch, Mapping):
-        raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
-                               f"{type(batch).__name__}")

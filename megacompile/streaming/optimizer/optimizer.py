@@ -163,8 +163,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.ownership.check()
         models = list({id(streamed): streamed for streamed, _ in map(require_owner, self._parameters())}.values())
         if len(models) != 1:
-            raise MegacompileError(f"the parameters are of {len(models)} streamed models, and an optimizer updates one "
-                                   "streamed model: make one optimizer for each")
+            raise MegacompileError(f"an optimizer updates one streamed model, not {len(models)}: make one optimizer for each")
         return models[0]
 
     def _take_over(self, parameters: Iterable[Tensor]) -> None:
