@@ -42,7 +42,7 @@ from megacompile.weights.weight_files import (
 )
 
 #: Names of dtypes, as transformers takes them. "auto": that of the checkpoint.
-_NAMED_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+NAMED_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -78,9 +78,9 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = Non
     """
     stream_config = StreamConfig.of(**options)
     if isinstance(dtype, str):
-        if dtype not in _NAMED_DTYPES:
+        if dtype not in NAMED_DTYPES:
             raise ArgumentError(f"dtype must be torch.float32, torch.bfloat16 or 'auto', not {dtype!r}")
-        dtype = _NAMED_DTYPES[dtype]
+        dtype = NAMED_DTYPES[dtype]
     wanted, compute_dtype = None if quantize is None else format_of(quantize), compute_dtype_of(quantize)
     folder, commit = _find(source, revision)
     config = config if config is not None else _config(folder)

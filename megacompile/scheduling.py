@@ -19,7 +19,7 @@ from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import UPDATES, Plan
 from megacompile.ir.program import Program
 from megacompile.limits import check_whole
-from megacompile.passes.manager import compile_program
+from megacompile.passes.manager import compile_program, named_stage
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget, free_device_bytes
 from megacompile.planning.disk_tiles import with_disk
@@ -59,10 +59,7 @@ class Schedule:
     def program(self, stage: str | None = None) -> Program:
         """The program after the pass `stage`; by default after the last pass. Raises `MegacompileError` if there is no such
         pass."""
-        stage = list(self.stages)[-1] if stage is None else stage
-        if stage not in self.stages:
-            raise MegacompileError(f"unknown stage {stage!r}: choose one of {', '.join(self.stages)}")
-        return self.stages[stage]
+        return named_stage(self.stages, list(self.stages)[-1] if stage is None else stage)
 
     @property
     def templates(self) -> Mapping[str, Template]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +24,13 @@ class Pass(Protocol):
     def provides(self) -> str: ...
     @property
     def run(self) -> Callable[[Program, Plan], Program]: ...
+
+
+def named_stage(stages: Mapping[str, Program], name: str) -> Program:
+    """The program after the pass `name`. Raises `MegacompileError` if no pass has this name."""
+    if name not in stages:
+        raise MegacompileError(f"unknown stage {name!r}: choose one of {', '.join(stages)}")
+    return stages[name]
 
 
 @dataclass

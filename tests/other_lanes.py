@@ -17,6 +17,11 @@ from megacompile.runtime.run import Run
 Blocked = tuple[list[threading.Event], dict[Lane, tuple[Run, fx.Node]]]
 
 
+def waits(run: Run, node: fx.Node) -> bool:
+    """Whether an instruction that a lane has begun waits for an event that has not fired."""
+    return op_of(node).name == "wait" and not run.events[operands(node, "event")[0]].issued.is_set()
+
+
 class OtherLanes:
     """Watches an executor's other lanes and its caller while an instruction of one lane holds them up.
 
@@ -79,9 +84,7 @@ class OtherLanes:
             begun = self.executor.watchdog.begun.get(other)
             if begun is None:
                 return None  # between two sections
-            run, node = begun
-            event = run.events[operands(node, "event")[0]] if op_of(node).name == "wait" else None
-            if event is None or event.issued.is_set():
+            if not waits(*begun):
                 return None
-            found[other] = run, node
+            found[other] = begun
         return awaited, found

@@ -32,8 +32,7 @@ _SHOWN = 4000
 
 def check_gpus(gpus: int, device: str | None) -> None:
     """Raises `ArgumentError` if this machine has fewer GPUs. A job on the CPU may have any number of processes."""
-    if device is not None:
-        check_device(device)
+    check_device(device)
     there = torch.cuda.device_count()
     if device is None and there == 0:
         return

@@ -19,6 +19,7 @@ from megacompile.inputs.batch import BatchArguments, check_labels, check_names, 
 from megacompile.inputs.repacking import Wanted
 from megacompile.ir.plan import Plan, Shape
 from megacompile.ir.program import Op, Program
+from megacompile.passes.manager import named_stage
 from megacompile.planning.explain import outlook
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
@@ -254,12 +255,8 @@ class Handle:
 
     def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
         """The program for a batch's shape: the final one, or the one that the pass named `stage` produced."""
-        stages = self.compiled(batch).compiled.stages
-        if stage is None:
-            return self.compiled(batch).program
-        if stage not in stages:
-            raise MegacompileError(f"unknown stage {stage!r}: choose one of {', '.join(stages)}")
-        return stages[stage]
+        shape = self.compiled(batch)
+        return shape.program if stage is None else named_stage(shape.compiled.stages, stage)
 
     def table(self, batch: Mapping[str, Tensor] | None = None, section: str | None = None) -> str:
         return self.program(batch).table(section)

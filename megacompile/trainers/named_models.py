@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megacompile.errors import UnsupportedError
-from megacompile.loading import from_pretrained
+from megacompile.loading import NAMED_DTYPES, from_pretrained
 from megacompile.planning.config import StreamConfig
 from megacompile.trainers.fused_head import refuse_dropout
 
@@ -58,10 +58,8 @@ def loader(args: Any, adapter: Any, without_dropout: bool) -> Callable[[str, Map
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    found = value if value is None or isinstance(value, torch.dtype) else getattr(torch, str(value), None)
-    if value == "auto" or found is None and value is None:
-        return None
-    if found not in (torch.float32, torch.bfloat16):
+    found: Any = NAMED_DTYPES.get(value, value) if isinstance(value, str) else value
+    if found not in NAMED_DTYPES.values():
         raise UnsupportedError(f"dtype={value!r} cannot be trained: pass float32 or bfloat16")
     return found
 

@@ -41,8 +41,8 @@ def update(rule: Rule, weights: Tensor, remainder: Tensor | None, gradient: Tens
 
     weights: fp32 [n], or bf16 [n]. remainder: int16 [n], the low bits of bf16 weights' FP32 masters; with None, bf16 weights
     are themselves the masters and are rounded at random. gradient: bf16 or fp32 [n]; it is multiplied in FP32 by
-    `gradient_scale`, the clipping coefficient, and not changed. Segments must be ascending and disjoint;
-    elements outside all of them keep their values."""
+    `gradient_scale`, the clipping coefficient, and not changed. Segments must be ascending and disjoint; elements
+    outside all of them keep their values."""
     check_flat("weights", weights, weights.numel(), torch.float32, torch.bfloat16)
     check_flat("gradient", gradient, weights.numel(), torch.float32, torch.bfloat16)
     assert remainder is None or weights.dtype == torch.bfloat16, "only bf16 weights have a remainder"

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from other_lanes import waits
 from tiny_models import batch
 
 from megacompile.errors import MegacompileError, StallError
-from megacompile.ir.program import Lane, lane_of, nodes, op_of, operands
+from megacompile.ir.program import Lane, lane_of, nodes, op_of
 from megacompile.planning.config import StreamConfig
 from megacompile.runtime.executor import _POLL_S, Executor
 from megacompile.runtime.watchdog import Watchdog
@@ -42,11 +43,7 @@ def all_stand(executor: Executor) -> bool:
     """Whether h2d hangs, and every other lane waits for an event that has not fired."""
     for lane in executor._queues:
         begun = executor.watchdog.begun.get(lane)
-        if begun is None or op_of(begun[1]).name != ("prefetch" if lane == Lane.H2D else "wait"):
-            return False
-        run, node = begun
-        event = run.events[operands(node, "event")[0]] if lane != Lane.H2D else None
-        if lane != Lane.H2D and (event is None or event.issued.is_set()):
+        if begun is None or not (op_of(begun[1]).name == "prefetch" if lane == Lane.H2D else waits(*begun)):
             return False
     return True
 
