@@ -12,6 +12,9 @@ As in a real run, every 10th step is followed by an evaluation, and every 25th s
 Rows are random tokens, or pieces of a text whose bytes are the tokens (`--text`). Several processes have a part of each batch:
 one process with `--batch 32` learns from the rows of two with `--batch 16`. `curve` is the loss of each step. The row has the
 measurements of the first process, and is an error if anything grows in any of them.
+
+The row is printed at the end. `--log FILE` appends each sample to a file as soon as it is taken, with the losses since the
+sample before it: a run that is cut short leaves what it has measured.
 """
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ import argparse
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,7 @@ def options() -> argparse.ArgumentParser:
     parser = rows.parser(__doc__)
     parser.add_argument("--minutes", type=float, help="duration in minutes, instead of --steps")
     parser.add_argument("--samples", type=int, default=30, help="minimum number of samples (default: 30)")
+    parser.add_argument("--log", type=Path, help="append each sample to this file when it is taken")
     parser.add_argument("--train-step", action="store_true", help="run each step as one program")
     parser.add_argument("--text", help="file whose bytes are the tokens (default: random tokens)")
     parser.add_argument("--overlap", action="store_true", help="update tiles as their gradients arrive, without clipping")
@@ -125,7 +129,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
     losses: list[float] = []
     times: list[float] = []
     begin = time.monotonic()
-    done = 0
+    done = logged = 0
     while not (rows.anywhere(time.monotonic() - begin > 60 * given.minutes) if given.minutes else done >= given.steps):
         done += 1
         length = given.length // 2 if done % _OTHER_LENGTH == 0 else given.length
@@ -140,6 +144,9 @@ def measure(given: argparse.Namespace) -> rows.Row:
         if len(times) >= max(1, given.steps // given.samples if not given.minutes else 1):
             samples.append(Sample.now(given.device, times))
             times.clear()
+            if given.log is not None and rank_in_job() == 0:
+                rows.append(given.log, dict(steps=done, losses=losses[logged:], **asdict(samples[-1])))
+            logged = done
     visiting = list(model.megacompile.plan.visiting_state)
     model.megacompile.close()
     found = drift(samples)

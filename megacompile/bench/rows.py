@@ -40,8 +40,8 @@ Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]
 
 #: Options that say how to measure or where to write the row, and so do not identify it.
-NOT_IDENTITY = ("append", "cache", "commit", "device", "folder", "profile", "recorded", "recorded_steps", "steps", "timeline",
-                "warm_up")
+NOT_IDENTITY = ("append", "cache", "commit", "device", "folder", "log", "profile", "recorded", "recorded_steps", "steps",
+                "timeline", "warm_up")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -111,6 +111,7 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
         for _ in range(count):
             ids = torch.randint(0, vocabulary, (given.batch, given.length), generator=generator)
             losses.append(clocked(step, ids, times))
+            _progress(f"step {len(times)} of {given.warm_up + given.steps}: {times[-1]:.3g} s, loss {losses[-1]:.4g}")
             if beside is not None:
                 clocked(beside, ids, beside_times)
 
@@ -126,6 +127,12 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
     if beside is not None:
         found |= dict(beside_s=median(beside_times), beside_times_s=[round(t, 4) for t in beside_times])
     return found
+
+
+def _progress(line: str) -> None:
+    """Tells whoever waits for a row, on stderr. Rows go to stdout."""
+    if rank_in_job() == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def anywhere(here: bool) -> bool:

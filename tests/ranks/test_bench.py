@@ -53,11 +53,14 @@ def test_a_long_run_of_two_ranks_has_the_losses_of_one_with_all_rows(tmp_path: P
     script = ROOT / "benchmarks" / "endurance.py"
     for ranks, batch in ((2, "3"), (1, "6")):
         job = start(script, ranks, tmp_path / f"job{ranks}",
-                    [*row, "--batch", batch, "--append", str(tmp_path / "rows.jsonl")])
+                    [*row, "--batch", batch, "--append", str(tmp_path / "rows.jsonl"), "--log", str(tmp_path / f"log{ranks}")])
         assert job.wait() == [0] * ranks, job.errors(0)
     two, one = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert two["options"]["gpus"] == 2 and two["steps"] == one["steps"] == len(two["curve"])
     assert two["curve"] == pytest.approx(one["curve"], rel=2e-3) and one["curve"][-1] < one["curve"][0]
+    logged = [json.loads(line) for line in (tmp_path / "log2").read_text().splitlines()]
+    assert len(logged) == two["samples"], "only one of the ranks writes a line for each sample"
+    assert [loss for sample in logged for loss in sample["losses"]] == pytest.approx(two["curve"], abs=1e-4)
 
 
 @pytest.mark.on_demand
