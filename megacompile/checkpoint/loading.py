@@ -248,7 +248,7 @@ def _load(tensors: StoredTensors, subject: Subject, optimizer_state: dict[str, A
         tensor.copy_(tensors.read(f"weight:{name}"))
     streamed.adopt_writes()
     streamed.step.weights_replaced()
-    subject.optimizer.zero_grad()
+    subject.model.zero_grad()
     groups, states = check_saved(subject.optimizer, optimizer_state)
     subject.optimizer.put_state(groups, [  # what other ranks write stays without values
         (parameter, memory, _State(memory.name, state, tensors) if memory.writable else state)

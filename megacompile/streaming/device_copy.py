@@ -108,7 +108,7 @@ class DeviceCopy:
         `TornError` if the weights are not all of one step, and `MegacompileError` if another use is open and has the wrong
         layers on the device."""
         streamed = self._streamed
-        with streamed.call_lock:
+        with streamed.call_lock, torch.inference_mode(False), torch.no_grad():  # the copy outlives the use
             streamed.settle()
             streamed.step.check_whole()
             streamed.adopt_writes()
@@ -301,7 +301,6 @@ class DeviceCopy:
     def _there(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._device, non_blocking=True)
 
-    @torch.no_grad()
     def _copy_changed(self, native: nn.Module) -> None:
         """Copies what may have changed since: trained parameters, and what was written from outside."""
         model, parameters = self._streamed.model, self._streamed.parameters

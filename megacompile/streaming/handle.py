@@ -182,6 +182,7 @@ class Handle:
         return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training, wanted, hooks_run)
 
     @exclusive
+    @torch.inference_mode(False)  # slots outlive the call
     def train_step(self, batch: Mapping[str, Any], optimizer: StreamedOptimizer) -> Tensor:
         """Runs a whole training step as one program: forward, backward and update of `batch`, which includes labels. Returns
         the loss, 0-d, on the compute device, without a gradient; reading it waits for the last forward, not for the backward

@@ -275,14 +275,14 @@ class Streamed:
                 run.wait()
                 self.drain()
                 self.together.agree("the end of backward")  # every rank's shards of gradients are there
+            self.gradients.hand_out()
+            self.step.gradients_stored()
         except BaseException:
             self.step.backward_updates(None)
             self.gradients.clear()
             raise
         finally:
             forward.end()
-        self.gradients.hand_out()
-        self.step.gradients_stored()
 
     def update(self, update: Update) -> None:
         """Hands an optimizer step to the cpu lane and returns. Raises the failure of the step before it."""

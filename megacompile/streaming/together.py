@@ -56,12 +56,14 @@ class Together:
 
     def agree(self, doing: str) -> None:
         """Waits until all ranks are about to do the same. Raises `RankError`."""
-        if self.ranks is not None:
-            self.ranks.agree(doing)
+        self.values(doing, None)
 
     def values(self, doing: str, value: Any) -> list[Any]:
         """The values of all ranks, in their order: tensors, numbers, text, and containers of them. Raises `RankError`."""
-        return [value] if self.ranks is None else self.ranks.agree(doing, value)
+        if self.ranks is None:
+            return [value]
+        with self.failing():  # Ctrl-C: the others would wait
+            return self.ranks.agree(doing, value)
 
     def all_agree(self, doing: str, yes: bool) -> bool:
         """Whether the answer of every rank is yes. Raises `RankError`."""

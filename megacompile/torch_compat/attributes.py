@@ -22,6 +22,8 @@ ATTRIBUTES = {
     "_is_view": Attribute("torch.Tensor", "find views: AOT refuses results that alias"),
     "_mod": Attribute("torch.fx.experimental.sym_node.SymNode", "write the padding of a size as a multiple"),
     "_modules": Attribute("", "go through a list's items, None included"),
+    "_optimizer_load_state_dict_post_hooks": Attribute("", "call the hooks of an optimizer that loads its state itself"),
+    "_optimizer_load_state_dict_pre_hooks": Attribute("", "the same, before it loads"),
     "_parameters": Attribute("", "copy a module's own parameters"),
     "_schema": Attribute("", "find the inputs that an op changes"),
     "_validate_args": Attribute("torch.distributions.Distribution", "switch off checks of values, which fakes lack"),

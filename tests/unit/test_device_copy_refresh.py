@@ -8,7 +8,7 @@ import own_memory
 import pytest
 import tiny_models
 import torch
-from tiny_models import batch
+from tiny_models import batch, same_bits, weights
 from torch import nn
 
 import megacompile
@@ -31,6 +31,16 @@ def partly() -> Iterator[Any]:
     made = megacompile.stream(model, device="cpu")
     yield made
     made.megacompile.close()
+
+
+def test_a_copy_that_was_made_in_inference_mode_gets_new_weights_outside_of_it(partly: Any) -> None:
+    optimizer = optimizer_of(partly)
+    with torch.inference_mode():
+        partly.generate(EVALUATED["input_ids"], max_new_tokens=1, do_sample=False)
+    partly(**batch(0)).loss.backward()
+    optimizer.step()
+    with partly.megacompile.on_device() as native, torch.no_grad():
+        assert same_bits(weights(native), weights(partly))
 
 
 def optimizer_of(model: Any) -> Any:

@@ -1,6 +1,7 @@
 """Changes that a model or its caller makes between calls take effect or are refused, never ignored."""
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -130,6 +131,19 @@ def test_a_first_call_in_inference_mode_leaves_the_model_usable() -> None:
     loss = model(**batch(0)).loss
     loss.backward()
     assert torch.isfinite(loss)
+
+
+def test_whole_steps_in_inference_mode_leave_the_model_usable() -> None:
+    model, given = megacompile.stream(tiny_models.build(num_hidden_layers=1), device="cpu"), batch(0)
+    with torch.inference_mode():
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+        losses = [float(model.megacompile.train_step(given, optimizer))]
+    losses.append(float(model.megacompile.train_step(given, optimizer)))
+    loss = model(**given).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert losses[0] > losses[1] > float(loss)
 
 
 def test_a_sum_over_all_tokens_divided_by_their_number_is_recognized() -> None:

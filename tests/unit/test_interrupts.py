@@ -105,6 +105,7 @@ def test_an_interrupt_at_any_line_leaves_a_step_done_or_undone_or_says_torn(
         model, optimizer = fresh()
         begin = time.monotonic()
         where = interrupted(lambda: step(model, optimizer), moment).where  # noqa: B023  (called at once)
+        assert len({parameter.grad is None for parameter in model.parameters()}) == 1, f"some gradients stay: {where}"
         model.zero_grad()
         if model.megacompile.streamed.step.updated_in_backward:  # the backward is over: what is left of the step is its end
             optimizer.step()
@@ -118,3 +119,24 @@ def test_an_interrupt_at_any_line_leaves_a_step_done_or_undone_or_says_torn(
         outcomes.add("undone" if same_bits(after, once) else "done")
         assert same_bits(after, once) or same_bits(after, twice), f"neither one step nor two after an interrupt at {where}"
     assert "undone" in outcomes  # how many lines a wait takes depends on the moment: the last is not always the last
+
+
+def test_an_interrupt_while_gradients_are_handed_out_leaves_none(
+        shared: tiny_models.Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shared.fresh()
+    gradients, third = model.megacompile.streamed.gradients, list(model.parameters())[2]
+    lend = gradients._lend
+
+    def interrupted_at_the_third(name: str) -> Any:
+        if gradients.parameters[name] is third:
+            raise KeyboardInterrupt
+        return lend(name)
+
+    monkeypatch.setattr(gradients, "_lend", interrupted_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch(0)).loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    monkeypatch.undo()
+    model(**batch(0)).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()

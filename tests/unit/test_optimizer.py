@@ -442,3 +442,22 @@ def test_a_sparse_gradient_is_refused(model: Any) -> None:
         optimizer.step()
     model.zero_grad()
     train_step(model, optimizer)
+
+
+def test_hooks_of_loading_are_called_and_may_change_what_is_loaded(model: Any, native: Any) -> None:
+    for each, kind in both(model, native):
+        optimizer = kind(each.parameters(), **ADAMW)
+        train_step(each, optimizer)
+        saved, called = copy.deepcopy(optimizer.state_dict()), []
+
+        def halved(_: Any, state: dict[str, Any], called: list[str] = called) -> dict[str, Any]:
+            called.append("before")
+            return {**state, "param_groups": [{**group, "lr": group["lr"] / 2} for group in state["param_groups"]]}
+
+        optimizer.register_load_state_dict_pre_hook(halved)
+        optimizer.register_load_state_dict_post_hook(lambda _, called=called: called.append("after"))
+        optimizer.load_state_dict(saved)
+        assert called == ["before", "after"] and optimizer.param_groups[0]["lr"] == ADAMW["lr"] / 2
+        assert saved["param_groups"][0]["lr"] == ADAMW["lr"], "the hook has changed the caller's state"
+        train_step(each, optimizer)
+    assert_same_weights(model, native)

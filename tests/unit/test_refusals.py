@@ -623,12 +623,29 @@ def test_gradients_set_by_hand_before_any_backward_are_refused_and_so_is_a_backw
     loss = model(batch(1)["input_ids"] % 16, batch(1)["labels"] % 16)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(MegacompileError, match=r"set by hand before any backward .*run a forward and"):
+    with pytest.raises(MegacompileError, match=r"set by hand, and .* was not a backward that stores .*run a forward and"):
         optimizer.step()
     assert all(state["step"] == 0 for state in optimizer.state.values())
     model.megacompile.close()
     with pytest.raises(LeaseError, match="the model was closed since this loss was computed"):
         loss.backward()
+
+
+def test_gradients_set_by_hand_after_a_whole_step_are_refused_since_its_update_reads_its_own() -> None:
+    model = megacompile.stream(Model(), device="cpu", resident_state="all")
+    optimizer = megacompile.AdamW(model.parameters())
+    given = {name: tensor % 16 for name, tensor in batch(1).items()}
+    model.megacompile.train_step(given, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(MegacompileError, match=r"last training step was not a backward .*or call zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(**given).backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert {state["step"] for state in optimizer.state.values()} == {2}
 
 
 # ---------------------------------------------------------------- arguments of other types

@@ -85,6 +85,15 @@ def test_an_optimizer_of_some_parameters_keeps_the_remainders_of_the_others(one:
     assert all(map(torch.equal, remainders(), expected)) and all(r.any() for r in expected)
 
 
+def test_a_load_leaves_no_gradients_of_the_weights_before_it(one: Streamed, tmp_path: Path) -> None:
+    run = Run(one.fresh())
+    optimizer = megacompile.AdamW([run.model.head.weight])
+    save_checkpoint(tmp_path, run.model, optimizer)
+    run.model(**batch(0)).backward()
+    load_checkpoint(tmp_path, run.model, optimizer)
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
 def test_a_parameter_whose_state_was_removed_starts_anew_after_a_resume(one: Streamed, tmp_path: Path) -> None:
     run = Run(one.fresh())
     run.steps(2)
@@ -195,9 +204,11 @@ def test_a_little_memory_for_copies_is_used_again_and_again(one: Streamed, tmp_p
     lambda run, model, optimizer, path: run.model.load_state_dict(model),
     lambda run, model, optimizer, path: run.optimizer.set_master(run.model.head.weight, torch.zeros(64, 16)),
     lambda run, model, optimizer, path: Run(run.model),  # a new optimizer's moments are zero
+    lambda run, model, optimizer, path: megacompile.AdamW(run.model.parameters(), state_dtype="bfloat16"),  # laid out anew
     lambda run, model, optimizer, path: run.optimizer.load_state_dict(optimizer),
     lambda run, model, optimizer, path: load_checkpoint(path, run.model, run.optimizer)],
-    ids=["load_state_dict", "set_master", "new optimizer", "optimizer.load_state_dict", "load_checkpoint"])
+    ids=["load_state_dict", "set_master", "new optimizer", "optimizer of another state", "optimizer.load_state_dict",
+         "load_checkpoint"])
 def test_our_own_writes_wait_for_the_writer_too(write: Any, one: Streamed, tmp_path: Path, slow_disk: SlowDisk) -> None:
     run = Run(one.fresh())
     run.steps(1)
@@ -211,8 +222,8 @@ def test_our_own_writes_wait_for_the_writer_too(write: Any, one: Streamed, tmp_p
     with CheckpointWriter(tmp_path, run.model, run.optimizer, scheduler=run.scheduler) as writer:
         writer.save()
         assert slow_disk.held.wait(20)
+        threading.Timer(0.1, slow_disk.open.set).start()  # some writes wait for the writer
         write(run, *earlier)
-        slow_disk.open.set()
     run = Run(run.model)
     load_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
     assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])

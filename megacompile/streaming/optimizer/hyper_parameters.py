@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -68,6 +68,14 @@ def check_complete(group: Mapping[str, Any], checks: Mapping[str, Check], optimi
         raise MegacompileError(f"a parameter group has no {missing[0]}: set it again (optimizer.param_groups[...]"
                                f"[{missing[0]!r}] = ...)")
     check_options(group, checks, optimizer)
+
+
+def checked_overlap(overlap: Any) -> str | None:
+    """When to update. Raises `MegacompileError`."""
+    if overlap not in (None, "backward"):
+        raise MegacompileError(f"overlap={overlap!r} must be None (update during the next forward) or 'backward' (as gradients "
+                               "arrive)")
+    return cast("str | None", overlap)
 
 
 def checked_norm(value: Any, overlap: str | None) -> float | None:

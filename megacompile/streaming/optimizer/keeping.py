@@ -101,6 +101,8 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
     if tiling == before:
         return
     new = [tile for tile in tiling.on_disk if store.tiles[tile].file is None or tiling.host[tile] != before.host[tile]]
+    if (snapshot := store.snapshot) is not None:  # a checkpoint that is being written reads the state that there is
+        snapshot.wait()
     file = _state_file(streamed, [tiling.host[tile] for tile in new]) if new else None
     try:
         discard_plans(streamed, "a new optimizer that keeps other state")

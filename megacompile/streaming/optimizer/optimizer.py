@@ -24,12 +24,13 @@ from megacompile.streaming.optimizer.hyper_parameters import (
     check_complete,
     check_options,
     checked_norm,
+    checked_overlap,
     state_of_group,
 )
 from megacompile.streaming.optimizer.keeping import build_kernels, check_kept, keep_groups
 from megacompile.streaming.optimizer.nonfinite import NonFinite
 from megacompile.streaming.optimizer.ownership import Ownership
-from megacompile.streaming.optimizer.saved import check_saved
+from megacompile.streaming.optimizer.saved import check_saved, load_hooks
 from megacompile.streaming.optimizer.state import OptimizerState, SavedState, StateMemory
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
@@ -84,18 +85,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
     more: ClassVar[Mapping[str, Any]] = {}
     checks: ClassVar[Mapping[str, Check]]
 
+    @torch.inference_mode(False)  # moments and weights outlive the call: no inference tensors
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, state_dtype: str, master: str,
                  max_grad_norm: float | None, overlap: str | None, non_finite: str,
                  dump_folder: str | os.PathLike[str]) -> None:
         defaults = defaults | dict(state_dtype=state_dtype, master=master)
         self._check(defaults)
-        if overlap not in (None, "backward"):
-            raise MegacompileError(f"overlap={overlap!r} must be None (update during the next forward) or 'backward' (as "
-                                   "gradients arrive)")
+        self._overlap, self._made, self.ownership = checked_overlap(overlap), False, Ownership(self)
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
-        self._overlap, self.max_grad_norm = overlap, max_grad_norm
+        self.max_grad_norm = max_grad_norm
         self._update: Update | None = None
-        self._made, self.ownership = False, Ownership(self)
         super().__init__(params, defaults)
         # A former optimizer that is garbage in a reference cycle still holds its state. A copy for it may not fit in memory.
         if any(memory.held for parameter in self._parameters() if (memory := self.memory(parameter)) is not None):
@@ -365,11 +364,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Raises `MegacompileError` for other groups, parameters or shapes, and for invalid options. Then nothing has changed."""
         streamed = self.streamed
-        with streamed.together.all_or_none("the optimizer's load_state_dict"):
-            groups, states = check_saved(self, state_dict)
-        with loading(streamed, "the optimizer's load_state_dict", parts=STATE, torn=("state",)):
-            streamed.adopt_writes()  # clears remainders before the saved ones are loaded
-            self.put_state(groups, states)
+        with load_hooks(self, state_dict) as given:
+            with streamed.together.all_or_none("the optimizer's load_state_dict"):
+                groups, states = check_saved(self, given)
+            with loading(streamed, "the optimizer's load_state_dict", parts=STATE, torn=("state",)):
+                streamed.adopt_writes()  # clears remainders before the saved ones are loaded
+                self.put_state(groups, states)
 
     @torch.no_grad()
     def put_state(self, groups: Sequence[Mapping[str, Any]], states: Sequence[SavedState]) -> None:

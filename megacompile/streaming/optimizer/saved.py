@@ -1,13 +1,27 @@
-"""Checks a saved optimizer's `state_dict` before anything of it is loaded."""
+"""Checks a saved optimizer's `state_dict` before anything of it is loaded, and calls the hooks of the load."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 from megacompile.errors import MegacompileError
 from megacompile.streaming.optimizer.hyper_parameters import KEPT, check_options
 from megacompile.streaming.optimizer.state import SavedState
+
+
+@contextmanager
+def load_hooks(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A context for a load: the state to load, after the hooks that may change it. If it succeeds, the other hooks follow."""
+    given = dict(state_dict)
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = before(optimizer, given)
+        given = given if changed is None else changed
+    yield given
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
 
 
 def check_saved(optimizer: Any, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[SavedState]]:
