@@ -56,8 +56,11 @@ class PretrainedTokenizer:
         try:
             self.pretrained: Any = AutoTokenizer.from_pretrained(source, local_files_only=Path(source).exists())
         except Exception as error:  # transformers may raise anything on damaged files
-            raise MegacompileError(f"transformers cannot read the tokenizer in {source}: fix its files, or remove them to "
-                                   f"train on bytes\n{type(error).__name__}: {error}") from error
+            why = (f"transformers cannot read the tokenizer in {source}: fix its files, or remove them to train on bytes"
+                   if Path(source).exists() else
+                   f"tokenizer {str(source)!r} is no folder here, and cannot be read from the Hugging Face Hub: check the name "
+                   "and the network")
+            raise MegacompileError(f"{why}\n{type(error).__name__}: {error}") from error
 
     def encode(self, text: bytes) -> Tensor:
         decoded = text.decode("utf-8", errors="replace")

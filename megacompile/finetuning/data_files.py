@@ -154,8 +154,11 @@ def _dataset(source: str) -> Iterator[Row]:
         rows = iter(datasets.load_dataset(source, split="train", streaming=True))
         yield from rows
     except Exception as error:  # the network, the Hub or the files: there are many types
-        raise MegacompileError(f"cannot read the training split of data set {source}: check its name, its files and the "
-                               f"network\n{type(error).__name__}: {error}") from error
+        what, remedy = f"data set {source}", "check its name, its files and the network"
+        if Path(source).is_dir():
+            what, remedy = f"folder {source}", f"put files of one format there ({', '.join(_READERS)})"
+        raise MegacompileError(f"cannot read the training split of {what}: {remedy}\n"
+                               f"{type(error).__name__}: {error}") from error
 
 
 @contextmanager

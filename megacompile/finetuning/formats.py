@@ -5,7 +5,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megacompile.errors import MegacompileError
+from megacompile.errors import MegacompileError, listed
 from megacompile.finetuning.tools import call_of, with_arguments
 
 Row = Mapping[str, Any]
@@ -63,7 +63,9 @@ def messages_of(row: Row, format: Format) -> list[Message]:
     Raises `MegacompileError` with the reason if the row is invalid."""
     messages = _read(row, _READERS[format])
     if not any(message["role"] == "assistant" for message in messages):
-        raise MegacompileError("no message is by the assistant, so there is nothing to learn: add one, or remove the row")
+        roles = listed(sorted({str(message["role"]) for message in messages}))
+        raise MegacompileError(f"no message is by the assistant (roles: {roles}), so there is nothing to learn: add one, or "
+                               "remove the row")
     return messages
 
 

@@ -10,6 +10,7 @@ from megacompile.finetuning.formats import Format
 from megacompile.inference.opening import Opening, Source
 from megacompile.inference.sampling import Sampling
 from megacompile.limits import LARGEST
+from megacompile.tools.recipe import default_length
 
 
 def generate(
@@ -61,7 +62,8 @@ def evaluate(
         "--data", help="Data as for train: a text file, a file of rows, a folder of such files, or a data set id on the "
                        "Hugging Face Hub. Repeat for more.")],
     opening: Opening,
-    length: Annotated[int, typer.Option(min=2, max=LARGEST["length"], help="Most tokens of a sequence.")] = 2048,
+    length: Annotated[int | None, typer.Option(
+        min=2, max=LARGEST["length"], help="Most tokens of a sequence.", show_default=default_length())] = None,
     batch: Annotated[int, typer.Option(
         min=1, max=LARGEST["batch"], help="Number of sequences that are evaluated together.")] = 16,
     data_format: Annotated[Format | None, typer.Option(

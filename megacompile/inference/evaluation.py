@@ -14,6 +14,7 @@ from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.formats import Format
 from megacompile.finetuning.training_sequences import Batch, in_order
 from megacompile.inference.opening import Opening
+from megacompile.tools.recipe import Kind, default_of
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,15 @@ class Evaluation:
                 f"({self.tokens / self.seconds:,.0f} tokens/s)")
 
 
-def evaluate(source: str, opening: Opening, data: Sequence[str], format: Format | None, length: int, batch: int,
+def evaluate(source: str, opening: Opening, data: Sequence[str], format: Format | None, length: int | None, batch: int,
              console: Console) -> Evaluation:
     """Evaluates a model on the data of `megacompile train`. Only the answers of conversations count. Reads the data before it
-    loads weights. Raises what reading data and opening a model raise, and `MegacompileError` for a length that the model does
-    not have."""
+    loads weights. `length`: None for the default of `megacompile train`. Raises what reading data and opening a model raise,
+    and `MegacompileError` for a length that the model does not have."""
     check_sources(data, format)
     tokenizer, config = opening.open_tokenizer(source), opening.read_config(source)
+    if length is None:
+        length = default_of(Kind.FULL, getattr(config, "max_position_embeddings", None)).length
     training.check_length(config, length)
     rows = read(data, tokenizer, format, length, False, config.vocab_size, console.print)
     model = opening.open_model(source)

@@ -4,6 +4,7 @@ Every argument is either honored or refused with `UnsupportedError`; none is ign
 """
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -135,6 +136,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
     if differentiating and first.captured.labels and set(first.captured.labels) <= inputs.keys():
         wanted = Wanted.LOSS
     rows = _pack(name, captures, given, inputs, model.training, wanted)
+    _check_tokens(name, model, first.captured, rows.inputs)
     key, further = _choose_capture(captures, rows, model.training)
     served = captures.serve(key)
     captures.check_modes(served.captured)
@@ -206,6 +208,34 @@ def _plain_inputs(name: str, captured: CapturedModel, types: Mapping[str, Templa
         raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: pass all of them, or none to get logits "
                                "without a loss")
     return inputs
+
+
+def _check_tokens(name: str, model: nn.Module, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> None:
+    """Raises `MegacompileError` for a token without an embedding, or a label without a logit. On a GPU, a kernel that reads one
+    would make the whole device useless to the process. Models that read images may have tokens outside of their embedding, and
+    the user's own loss may read labels in its own way."""
+    sizes = {} if captured.image_positions else {"input_ids": _rows_of(model, "get_input_embeddings")}
+    if not captured.token_loss:
+        sizes["labels"] = _rows_of(model, "get_output_embeddings")
+    for key, size in sizes.items():
+        if size is None or key not in inputs:
+            continue
+        least, most = map(int, inputs[key].aminmax())
+        wrong = most if most >= size else least if least < 0 and key == "input_ids" else None
+        if wrong is not None:
+            raise MegacompileError(f"{name}: {key} has the token {wrong}, and the model has only the tokens 0 to {size - 1}: "
+                                   "use the model's own tokenizer, or call resize_token_embeddings() before stream()")
+
+
+def _rows_of(model: nn.Module, method: str) -> int | None:
+    """The number of tokens of a table that a method of models from transformers returns; None if there is no such table."""
+    with contextlib.suppress(NotImplementedError):
+        match getattr(model, method, lambda: None)():
+            case nn.Embedding() as table:
+                return table.num_embeddings
+            case nn.Linear() as head:
+                return head.out_features
+    return None
 
 
 def _pack(name: str, captures: RepackedCaptures, given: Mapping[str, Any], inputs: dict[str, Tensor], training: bool,

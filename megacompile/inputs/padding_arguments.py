@@ -49,7 +49,7 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
             what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
             rows, length = first.shape[:2]
             of_pairs = f", or a mask of pairs of tokens {[rows, 1, length, length]}" if takes_mask else ""
-            raise UnsupportedError(f"{name}: an attention_mask {what} is not supported yet: pass a tensor of shape "
+            raise UnsupportedError(f"{name}: an attention_mask {what} is not supported: pass a tensor of shape "
                                    f"{[rows, length]}{of_pairs}, or none")
         # With other arguments, such as position IDs that restart within a row, the mask must stay: given any mask, transformers
         # assumes one sequence in each row. Some losses need it too: a user's own may count tokens labeled -100, and an

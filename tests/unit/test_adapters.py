@@ -52,6 +52,22 @@ def test_adapters_train_as_they_do_natively_and_nothing_else_has_state(pair: tup
     assert parts["gradients"] < 4.2 * elements + 1000 and parts["moments"] == 8 * elements
 
 
+def test_uneven_rows_of_an_adapted_model_are_packed_and_exact(pair: tuple[Any, Any]) -> None:
+    """PEFT's wrapper for language models does not name position_ids, and passes them on."""
+    given = batch(0, rows=3, length=20)
+    given["attention_mask"] = (torch.arange(20) < torch.tensor([[20], [4], [2]])).long()
+    given["labels"][given["attention_mask"] == 0] = -100
+    shape = pair[0].megacompile.compiled(given).shape
+    assert "position_ids" in shape.further and shape.batch == 1
+    losses = [each(**given).loss for each in pair]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    assert_same_gradients(*pair)
+    for each in pair:
+        each.zero_grad()
+
+
 def test_a_saved_adapter_is_that_of_peft(pair: tuple[Any, Any], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -101,3 +101,9 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "tokenizer.json", b"{}")
     with pytest.raises(MegacompileError, match=r"transformers cannot read the tokenizer in .*: fix its files"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_is_neither_here_nor_on_the_hub_has_no_files_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(MegacompileError, match=r"tokenizer 'nobody-has-it' is no folder here, .*: check the name and"):
+        PretrainedTokenizer("nobody-has-it")

@@ -355,6 +355,11 @@ def test_data_that_cannot_be_read_is_refused_before_weights_are_loaded(
     assert result.exit_code == cli.EXIT_FAILED and "the columns question fit no format" in result.stderr
 
 
+def test_the_length_is_by_default_the_number_of_positions_of_a_model_that_has_few(model: Path, text: Path) -> None:
+    shown = [command("evaluate", model, "--data", text, *more, "--device", "cpu").stdout for more in ([], ["--length", 256])]
+    assert shown[0].split("(")[0] == shown[1].split("(")[0] != ""
+
+
 def test_a_length_that_the_model_does_not_have_is_refused(model: Path, text: Path) -> None:
     result = command("evaluate", model, "--data", text, "--length", 512, "--device", "cpu")
     assert result.exit_code != 0 and "512" in result.stderr and "Traceback" not in result.stderr

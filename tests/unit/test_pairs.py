@@ -184,7 +184,7 @@ def test_an_attention_mask_of_three_dimensions_is_a_mask_of_pairs_for_a_model_of
     for name in ("masks_hide", "masks_added"):
         object.__setattr__(own, name, False)
     assert torch.equal(further_arguments("Own", own, given, inputs)["attention_mask"], seen()[:, 0])
-    with pytest.raises(UnsupportedError, match=r"\[5, 13, 13\] is not supported yet: .*, or a mask of pairs of tokens"):
+    with pytest.raises(UnsupportedError, match=r"\[5, 13, 13\] is not supported: .*, or a mask of pairs of tokens"):
         model(**inputs, **given)
 
 

@@ -297,6 +297,15 @@ def test_an_argument_that_is_not_supported_is_refused(untouched: Any, what: str)
             untouched(**{"input_ids": IDS, "labels": IDS, **changes})
 
 
+@pytest.mark.parametrize(("argument", "token"), [("input_ids", 64), ("input_ids", -1), ("labels", 99)])
+def test_a_token_that_the_model_does_not_have_is_refused_before_a_kernel_reads_it(
+        untouched: Any, argument: str, token: int) -> None:
+    message = f"{argument} has the token {token}, .* has only the tokens 0 to 63: use the model's own tokenizer"
+    for training in (True, False):
+        with torch.set_grad_enabled(training), pytest.raises(MegacompileError, match=message):
+            untouched(**{"input_ids": IDS, "labels": IDS, argument: torch.full_like(IDS, token)})
+
+
 def test_too_many_positional_arguments_are_refused(untouched: Any) -> None:
     with pytest.raises(UnsupportedError, match="too many positional arguments; a streamed model takes input_ids, labels"):
         untouched(*range(40))

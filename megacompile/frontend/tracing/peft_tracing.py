@@ -28,13 +28,18 @@ def traceable_adapters() -> Iterator[None]:
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature:
-    """The signature of a model's `forward`. If PEFT's wrapper takes any arguments and passes them on, the signature of the
-    model inside."""
+    """The signature of a model's `forward`. PEFT's wrappers pass arguments that they do not name on to the model inside, so
+    those of its `forward` follow, as keyword arguments."""
     signature = inspect.signature(model.forward)
-    passes_on = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values())
-    if passes_on and hasattr(model, "get_base_model"):
-        return inspect.signature(model.get_base_model().forward)  # type: ignore[operator]
-    return signature
+    own = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if len(own) == len(signature.parameters) or not hasattr(model, "get_base_model"):
+        return signature
+    inside = inspect.signature(model.get_base_model().forward)  # type: ignore[operator]
+    if not own:
+        return inside
+    further = [p if p.kind == p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY)
+               for name, p in inside.parameters.items() if name not in own and p.kind != p.VAR_POSITIONAL]
+    return signature.replace(parameters=[*own.values(), *further])
 
 
 def switch_off_adapters(model: nn.Module) -> None:
