@@ -657,6 +657,13 @@ def test_gradients_set_by_hand_after_a_whole_step_are_refused_since_its_update_r
     assert {state["step"] for state in optimizer.state.values()} == {2}
 
 
+def test_a_model_with_an_encoder_is_refused_with_the_reason() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+    sizes = dict(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    with pytest.raises(CaptureError, match=r"has an encoder and a decoder, .*: use a model that is only a decoder"):
+        megacompile.stream(T5ForConditionalGeneration(T5Config(**sizes)), device="cpu")
+
+
 # ---------------------------------------------------------------- arguments of other types
 
 @pytest.mark.parametrize(("layers", "shown"), [((), r"\(\)"), (5, "5"), (nn.ModuleList(), "ModuleList")], ids=str)

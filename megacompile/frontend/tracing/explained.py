@@ -59,6 +59,9 @@ def explained(model: nn.Module, reason: Exception) -> MegacompileError:
         return CaptureError(f"{name} asks the transformers model inside it for hidden states{own}, which transformers collects "
                             "in a way that cannot be captured: call its decoder (get_decoder()) and pass last_hidden_state to "
                             f"its head\n{text}")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return CaptureError(f"{name} has an encoder and a decoder, whose layers do not form one chain: use a model that is "
+                            f"only a decoder\n{text}")
     if any(sign in text for sign in _READS_VALUES):
         return CaptureError(
             f"{name} cannot be captured as one graph{source}: {_reader(model, line)} has Python control flow that depends on "
