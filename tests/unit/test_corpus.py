@@ -105,5 +105,5 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_neither_here_nor_on_the_hub_has_no_files_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(MegacompileError, match=r"tokenizer 'nobody-has-it' is no folder here, .*: check the name and"):
+    with pytest.raises(MegacompileError, match=r"tokenizer 'nobody-has-it' is not a folder here, .*: check the name and"):
         PretrainedTokenizer("nobody-has-it")
