@@ -58,8 +58,8 @@ class PretrainedTokenizer:
         except Exception as error:  # transformers may raise anything on damaged files
             why = (f"transformers cannot read the tokenizer in {source}: fix its files, or remove them to train on bytes"
                    if Path(source).exists() else
-                   f"tokenizer {str(source)!r} is not a folder here, and cannot be read from the Hugging Face Hub: check the name "
-                   "and the network")
+                   f"tokenizer {str(source)!r} is not a folder here, and cannot be read from the Hugging Face Hub: check the "
+                   "name and the network")
             raise MegacompileError(f"{why}\n{type(error).__name__}: {error}") from error
 
     def encode(self, text: bytes) -> Tensor:

@@ -126,6 +126,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_whole("gpus", gpus)
     check_whole("hosts", hosts)
     config = StreamConfig.of(**options)
+    if config.deferred_moments and update == "arrival":
+        raise MegacompileError("deferred_moments=True is for updates at the end of a step: leave it out, or leave "
+                               "update='arrival' out")
     named = optimizer_named(optim)
     choice = named.choice(optim_args, on_arrival=update == "arrival")
     if isinstance(hardware, str | Path):
@@ -149,7 +152,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     fused = config.compile if config.compile is not None else device_type == "cuda"
     needed = tiling.host_bytes(gradients=not choice.on_arrival)
     if needed + gpus * HOST_MARGIN_BYTES > there:
-        raise host_too_small(model, find_layers(model, captured.stacks), config, choice, needed, there)
+        raise host_too_small(model, find_layers(model, captured.stacks), config, choice, needed, there, gpus)
     taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
     simulator = simulator_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,

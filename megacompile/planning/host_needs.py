@@ -74,41 +74,44 @@ def _bytes(dtype: torch.dtype, choice: StateChoice, on_disk: float, trained: boo
 
 
 def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: StateChoice, needed: int,
-                   available: int) -> InsufficientMemoryError:
+                   available: int, processes: int = 1) -> InsufficientMemoryError:
     """The error for a host with too little memory: what is needed with some state, what is available, and what would fit."""
+    margin_bytes = processes * HOST_MARGIN_BYTES
+    beside = f" and {format_bytes(margin_bytes)} for {processes} processes" if processes > 1 else ""
     count = sum(p.numel() for p in model.parameters())
     with_state = "" if choice == EXACT else f" with {choice.options}"
-    smaller = _smaller(model, stack, config, choice, needed, available)
+    smaller = _smaller(model, stack, config, choice, needed, available, margin_bytes)
     options = "\nor ".join([*smaller, "use a host with more memory (host_memory)"])
     return InsufficientMemoryError(
-        f"training {type(model).__name__} takes {format_bytes(needed + HOST_MARGIN_BYTES)} of host memory ({count / 1e9:.3g} G "
-        f"parameters, {needed / count:.3g} bytes each{with_state}) and {format_bytes(available)} are available: {options}")
+        f"training {type(model).__name__} takes {format_bytes(needed + margin_bytes)} of host memory ({count / 1e9:.3g} G "
+        f"parameters, {needed / count:.3g} bytes each{with_state}{beside}) and {format_bytes(available)} are available: "
+        f"{options}")
 
 
 def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: StateChoice, needed: int,
-             available: int) -> list[str]:
-    """Smaller choices that fit the host, the least change first."""
-    budget_bytes, found = available - HOST_MARGIN_BYTES, []
+             available: int, margin_bytes: int) -> list[str]:
+    """Smaller choices that fit the host, the least change first. `margin_bytes`: for the processes, beside the model."""
+    budget_bytes, found = available - margin_bytes, []
     for other in (replace(each, moments=choice.moments) for each in _choices(model, config)[1:]):
         size = host_bytes([model], config, other)
         if size < needed and size + other.on_arrival * _slab_bytes(model, stack, config) <= budget_bytes:
             dtype = config.dtype or next(model.parameters()).dtype
             count = sum(p.numel() for p in model.parameters())
-            found.append(f"give the optimizer {other.options}: then it takes {format_bytes(size + HOST_MARGIN_BYTES)} "
+            found.append(f"give the optimizer {other.options}: then it takes {format_bytes(size + margin_bytes)} "
                          f"({size / count:.3g} bytes each), {_speed(other, choice.state, dtype)}")
             break
     if config.disk is None and (moved := _moments_of_layers(stack, config, choice, needed - budget_bytes)) is not None:
-        found.append(_with_disk(needed - moved[0] + HOST_MARGIN_BYTES, moved[1]))
+        found.append(_with_disk(needed - moved[0] + margin_bytes, moved[1]))
     wide = any(streamed_dtype(p, config.dtype) == torch.float32 for p in model.parameters())
     narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16), choice)
     if wide and narrow <= budget_bytes:
-        found.append(f"train in bfloat16: then it takes {format_bytes(narrow + HOST_MARGIN_BYTES)}")
+        found.append(f"train in bfloat16: then it takes {format_bytes(narrow + margin_bytes)}")
     frozen = host_bytes([model], config, choice, trained=False)
     if needed > frozen <= budget_bytes:
         more = [host_bytes(stack.layers[first:], config, choice, trained=True)
                 - host_bytes(stack.layers[first:], config, choice, trained=False) for first in range(len(stack.layers))]
         upper = sum(size <= budget_bytes - frozen for size in more)
-        found.append(f"train adapters (LoRA) over frozen weights: then it takes {format_bytes(frozen + HOST_MARGIN_BYTES)}, "
+        found.append(f"train adapters (LoRA) over frozen weights: then it takes {format_bytes(frozen + margin_bytes)}, "
                      "plus the adapters")
         if upper:
             found.append(f"train only the last {upper} of {len(stack.layers)} layers")
@@ -117,7 +120,7 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
         found.append(f"use a model of up to {budget_bytes / each / 1e9:.3g} G parameters in bfloat16")
     found = found or ["use a smaller model"]
     if budget_bytes < frozen < needed:
-        found[-1] += f" (even its frozen weights take {format_bytes(frozen + HOST_MARGIN_BYTES)})"
+        found[-1] += f" (even its frozen weights take {format_bytes(frozen + margin_bytes)})"
     return found
 
 

@@ -356,6 +356,8 @@ class HostTile:
         s = self.layout.slices[index]
         size = self.layout.dtype.itemsize
         part = memory[s.start * size:s.stop * size]
+        if not part.numel():  # `frombuffer` raises for an empty buffer
+            return torch.empty(s.shape, dtype=self.layout.dtype)
         return torch.frombuffer(part.numpy(), dtype=self.layout.dtype).view(s.shape)
 
     @property

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from megacompile.errors import CaptureError
-from megacompile.frontend.graph.totals import made_in_layers
+from megacompile.frontend.graph.totals import made_in_layers, writes
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.layer_calls import LayerCall, check_chain, layer_calls, source_line
 from megacompile.frontend.tracing.layers import LayerStack
-from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
+from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph, called_name
 from megacompile.ir.precision import Float8
 from megacompile.torch_compat.core import LazyGraphModule
 
@@ -137,12 +137,19 @@ class _Cut:
 
 def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
     """The nodes outside of layers that each call takes along, by stage, and the stage that makes each value. Stage 0 is the
-    prologue, which also takes nodes between layers that read no layer's output; then come the layers, then the epilogue."""
+    prologue, which also takes nodes between layers that read no layer's output; then come the layers, then the epilogue.
+
+    Raises `CaptureError` where the prologue would change a value in place before a layer that has to read it unchanged, and for
+    autocast around layers, which are traced alone."""
     members: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
     made_by: dict[fx.Node, int] = {}
-    stage = 1
+    stage, autocasts, read = 1, 0, set[int]()
     for node in body:
+        autocasts += {"_enter_autocast": 1, "_exit_autocast": -1}.get(called_name(node), 0)
         if node.target is INVOKE:
+            if autocasts:
+                raise CaptureError("the model runs its layers under torch.autocast, which streaming does not: use autocast "
+                                   "within the layers, or convert the model to the other dtype")
             made_by[node] = stage
             stage += 1
         elif node.target is operator.getitem and node.args[0] in calls:
@@ -150,8 +157,19 @@ def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[li
         elif not (node.op == "get_attr" and node.users and all(u.target is INVOKE for u in node.users)):
             late = stage > len(calls) or any(made_by.get(a, 0) > 0 for a in node.all_input_nodes)
             made_by[node] = stage if late else 0
+            if not late and writes(node) and not read.isdisjoint(_memory(node.all_input_nodes[:1])):
+                raise CaptureError("the model changes a value in place between layers that an earlier layer has read: make a "
+                                   f"new value instead{source_line(node)}")
             members[made_by[node]].append(node)
+        if made_by.get(node):
+            read |= _memory(node.all_input_nodes)
     return members, made_by
+
+
+def _memory(values: Sequence[fx.Node]) -> set[int]:
+    """What tells apart the memory of these values."""
+    tensors = (value.meta.get("example_value") for value in values)
+    return {tensor.untyped_storage()._cdata for tensor in tensors if isinstance(tensor, Tensor)}
 
 
 def _move(members: list[list[fx.Node]], made_by: dict[fx.Node, int], moved: Mapping[fx.Node, int]) -> None:

@@ -134,7 +134,7 @@ def base_of(node: fx.Node) -> fx.Node:
         # An item of split, unbind, ... views what the split does.
         producer: Any = node.args[0] if node.target is operator.getitem else node
         shares = getattr(producer.target, "is_view", False) or producer.target is torch.ops.aten._unsafe_view.default
-        if not shares:
+        if not shares or not isinstance(producer.args[0], fx.Node):  # a view of a constant
             break
         node = producer.args[0]
     return node

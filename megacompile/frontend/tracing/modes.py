@@ -26,6 +26,8 @@ from megacompile.frontend.tracing.native_branches import as_traced
 
 #: Broadcasting changes no value, and models skip it for a single sequence.
 _BROADCASTS = frozenset({"expand", "expand_as", "broadcast_to", "contiguous"})
+#: Arguments whose values tell calls apart, beside None and the ellipsis.
+_CONSTANTS = (int, float, complex, bool, str, torch.dtype)
 #: Functions of torch written in Python that have no branch on a size. What other such functions call is not seen.
 _WITHOUT_BRANCHES = frozenset({
     "dropout", "embedding", "layer_norm", "rms_norm", "softmax", "log_softmax", "relu", "silu", "cross_entropy", "split",
@@ -132,7 +134,7 @@ def _record(module: fx.GraphModule, labels: dict[fx.Node, str], calls: list[Reco
 
 
 def _recorded_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Sequence[str]) -> RecordedCall:
-    constants = [c for c in _leaves((args, kwargs)) if isinstance(c, int | float | bool | str | torch.dtype)]
+    constants = [c for c in _leaves((args, kwargs)) if c is None or c is ... or isinstance(c, _CONSTANTS)]
     others = [c for c in constants if not isinstance(c, int) or isinstance(c, bool)]
     text, exact = (" ".join([name, *read, *map(repr, each)]) for each in (others, constants))
     return RecordedCall(text, exact, " ".join([name, *map(repr, constants)]), tuple(read))
@@ -145,7 +147,10 @@ def operation_number(label: str) -> int | None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
+    """The values in arguments. A slice has three: `x[:3]` and `x[3:]` are not the same call."""
+    if isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    elif isinstance(value, tuple | list):
         for item in value:
             yield from _leaves(item)
     elif isinstance(value, Mapping):

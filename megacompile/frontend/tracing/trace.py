@@ -3,7 +3,7 @@ layers run again."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from megacompile.frontend.graph.attention_calls import all_layers_call_attention
 from megacompile.frontend.ops.attention import implementation_for
 from megacompile.frontend.tracing.alike_layers import Shortened, shorten
 from megacompile.frontend.tracing.fake_model import capture_shape, fake_batch, is_transformers_model, make_fake_model
-from megacompile.frontend.tracing.layer_calls import layer_calls
+from megacompile.frontend.tracing.layer_calls import LayerCall, layer_calls
 from megacompile.frontend.tracing.layers import find_layers, share_weights
 from megacompile.frontend.tracing.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.tracing.peft_tracing import forward_signature, switch_off_adapters
@@ -108,9 +108,18 @@ def _traced(
         stack = find_layers(fake_model, layers)
     graph = capture_model_graph(fake_model, batch, stack, fakes, options, functools.partial(model_arguments, each=key.images),
                                 each_call)
-    if not each_call and any(call.visit > 1 for call in layer_calls(graph, fake_model, stack)):
+    calls = layer_calls(graph, fake_model, stack)
+    if not each_call and (any(call.visit > 1 for call in calls) or _read_elsewhere(graph, calls)):
         return _traced(model, layers, example, key, size, attention, images_apart, each_call=True)
     return Traced(graph, fake_model, batch, attention, shortened)
+
+
+def _read_elsewhere(graph: ModelGraph, calls: Sequence[LayerCall]) -> bool:
+    """Whether a layer reads a weight or a buffer that another layer or the model reads too. Then Dynamo may give each later
+    layer the tensor of the first one: when it reuses a region, it does not check which tensors it was traced with."""
+    layers = {call.node for call in calls}
+    return any(len(node.users) > 1 and not layers.isdisjoint(node.users)
+               for node, source in graph.sources.items() if source.kind in ("parameter", "buffer"))
 
 
 def subject(
