@@ -214,22 +214,24 @@ def _check_tokens(name: str, model: nn.Module, captured: CapturedModel, inputs: 
     """Raises `MegacompileError` for a token without an embedding, or a label without a logit. On a GPU, a kernel that reads one
     would make the whole device useless to the process. Models that read images may have tokens outside of their embedding, and
     the user's own loss may read labels in its own way."""
-    sizes = {} if captured.image_positions else {"input_ids": _rows_of(model, "get_input_embeddings")}
+    sizes = {} if captured.image_positions else {"input_ids": _vocabulary_size(model, "get_input_embeddings")}
     if not captured.token_loss:
-        sizes["labels"] = _rows_of(model, "get_output_embeddings")
+        sizes["labels"] = _vocabulary_size(model, "get_output_embeddings")
     for key, size in sizes.items():
         if size is None or key not in inputs:
             continue
-        least, most = map(int, inputs[key].aminmax())
-        wrong = most if most >= size else least if least < 0 and key == "input_ids" else None
-        if wrong is not None:
-            raise MegacompileError(f"{name}: {key} has the token {wrong}, and the model has only the tokens 0 to {size - 1}: "
-                                   "use the model's own tokenizer, or call resize_token_embeddings() before stream()")
+        # Negative labels mark positions that do not count.
+        outside = [token for token in map(int, inputs[key].aminmax()) if token >= size or (token < 0 and key == "input_ids")]
+        if outside:
+            raise MegacompileError(f"{name}: {key} has the token {outside[-1]}, and the model has only the tokens 0 to "
+                                   f"{size - 1}: use the model's own tokenizer, or call resize_token_embeddings() before "
+                                   "stream()")
 
 
-def _rows_of(model: nn.Module, method: str) -> int | None:
-    """The number of tokens of a table that a method of models from transformers returns; None if there is no such table."""
-    with contextlib.suppress(NotImplementedError):
+def _vocabulary_size(model: nn.Module, method: str) -> int | None:
+    """How many tokens the embedding or the head has that a method of transformers returns. None if the model has no such
+    method, or if the method returns another kind of module."""
+    with contextlib.suppress(NotImplementedError):  # transformers raises it for models without an embedding
         match getattr(model, method, lambda: None)():
             case nn.Embedding() as table:
                 return table.num_embeddings

@@ -108,18 +108,19 @@ def _traced(
         stack = find_layers(fake_model, layers)
     graph = capture_model_graph(fake_model, batch, stack, fakes, options, functools.partial(model_arguments, each=key.images),
                                 each_call)
-    calls = layer_calls(graph, fake_model, stack)
-    if not each_call and (any(call.visit > 1 for call in calls) or _read_elsewhere(graph, calls)):
+    if not each_call and _need_own_traces(graph, layer_calls(graph, fake_model, stack)):
         return _traced(model, layers, example, key, size, attention, images_apart, each_call=True)
     return Traced(graph, fake_model, batch, attention, shortened)
 
 
-def _read_elsewhere(graph: ModelGraph, calls: Sequence[LayerCall]) -> bool:
-    """Whether a layer reads a weight or a buffer that another layer or the model reads too. Then Dynamo may give each later
-    layer the tensor of the first one: when it reuses a region, it does not check which tensors it was traced with."""
+def _need_own_traces(graph: ModelGraph, calls: Sequence[LayerCall]) -> bool:
+    """Whether a layer runs more than once, or reads a weight or a buffer that another layer or the model reads too. Then Dynamo
+    may give each later layer the tensor of the first one: when it reuses a region, it does not check which tensors it was
+    traced with."""
     layers = {call.node for call in calls}
-    return any(len(node.users) > 1 and not layers.isdisjoint(node.users)
-               for node, source in graph.sources.items() if source.kind in ("parameter", "buffer"))
+    return any(call.visit > 1 for call in calls) or any(
+        len(node.users) > 1 and not layers.isdisjoint(node.users)
+        for node, source in graph.sources.items() if source.kind in ("parameter", "buffer"))
 
 
 def subject(
