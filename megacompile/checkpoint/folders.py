@@ -60,6 +60,14 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     return next((path for path in reversed(named(Path(directory))) if _has_manifest(path)), None)
 
 
+def checkpoint_before(checkpoint: Path) -> Path | None:
+    """The newest complete checkpoint that was saved before this one in the same folder, or None. Raises `CheckpointError` if
+    the folder cannot be read."""
+    saved = named(checkpoint.parent)
+    older = saved[:saved.index(checkpoint)] if checkpoint in saved else []
+    return next((path for path in reversed(older) if _has_manifest(path)), None)
+
+
 class Incomplete(WorkingFolder):
     """A folder in which a checkpoint is being written, until it is published or discarded."""
 

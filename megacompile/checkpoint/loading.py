@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from megacompile import schema
 from megacompile.checkpoint import manifest, random_state, schedulers
 from megacompile.checkpoint.files import check_file, stored_entries
-from megacompile.checkpoint.folders import latest_checkpoint
+from megacompile.checkpoint.folders import checkpoint_before, latest_checkpoint
 from megacompile.checkpoint.manifest import Manifest, Saved
 from megacompile.checkpoint.shares import share
 from megacompile.checkpoint.subject import Subject
@@ -57,10 +57,7 @@ def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) ->
         path = folder / manifest.NAME
         _check_subject(saved, subject, path)
         decoded = _decoded(saved, subject, path, rank)
-        files = share({name: written.bytes for name, written in saved.files.items()}, *share_of)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(lambda name: check_file(folder / name, saved.files[name]), files):
-                pass
+        _check_files(folder, saved, share({name: written.bytes for name, written in saved.files.items()}, *share_of))
         tensors = StoredTensors(saved, folder, reader)
         state = _optimizer_state(saved, tensors, subject, decoded.options)
         try:
@@ -99,6 +96,17 @@ def _find(directory: Path) -> Path:
         raise CheckpointError(f"{directory} has no complete checkpoint: give a checkpoint, or a folder in which "
                               "megacompile has saved checkpoints")
     return latest
+
+
+def _check_files(folder: Path, saved: Manifest, names: Iterable[str]) -> None:
+    """Raises `CheckpointError` for a file that differs from what was written, with the checkpoint before this one."""
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(lambda name: check_file(folder / name, saved.files[name]), names):
+                pass
+    except CheckpointError as error:
+        before = checkpoint_before(folder)
+        raise CheckpointError(f"{error}, such as the one before it: {before}" if before else str(error)) from error
 
 
 def _check_subject(saved: Manifest, subject: Subject, path: Path) -> None:

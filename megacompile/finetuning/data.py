@@ -10,7 +10,7 @@ from torch import Tensor
 from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, check_vocabulary, read_text
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import ChatEncoder, Encoded
-from megacompile.finetuning.data_files import is_text, placed, read_rows
+from megacompile.finetuning.data_files import begins_with_object, is_text, placed, read_rows
 from megacompile.finetuning.document_packing import join, pack, pack_conversations
 from megacompile.finetuning.formats import Format, Row, detect, messages_of, text_of
 from megacompile.finetuning.settings import TooLong
@@ -39,6 +39,9 @@ def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer,
     combined, or if a tokenizer is missing."""
     if is_text(sources[0]):
         rows = _cut(read_text([Path(source) for source in sources], tokenizer), length, say)
+        for source in sources:
+            if begins_with_object(Path(source)):
+                say(f"warning: {source} is read as TEXT, but begins with a JSON object: if it holds rows, rename it to .jsonl")
     else:
         rows = _of_rows(sources, tokenizer, format, length, packed, say, too_long)
     check_vocabulary(rows.tokens, tokenizer, vocabulary_size)

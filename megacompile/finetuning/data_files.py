@@ -63,6 +63,16 @@ def read_rows(source: str) -> Iterator[Row]:
         raise MegacompileError(f"{source} has no rows: give data that has some, or leave it out")
 
 
+def begins_with_object(path: Path) -> bool:
+    """Whether the first line of a text file that is not blank is a JSON object, as in files of rows."""
+    with _opened(path) as file:
+        line = next((line for line in file if line.strip()), "")
+    try:
+        return isinstance(strict_json.parse(line), dict)
+    except ValueError:
+        return False
+
+
 def read_lines(path: Path) -> Iterator[str]:
     """The lines of a text file that are not blank. Raises `MegacompileError` for one that cannot be read, with its number."""
     with _opened(path) as file:

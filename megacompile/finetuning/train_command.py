@@ -30,7 +30,10 @@ from megacompile.finetuning.trackers import started
 from megacompile.finetuning.training_sequences import Batch, Padding, Rows, collate, in_order, padded_length
 from megacompile.inputs import packed_layout
 from megacompile.losses import IGNORED
-from megacompile.planning.process_group import process_count, rank_in_job
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.precision import check_float8
+from megacompile.planning.process_group import device_of_rank, process_count, rank_in_job
+from megacompile.runtime.backends.cuda import cupy_for_cuda
 from megacompile.streaming.optimizer.names import optimizer_named
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.system.atomic_files import replace_file
@@ -51,6 +54,7 @@ def run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs:
     Checks as much as possible before it loads weights. Raises `MegacompileError` and its subclasses."""
     settings.check()
     lora.check()
+    _check_knobs(knobs)
     with ExitStack() as stack:
         if rank_in_job() > 0:
             console = Console(file=stack.enter_context(open(os.devnull, "w", encoding="utf-8")))
@@ -112,6 +116,15 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         "; continue with --resume latest" if settings.output else "" if settings.save else
         "; nothing was saved, since --output was not given"))
     return 128 + stopped_by
+
+
+def _check_knobs(knobs: Knobs) -> None:
+    """Raises what `stream` would raise for these options and this machine's devices, before any data is read."""
+    config = StreamConfig.of(**knobs.given())
+    device = device_of_rank(config)
+    if device.type == "cuda":
+        cupy_for_cuda()
+    check_float8(config.recipe, device)
 
 
 @contextmanager

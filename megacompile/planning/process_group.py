@@ -6,7 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from megacompile.errors import MegacompileError
+from megacompile.errors import DeviceUnavailableError, MegacompileError
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device
 from megacompile.runtime.hosts import rows_of
@@ -35,11 +35,18 @@ def join_group(device_type: str) -> None:
 
 
 def device_of_rank(config: StreamConfig) -> torch.device:
-    """The device of this process: the one that was given, or with several processes the CUDA device of its local rank."""
+    """The device of this process: the one that was given, or with several processes the CUDA device of its local rank. Raises
+    `DeviceUnavailableError` in all processes if the host has more of them than GPUs."""
     device = compute_device(config.device)
     if device.type != "cuda" or process_count() == 1 or config.distributed is False or ":" in str(config.device or ""):
         return device
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    processes = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if torch.cuda.is_available() and processes > (gpus := torch.cuda.device_count()):
+        raise DeviceUnavailableError(
+            f"{processes} processes were started on this host, which has {gpus} GPU{'s'[:gpus != 1]}, and each needs one: "
+            f"start {gpus} (torchrun --nproc-per-node {gpus}), or give device='cuda:0' if each process sees a GPU of its own")
+    return torch.device("cuda", local)
 
 
 def connected_ranks(config: StreamConfig, device: torch.device) -> Ranks | None:

@@ -55,22 +55,27 @@ def _streams(cupy: Any, index: int) -> dict[Lane, Any]:
                 for lane in (*_QUEUES, Lane.CPU)}
 
 
+def cupy_for_cuda() -> Any:
+    """The module `cupy`. Raises `DeviceUnavailableError` if torch finds no CUDA device, or if CuPy is not installed."""
+    if not torch.cuda.is_available():
+        raise DeviceUnavailableError(
+            "device='cuda' was asked for, but torch finds no CUDA device: use device='cpu', or install torch for CUDA")
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            "device='cuda' needs CuPy: pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x") from error
+    return cupy
+
+
 class CudaBackend:
     """One CUDA device. Each lane has a stream, but pack; the lanes cpu and pack work on the host."""
 
     def __init__(self, index: int = 0) -> None:
-        if not torch.cuda.is_available():
-            raise DeviceUnavailableError(
-                "device='cuda' was asked for, but torch finds no CUDA device: use device='cpu', or install torch for CUDA")
-        try:
-            import cupy
-        except ImportError as error:
-            raise DeviceUnavailableError(
-                "device='cuda' needs CuPy: pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x") from error
-        self.cupy, self.index = cupy, index
+        self.cupy, self.index = cupy_for_cuda(), index
         self.device = torch.device("cuda", index)
         expandable_segments()
-        self.streams = _streams(cupy, index)
+        self.streams = _streams(self.cupy, index)
         self.compute, self.collective = (torch.cuda.ExternalStream(self.streams[lane].ptr, device=self.device)
                                          for lane in (Lane.COMPUTE, Lane.COLLECTIVE))
         self._pinned: dict[int, int] = {}

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import socket
 import subprocess
 from collections import Counter
@@ -241,6 +242,18 @@ def test_only_complete_checkpoints_are_counted_and_only_they_are_removed(run: Ru
         save_checkpoint(directory, run.model, run.optimizer, keep=2)
     assert sorted(p.name for p in directory.iterdir()) == [
         "000001-step-1.mine", "000002-step-2", "000004-step-2", "000005-step-2"]
+
+
+def test_a_damaged_newest_checkpoint_is_refused_with_the_one_before_it(run: Run, saved: Path) -> None:
+    directory = saved.parent
+    newest = save_checkpoint(directory, run.model, run.optimizer, scheduler=run.scheduler)
+    flip(newest / "tensors-00001.safetensors")
+    with pytest.raises(CheckpointError, match=f"use another checkpoint, such as the one before it: {re.escape(str(saved))}$"):
+        load(directory, run)
+    load(saved, run)
+    flip(saved / "tensors-00001.safetensors")
+    with pytest.raises(CheckpointError, match="use another checkpoint$"):
+        load(saved, run)
 
 
 def test_what_a_living_writer_has_begun_is_left_alone(tmp_path: Path) -> None:

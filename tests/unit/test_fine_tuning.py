@@ -474,6 +474,18 @@ def test_what_is_refused_leaves_no_folder_of_a_model(model: Path, data: Path, tm
     assert result.exit_code == 2 and "was not found" in result.stderr and not (tmp_path / "run/model").exists(), result.output
 
 
+@pytest.mark.parametrize(("more", "said"), [
+    (("--device", "tpu"), "device must be 'cpu' or 'cuda'"), (("--precision", "fp8"), "precision must be"),
+    (("--device", "cpu", "--precision", "float8"), "a CPU cannot multiply in float8"),
+    (("--device", "cuda"), "torch finds no CUDA device")])
+def test_options_that_this_machine_cannot_train_with_are_refused_before_anything_is_read(more: tuple[str, ...], said: str,
+                                                                                         tmp_path: Path) -> None:
+    if said.startswith("torch finds") and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    result = command("train", "absent", "--data", "absent", "--output", tmp_path / "run", *more)
+    assert result.exit_code and said in result.stderr and "absent" not in result.stderr and not (tmp_path / "run").exists()
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 

@@ -34,6 +34,17 @@ def lines(rows: list[Any]) -> str:
 
 
 # ---------------------------------------------------------------- files
+@pytest.mark.parametrize(("content", "warned"), [
+    (lines(ALPACA), True), ("\n \n" + lines(ALPACA), True), ("a story\n" + lines(ALPACA), False), ("[1]\n", False),
+    ("{ not JSON\n", False)])
+def test_rows_that_are_read_as_text_for_their_names_sake_are_noticed(tmp_path: Path, content: str, warned: bool) -> None:
+    said: list[str] = []
+    path = write(tmp_path / "rows.ndjson", content)
+    read([path], ByteTokenizer(), None, 4, False, 256, said.append)
+    assert [f"{path} is read as TEXT, but begins with a JSON object: if it holds rows, rename it to .jsonl" in each
+            for each in said if "warning" in each] == [True] * warned
+
+
 @pytest.mark.parametrize(("name", "content"), [
     ("a.jsonl", lines(ALPACA)), ("a.jsonl", "\ufeff" + lines(ALPACA).replace("\n", "\r\n\r\n")),
     ("a.json", json.dumps(ALPACA, indent=1)), ("a.json", lines(ALPACA)),
