@@ -252,7 +252,7 @@ def test_a_damaged_newest_checkpoint_is_refused_with_the_one_before_it(run: Run,
         load(directory, run)
     load(saved, run)
     flip(saved / "tensors-00001.safetensors")
-    with pytest.raises(CheckpointError, match="use another checkpoint$"):
+    with pytest.raises(CheckpointError, match=r"use another checkpoint$"):
         load(saved, run)
 
 
