@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megacompile
-from megacompile.errors import CaptureError, InsufficientMemoryError, MegacompileError
+from megacompile.errors import CaptureError, InsufficientMemoryError, MegacompileError, UnsupportedError
 
 WIDTH = 16
 
@@ -134,7 +134,27 @@ class EmptyParameter(Decoder):
         return super().run(x + self.nothing.sum())
 
 
-@pytest.mark.parametrize("kind", [Sliced, ModeSliced, ModeAxis, Turned, Neighbours, ReadBefore, EmptyParameter],
+class Strided(Decoder):
+    """Reads a weight with strides of its own. `scattered`: the weight is not contiguous."""
+
+    class layer(Layer):  # noqa: N801
+        scattered = False
+
+        def __init__(self, number: int) -> None:
+            super().__init__(number)
+            weight = torch.rand(WIDTH, 2 * WIDTH)
+            self.wide = nn.Parameter(weight.t().contiguous().t() if self.scattered else weight)
+
+        def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+            return super().forward(F.linear(x, self.wide[:, WIDTH:].t().as_strided((WIDTH, WIDTH), (1, WIDTH), 3)))
+
+
+class StridedScattered(Strided):
+    class layer(Strided.layer):  # noqa: N801
+        scattered = True
+
+
+@pytest.mark.parametrize("kind", [Sliced, ModeSliced, ModeAxis, Turned, Neighbours, ReadBefore, EmptyParameter, Strided],
                          ids=lambda kind: kind.__name__)
 def test_layers_and_modes_that_differ_in_little_are_told_apart(kind: type[Decoder]) -> None:
     native, given = kind(), batch(0)
@@ -172,6 +192,12 @@ class UnderAutocast(Decoder):
 def test_what_layers_apart_would_not_see_is_refused(kind: type[Decoder], message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         megacompile.stream(kind(), layers="layers", device="cpu")
+
+
+def test_strides_into_a_parameter_that_is_not_contiguous_are_refused() -> None:
+    said = r"layers\.0 .* reads a parameter that is not contiguous with as_strided: make the parameter contiguous"
+    with pytest.raises(UnsupportedError, match=said):
+        megacompile.stream(StridedScattered(), layers="layers", device="cpu")
 
 
 def test_the_processes_of_a_schedule_count_in_what_the_host_lacks() -> None:

@@ -23,7 +23,12 @@ _SAME_MEMORY = ("detach", "detach_", "_get_data_attr")
 
 def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
     """Raise `UnsupportedError` if `joint`, traced from `section`, draws random numbers, and `CaptureError` if it reads
-    a value on the host; both name the module and the line."""
+    a value on the host; both name the module and the line. `UnsupportedError` also for `as_strided` of a parameter that is not
+    contiguous: its tile is, so the same strides would read other elements."""
+    if strided := _strided_parameter(section):
+        raise UnsupportedError(
+            f"{_module_of(strided, section.name)} reads a parameter that is not contiguous with as_strided: make the parameter "
+            f"contiguous, or read it with transpose, slices and views{source_line(strided)}")
     for node in joint.graph.nodes:
         if draws(node.target, node.args, node.kwargs):
             module, line = _culprit(section, lambda name: any(part in name for part in _RANDOM))
@@ -92,16 +97,25 @@ def line_of_mutation(section: Section) -> str:
     """The source line that changes an input of `section` in place, a parameter's `.data` among them; "" if none does."""
     for node in section.graph.graph.nodes:
         in_place = node.op in ("call_function", "call_method") and re.fullmatch(r"\w*[a-z]_", called_name(node))
-        if in_place and _is_input(node.args[0]):
+        if in_place and _input_of(node.args[0]):
             return source_line(node)
     return ""
 
 
-def _is_input(node: Any) -> bool:
-    """Whether a node's value is an input's memory."""
+def _strided_parameter(section: Section) -> fx.Node | None:
+    """The call of `as_strided` on the memory of a parameter that is not contiguous, or None."""
+    placeholders = section.graph.graph.find_nodes(op="placeholder")
+    scattered = {node for node, source in zip(placeholders, section.sources, strict=True)
+                 if source.kind == "parameter" and not node.meta["example_value"].is_contiguous()}
+    return next((node for node in section.graph.graph.nodes if called_name(node) == "as_strided"
+                 and _input_of(node.all_input_nodes[0]) in scattered), None)
+
+
+def _input_of(node: Any) -> fx.Node | None:
+    """The input whose memory a node's value is in, or None."""
     while isinstance(node, fx.Node) and node.op != "placeholder":
         value = node.meta.get("example_value")
         if not (isinstance(value, Tensor) and (value._is_view() or called_name(node) in _SAME_MEMORY) and node.all_input_nodes):
-            return False
+            return None
         node = node.all_input_nodes[0]
-    return isinstance(node, fx.Node)
+    return node if isinstance(node, fx.Node) else None
