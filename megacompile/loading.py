@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from megacompile.api import attach, stream
 from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError, listed
 from megacompile.frontend.tracing.layers import Layers
-from megacompile.planning.config import StreamConfig
+from megacompile.planning.config import StreamConfig, dtype_named
 from megacompile.planning.host_needs import least_bytes
 from megacompile.sizes import format_bytes
 from megacompile.system.regular_files import refuse_irregular
@@ -41,8 +41,6 @@ from megacompile.weights.weight_files import (
     weight_files,
 )
 
-#: Names of dtypes, as transformers takes them. "auto": that of the checkpoint.
-NAMED_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -77,10 +75,7 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = Non
     is no such checkpoint; and what `stream` raises.
     """
     stream_config = StreamConfig.of(**options)
-    if isinstance(dtype, str):
-        if dtype not in NAMED_DTYPES:
-            raise ArgumentError(f"dtype must be torch.float32, torch.bfloat16 or 'auto', not {dtype!r}")
-        dtype = NAMED_DTYPES[dtype]
+    dtype = dtype_named(dtype)
     wanted, compute_dtype = None if quantize is None else format_of(quantize), compute_dtype_of(quantize)
     folder, commit = _find(source, revision)
     config = config if config is not None else _config(folder)

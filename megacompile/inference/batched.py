@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megacompile.errors import ArgumentError
+from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.inference.prompts import Prompt
 from megacompile.inference.sampling import Sampling, end_tokens, filler
 
@@ -50,6 +50,17 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Prompt], output: Path
             _write(file, window, [answers[index] for index in range(len(window))])
     seconds = time.perf_counter() - began
     console.print(f"{len(prompts):,} answers, {tokens:,} tokens in {seconds:,.1f} s ({tokens / seconds:,.0f} tokens/s)")
+
+
+def check_lengths(prompts: Iterator[Prompt], source: str, config: Any, sampling: Sampling) -> list[Prompt]:
+    """The prompts of a file, `source`. Raises `MegacompileError` for one that leaves too few of the model's positions for an
+    answer, with its number."""
+    read = []
+    for number, prompt in enumerate(prompts, start=1):
+        if excess := sampling.excess(config, len(prompt.tokens)):
+            raise MegacompileError(f"{source}, row {number}: {excess}")
+        read.append(prompt)
+    return read
 
 
 def _opened(output: Path) -> IO[str]:

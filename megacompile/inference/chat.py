@@ -32,16 +32,19 @@ def chat(model: Any, tokenizer: Any, sampling: Sampling, system: str | None, ask
         if text == "/reset":
             messages = list(first)
         elif text:
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": _answer(model, tokenizer, encoder, messages, sampling, say)})
+            asked: list[Message] = [*messages, {"role": "user", "content": text}]
+            prompt = encoder.of_messages(asked)
+            if excess := sampling.excess(model.config, len(prompt)):
+                say(f"{excess}, or forget the conversation with /reset\n")
+                continue
+            messages = [*asked, {"role": "assistant", "content": _answer(model, tokenizer, prompt, sampling, say)}]
             say("\n")
 
 
-def _answer(model: Any, tokenizer: Any, encoder: PromptEncoder, messages: list[Message], sampling: Sampling,
-            say: Callable[[str], object]) -> str:
-    """The answer, which is said while it is generated. Ctrl-C ends it early."""
+def _answer(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling, say: Callable[[str], object]) -> str:
+    """The answer to a prompt of these tokens, which is said while it is generated. Ctrl-C ends it early."""
     streamer = _Streamer(tokenizer, sampling, say)
-    ids = torch.tensor([encoder.of_messages(messages)], device=model.megacompile.streamed.backend.device)
+    ids = torch.tensor([prompt], device=model.megacompile.streamed.backend.device)
     try:
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer,
                        **sampling.arguments(model, tokenizer))

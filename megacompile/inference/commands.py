@@ -38,7 +38,7 @@ def generate(
     from megacompile.inference.prompts import PromptEncoder
     batched.check_output(output)
     tokenizer = opening.open_tokenizer(model).pretrained
-    read = list(PromptEncoder(tokenizer, raw).read(prompts))
+    read = batched.check_lengths(PromptEncoder(tokenizer, raw).read(prompts), prompts, opening.read_config(model), sampling)
     batched.generate(opening.open_model(model), tokenizer, read, output, sampling, batch,
                      Console(stderr=True, highlight=False))
 

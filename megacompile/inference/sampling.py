@@ -41,6 +41,16 @@ class Sampling:
             found |= {"stop_strings": list(self.stop), "tokenizer": tokenizer}
         return found
 
+    def excess(self, config: Any, prompt: int) -> str:
+        """Why a model with this config has too few positions for an answer to a prompt of this many tokens; "" if it has
+        enough."""
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+        if not positions or prompt + self.max_new_tokens <= positions:
+            return ""
+        remedy = f"give --max-new-tokens {positions - prompt} or less" if prompt < positions else "shorten it"
+        return (f"the prompt has {prompt:,} tokens, and with {self.max_new_tokens:,} new ones more than the {positions:,} "
+                f"positions of the model: {remedy}")
+
     def cut(self, text: str) -> str:
         """An answer without what follows the first stop text."""
         ends = [index for stop in self.stop or () if (index := text.find(stop)) >= 0]

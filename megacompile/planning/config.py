@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile.errors import MegacompileError, listed, shortened
+from megacompile.errors import MegacompileError, UnsupportedError, listed, shortened
 from megacompile.ir.placement import LISTS, LISTS_OF_UPDATED, check_disjoint
 from megacompile.ir.plan import RESIDUALS, check_residuals
 from megacompile.ir.precision import Float8, precision_of
@@ -25,11 +25,22 @@ from megacompile.sizes import parse_bytes
 _LEAST = {"checkpoint_interval": 1, "micro_batch_size": 1, "saved_layers": 0, "host_residuals": 0, "waves": 1, "token_chunk": 0,
           "weight_slots": 1, "expert_pieces": 1, "gradient_slots": 1, "gradient_slabs": 1, "state_slabs": 1}
 
+#: Dtypes of weights by name, as transformers takes them.
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 def check_device(device: Any) -> None:
     """Raises `MegacompileError` for a device that models cannot be streamed to."""
     if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", str(device)):
         raise MegacompileError(f"device must be 'cpu' or 'cuda', not {shortened(repr(device))}")
+
+
+def dtype_named(dtype: Any) -> torch.dtype | None:
+    """A dtype of weights, which may be given by its name; None for "auto". Raises `UnsupportedError` for another one."""
+    found: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in _DTYPES.values():
+        raise UnsupportedError(f"dtype must be torch.float32, torch.bfloat16 or 'auto', not {shortened(repr(dtype))}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class StreamConfig:
         pinned_memory: budget of pinned host memory; None: no limit. Where it is too small for all weights and gradients, they
             pass through slabs: as many as fit, and at most `gradient_slabs`.
         host_memory: budget of host memory, tiles included; None: what is available.
-        dtype: compute dtype; None: that of the model's parameters.
+        dtype: compute dtype, or its name; None or "auto": that of the model's parameters.
         precision: "float8": products of layers with their weights are computed in float8 (`megacompile.Float8`), on GPUs of
             compute capability 8.9 or later; "float8-emulated": with the same rounding, but multiplied in FP32, on any device; a
             `Float8`, or text such as "float8:weight_gradients=bfloat16": with this recipe; None: in `dtype`.
@@ -179,8 +190,8 @@ class StreamConfig:
             raise MegacompileError(f"stall_timeout must be a number of seconds above 0, or None, not {timeout!r}")
 
     def _check_sizes_and_flags(self) -> None:
-        if self.dtype not in (None, torch.float32, torch.bfloat16):
-            raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype!r}")
+        """Also makes a dtype of its name."""
+        object.__setattr__(self, "dtype", dtype_named(self.dtype))
         for size in (self.device_memory, self.pinned_memory, self.host_memory):
             parse_bytes(size)
         for name in ("compile", "dynamic", "deferred_moments", "distributed", "peer_copies", "reference"):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megacompile.errors import UnsupportedError
-from megacompile.loading import NAMED_DTYPES, from_pretrained
-from megacompile.planning.config import StreamConfig
+from megacompile.loading import from_pretrained
+from megacompile.planning.config import StreamConfig, dtype_named
 from megacompile.trainers.fused_head import refuse_dropout
 
 #: Keywords of a model's `from_pretrained` that are refused: the values that are allowed, the reason and the remedy.
@@ -36,7 +36,7 @@ def load_named(name: str, args: Any, options: Mapping[str, Any], adapter: Any = 
         if key in given and given.pop(key) not in allowed:
             raise UnsupportedError(f"{key}={options[key]!r} is not supported: {reason}")
     dtypes = [given.pop(key) for key in ("dtype", "torch_dtype") if key in given]
-    dtype = torch.bfloat16 if args.bf16 else _dtype(dtypes[0] if dtypes else "float32")
+    dtype = torch.bfloat16 if args.bf16 else dtype_named(dtypes[0] if dtypes else "float32")
     streaming = {key: given.pop(key) for key in list(given) if key in _STREAMING}
     revision = given.pop("revision", None)
     quantize = given.pop("quantization_config", None)
@@ -55,13 +55,6 @@ def loader(args: Any, adapter: Any, without_dropout: bool) -> Callable[[str, Map
             refuse_dropout(loaded, adapter)
         return loaded
     return load
-
-
-def _dtype(value: Any) -> torch.dtype | None:
-    found: Any = NAMED_DTYPES.get(value, value) if isinstance(value, str) else value
-    if found not in NAMED_DTYPES.values():
-        raise UnsupportedError(f"dtype={value!r} cannot be trained: pass float32 or bfloat16")
-    return found
 
 
 def _config(name: str, revision: str | None, changes: Mapping[str, Any]) -> Any:

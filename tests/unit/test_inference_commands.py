@@ -259,6 +259,26 @@ def test_a_stop_text_is_neither_said_nor_remembered(model: Path, tokenizer: Any)
     assert said == f"{kept}\n{second.partition(stop)[0]}\n"
 
 
+def test_what_goes_beyond_the_models_positions_is_refused_before_weights_are_loaded(
+        model: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, long = tmp_path / "prompts.txt", "one two " * 12
+    path.write_text(f"one\n{long}\n")
+    monkeypatch.setattr(megacompile, "from_pretrained", None)
+    count = len(tokenizer(long)["input_ids"])
+    result = command("generate", model, "--prompts", path, "--raw", "--max-new-tokens", 256 - count + 1)
+    remedy = f"row 2: the prompt has {count} tokens, and with {257 - count} new ones more than the 256 positions of the model: "
+    assert result.exit_code == 1 and f"{remedy}give --max-new-tokens {256 - count} or less" in result.stderr
+    path.write_text(long * 30)
+    result = command("generate", model, "--prompts", path, "--raw", "--max-new-tokens", 1)
+    assert result.exit_code == 1 and "positions of the model: shorten it" in result.stderr
+
+
+def test_a_conversation_that_has_become_too_long_says_so_and_goes_on(model: Path, tokenizer: Any) -> None:
+    said = conversation(model, tokenizer, "one", "one two " * 200, "/reset", "one")
+    first, refusal, again = said.splitlines()
+    assert first == again and "positions of the model: shorten it, or forget the conversation with /reset" in refusal
+
+
 @pytest.mark.parametrize("stops", [["END"], ["lo", "w E"], []])
 def test_text_is_said_once_it_cannot_begin_a_stop_text(stops: list[str]) -> None:
     sampling = Sampling(stop=stops)

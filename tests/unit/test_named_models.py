@@ -11,8 +11,8 @@ from megacompile.trainers.named_models import _STREAMING, load_named
 
 
 @pytest.mark.parametrize(("options", "reason"), [
-    ({"dtype": "float16"}, "dtype='float16' cannot be trained: pass float32 or bfloat16"),
-    ({"torch_dtype": "int8"}, "dtype='int8' cannot be trained: pass float32 or bfloat16"),
+    ({"dtype": "float16"}, r"dtype must be torch\.float32, torch\.bfloat16 or 'auto', not 'float16'"),
+    ({"torch_dtype": "int8"}, r"dtype must be torch\.float32, torch\.bfloat16 or 'auto', not 'int8'"),
     ({"quantization_config": SimpleNamespace(load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type="fp4")},
      "bnb_4bit_quant_type='fp4' is not supported: give 'nf4'"),
     ({"device_map": "balanced"}, "is not supported: streaming decides where weights are"),

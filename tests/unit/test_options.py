@@ -14,6 +14,7 @@ import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import capture
 from megacompile.frontend.tracing import model_graph, model_options
+from megacompile.planning.config import StreamConfig
 
 SIZES = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 LLAMA = dict(**SIZES, intermediate_size=24, num_key_value_heads=1)
@@ -136,3 +137,8 @@ def test_gradient_checkpointing_that_was_enabled_before_changes_nothing() -> Non
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
     assert_same_gradients(model, native)
     model.megacompile.close()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("float32", torch.float32), ("auto", None)])
+def test_a_dtype_may_be_given_by_its_name(name: str, dtype: torch.dtype | None) -> None:
+    assert StreamConfig.of(dtype=name) == StreamConfig.of(dtype=dtype)

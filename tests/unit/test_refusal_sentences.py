@@ -221,7 +221,8 @@ USES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "more waves than micro-batches": (
         lambda m: Plan(batch=2, length=4, micro_batches=(2,), waves=2), "micro-batches cannot go in 2 waves: plan fewer waves"),
     "a dtype": (
-        lambda m: megacompile.stream(LossAlone(), dtype=torch.float16), r"dtype must be torch\.float32 or torch\.bfloat16"),
+        lambda m: megacompile.stream(LossAlone(), dtype=torch.float16),
+        r"dtype must be torch\.float32, torch\.bfloat16 or 'auto', not torch\.float16"),
     "a device": (lambda m: megacompile.stream(LossAlone(), device="tpu"), "device must be 'cpu' or 'cuda', not 'tpu'"),
     "an update beside an unknown pass": (
         lambda m: megacompile.AdamW(m.parameters(), overlap="forward"),

@@ -169,7 +169,7 @@ def test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it(tokenizer:
 
 @pytest.mark.parametrize(("options", "reason"), [
     ({"attn_implementation": "flash_attention_2"}, "the attention kernel is chosen"),
-    ({"dtype": "float16"}, "cannot be trained"),
+    ({"dtype": "float16"}, "dtype must be torch"),
     ({"device_map": "balanced"}, "streaming decides where weights are"), ({"trust_remote_code": True}, "is not run"),
     ({"absent_option": 1}, "absent_option, which is an option of neither the config")])
 def test_model_init_kwargs_that_are_not_supported_are_refused(
