@@ -37,8 +37,10 @@ _SERIAL_ELEMENTS = 32768
 _MUCH_PADDING = 0.25
 _LEFT_TARGET = "padding on the left predicts a target"
 _PADDING_TARGET = "padding has labels other than -100"
+_NO_TARGET = "none of its tokens counts for the loss"
 _REMEDIES = {_LEFT_TARGET: "pad on the right, or give the first token of each row the label -100",
-             _PADDING_TARGET: "give padding the label -100"}
+             _PADDING_TARGET: "give padding the label -100",
+             _NO_TARGET: "leave the batch out, since the mean over no target is nan"}
 
 
 class Wanted(enum.Enum):
@@ -94,8 +96,7 @@ class Repacking:
             return "no row has padding"
         spans = spans_of(present, positions, sequences=mask is None)
         if not spans:
-            return ("its attention_mask has holes, or its position_ids are not consecutive" if present.any() else
-                    "it has no token")
+            return "its attention_mask has holes, or its position_ids are not consecutive" if present.any() else _NO_TARGET
         layout = lay_out(spans, (rows, length), self.least, self.shares)
         packed_rows, packed_length = layout.source.shape
         if packed_length == length and packed_rows >= rows:

@@ -142,3 +142,15 @@ def test_training_says_once_that_most_of_a_batch_is_padding(reason: str) -> None
         warnings.simplefilter("error", PaddingWarning)
         model(**batch).loss.backward()
     model.megacompile.close()
+
+
+def test_a_batch_without_a_target_is_told_apart_from_padding() -> None:
+    model, native = stream(tiny_models.build()), tiny_models.build()
+    batch = tiny_models.batch(0)
+    batch["labels"].fill_(-100)
+    with pytest.warns(PaddingWarning, match="none of its tokens counts for the loss: leave the batch out"):
+        loss = model(**batch).loss
+    loss.backward()
+    assert loss.isnan() and native(**batch).loss.isnan()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    model.megacompile.close()
