@@ -154,6 +154,12 @@ def _fetch(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     return folder
 
 
+def read_config(source: str | Path) -> Any:
+    """The config of a checkpoint, as `from_pretrained` reads it. Raises `ArgumentError` if there is none, `CheckpointError` if
+    transformers cannot read it."""
+    return _config(_find(source, None)[0])
+
+
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 

@@ -76,7 +76,7 @@ def _alike(model: nn.Module) -> Hashable | None:
             return None
         settings = repr(held)
     first: dict[int, str] = {}
-    parameters = [(name, first.setdefault(id(p), name), tuple(p.shape), p.dtype, p.requires_grad)
+    parameters = [(name, first.setdefault(id(p), name), tuple(p.shape), p.stride(), p.dtype, p.requires_grad)
                   for name, p in model.named_parameters(remove_duplicate=False)]
     buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
     return settings, *parameters, *buffers, *((name, type(each)) for name, each in model.named_modules())

@@ -13,7 +13,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.errors import ArgumentError
+from megacompile.finetuning.data_files import placed
 from megacompile.inference.prompts import Prompt
 from megacompile.inference.sampling import Sampling, end_tokens, filler
 
@@ -57,8 +58,8 @@ def check_lengths(prompts: Iterator[Prompt], source: str, config: Any, sampling:
     answer, with its number."""
     read = []
     for number, prompt in enumerate(prompts, start=1):
-        if excess := sampling.excess(config, len(prompt.tokens)):
-            raise MegacompileError(f"{source}, row {number}: {excess}")
+        with placed(source, number):
+            sampling.check(config, len(prompt.tokens))
         read.append(prompt)
     return read
 
@@ -87,7 +88,7 @@ def answered(model: Any, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sa
         ids[row, length - len(prompt.tokens):] = torch.tensor(prompt.tokens)
         mask[row, length - len(prompt.tokens):] = 1
     device = model.megacompile.streamed.backend.device
-    found = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **sampling.arguments(model, tokenizer))
+    found = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **sampling.arguments(model, tokenizer, length))
     ends = end_tokens(model)
     return [_text(tokenizer, row, sampling, ends) for row in found[:, length:].tolist()]
 

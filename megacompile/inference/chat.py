@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from megacompile.errors import MegacompileError
 from megacompile.inference.prompts import Message, PromptEncoder
 from megacompile.inference.sampling import Sampling
 
@@ -34,8 +35,10 @@ def chat(model: Any, tokenizer: Any, sampling: Sampling, system: str | None, ask
         elif text:
             asked: list[Message] = [*messages, {"role": "user", "content": text}]
             prompt = encoder.of_messages(asked)
-            if excess := sampling.excess(model.config, len(prompt)):
-                say(f"{excess}, or forget the conversation with /reset\n")
+            try:
+                sampling.new_tokens(model.config, len(prompt))
+            except MegacompileError as error:
+                say(f"{error}{', or forget the conversation with /reset' if messages != first else ''}\n")
                 continue
             messages = [*asked, {"role": "assistant", "content": _answer(model, tokenizer, prompt, sampling, say)}]
             say("\n")
@@ -47,7 +50,7 @@ def _answer(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling, s
     ids = torch.tensor([prompt], device=model.megacompile.streamed.backend.device)
     try:
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer,
-                       **sampling.arguments(model, tokenizer))
+                       **sampling.arguments(model, tokenizer, len(prompt)))
     except KeyboardInterrupt:
         streamer.end()
     return sampling.cut(streamer.text)

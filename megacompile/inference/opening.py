@@ -45,10 +45,10 @@ class Opening:
         return found
 
     def read_config(self, source: str) -> Any:
-        """The model's config. Raises what `load_model` raises."""
-        from megacompile import training
+        """The config of the model, or of its part for text. Raises what `megacompile.loading.read_config` raises."""
+        from megacompile.loading import read_config
 
-        return training.load_model(self._found(source)[0], meta=True).config
+        return read_config(self._found(source)[0]).get_text_config()
 
     def open_model(self, source: str) -> Any:
         """The streamed model, in evaluation mode. Raises what `from_pretrained` raises, `ArgumentError` for a model without

@@ -6,6 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from megacompile.errors import MegacompileError
+
+#: Most tokens of an answer by default.
+NEW_TOKENS = 256
 _PANEL = "Sampling"
 
 
@@ -14,7 +18,9 @@ class Sampling:
     """Options of generation. A temperature of 0 chooses the most probable token. Options that are None are those that the model
     comes with."""
 
-    max_new_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_PANEL, help="Most tokens of an answer.")] = 256
+    max_new_tokens: Annotated[int | None, typer.Option(
+        min=1, rich_help_panel=_PANEL, help="Most tokens of an answer.",
+        show_default=f"{NEW_TOKENS}, or what the prompt leaves of the model's positions")] = None
     temperature: Annotated[float | None, typer.Option(
         min=0.0, rich_help_panel=_PANEL, help="Randomness. 0: always the most probable token.",
         show_default="the model's")] = None
@@ -28,9 +34,9 @@ class Sampling:
         rich_help_panel=_PANEL, help="End an answer at this text, which is left out. Repeat for more.")] = None
     seed: Annotated[int, typer.Option(min=0, rich_help_panel=_PANEL, help="Seed of the random choices.")] = 0
 
-    def arguments(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        """Arguments of `generate`."""
-        found: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "pad_token_id": filler(model)}
+    def arguments(self, model: Any, tokenizer: Any, prompt: int) -> dict[str, Any]:
+        """Arguments of `generate` for prompts of at most this many tokens."""
+        found: dict[str, Any] = {"max_new_tokens": self.new_tokens(model.config, prompt), "pad_token_id": filler(model)}
         chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         if self.temperature == 0:  # what the model comes with would not count, and transformers would warn
             found |= {"do_sample": False, **dict.fromkeys(chosen)}
@@ -41,15 +47,24 @@ class Sampling:
             found |= {"stop_strings": list(self.stop), "tokenizer": tokenizer}
         return found
 
-    def excess(self, config: Any, prompt: int) -> str:
-        """Why a model with this config has too few positions for an answer to a prompt of this many tokens; "" if it has
-        enough."""
+    def check(self, config: Any, prompt: int) -> None:
+        """Raises `MegacompileError` if a prompt of this many tokens leaves fewer positions than the answer was given, or none."""
+        left = self.new_tokens(config, prompt)
+        if self.max_new_tokens is not None and left < self.max_new_tokens:
+            raise MegacompileError(f"the prompt has {prompt:,} tokens and leaves {left:,} of the model's positions, but "
+                                   f"--max-new-tokens is {self.max_new_tokens:,}: give {left} or less, or leave it out")
+
+    def new_tokens(self, config: Any, prompt: int) -> int:
+        """The most tokens of an answer to a prompt of this many tokens. Raises `MegacompileError` if the prompt is longer than
+        the model with this config has positions."""
+        wanted = self.max_new_tokens or NEW_TOKENS
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-        if not positions or prompt + self.max_new_tokens <= positions:
-            return ""
-        remedy = f"give --max-new-tokens {positions - prompt} or less" if prompt < positions else "shorten it"
-        return (f"the prompt has {prompt:,} tokens, and with {self.max_new_tokens:,} new ones more than the {positions:,} "
-                f"positions of the model: {remedy}")
+        if positions <= 0:
+            return wanted
+        if prompt > positions:
+            raise MegacompileError(f"the prompt has {prompt:,} tokens, more than the {positions:,} positions of the model: "
+                                   "shorten it")
+        return min(wanted, positions - prompt + 1)  # the model does not read an answer's last token
 
     def cut(self, text: str) -> str:
         """An answer without what follows the first stop text."""

@@ -22,6 +22,7 @@ import megacompile
 from megacompile import cli
 from megacompile.errors import MegacompileError
 from megacompile.inference.chat import chat
+from megacompile.inference.opening import Opening
 from megacompile.inference.prompts import PromptEncoder
 from megacompile.inference.sampling import Sampling
 from megacompile.streaming.streamed import Streamed
@@ -259,24 +260,38 @@ def test_a_stop_text_is_neither_said_nor_remembered(model: Path, tokenizer: Any)
     assert said == f"{kept}\n{second.partition(stop)[0]}\n"
 
 
-def test_what_goes_beyond_the_models_positions_is_refused_before_weights_are_loaded(
+def test_an_answer_that_the_model_has_no_positions_for_is_refused_before_weights_are_loaded(
         model: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, long = tmp_path / "prompts.txt", "one two " * 12
     path.write_text(f"one\n{long}\n")
-    monkeypatch.setattr(megacompile, "from_pretrained", None)
-    count = len(tokenizer(long)["input_ids"])
-    result = command("generate", model, "--prompts", path, "--raw", "--max-new-tokens", 256 - count + 1)
-    remedy = f"row 2: the prompt has {count} tokens, and with {257 - count} new ones more than the 256 positions of the model: "
-    assert result.exit_code == 1 and f"{remedy}give --max-new-tokens {256 - count} or less" in result.stderr
+    arguments = ("generate", model, "--prompts", path, "--raw", "--max-new-tokens")
+    left = 256 - len(tokenizer(long)["input_ids"]) + 1  # an answer's last token needs none
+    rows(command(*arguments, left, "--temperature", 0, "--device", "cpu"))
+    monkeypatch.setattr(Opening, "open_model", None)
+    result = command(*arguments, left + 1)
+    assert result.exit_code == 1 and f"row 2: the prompt has {257 - left} tokens and leaves {left} of the model's positions" in (
+        result.stderr) and f"give {left} or less" in result.stderr
     path.write_text(long * 30)
-    result = command("generate", model, "--prompts", path, "--raw", "--max-new-tokens", 1)
-    assert result.exit_code == 1 and "positions of the model: shorten it" in result.stderr
+    result = command(*arguments, 1)
+    assert result.exit_code == 1 and "more than the 256 positions of the model: shorten it" in result.stderr
+
+
+def test_by_default_an_answer_takes_what_the_positions_leave(model: Path, tokenizer: Any, tmp_path: Path) -> None:
+    path, plain = tmp_path / "prompts.txt", AutoModelForCausalLM.from_pretrained(model)
+    plain.generation_config.eos_token_id = None
+    path.write_text("one two " * 12)
+    ids = tokenizer("one two " * 12)["input_ids"]
+    (found,) = rows(command("generate", model, "--prompts", path, "--raw", "--temperature", 0, "--device", "cpu"))
+    whole = answer(plain, tokenizer, ids, 256 - len(ids) + 1)[0]
+    assert 0 < found["tokens"] <= 256 - len(ids) + 1 < 256 and whole.startswith(found["completion"])
 
 
 def test_a_conversation_that_has_become_too_long_says_so_and_goes_on(model: Path, tokenizer: Any) -> None:
-    said = conversation(model, tokenizer, "one", "one two " * 200, "/reset", "one")
-    first, refusal, again = said.splitlines()
-    assert first == again and "positions of the model: shorten it, or forget the conversation with /reset" in refusal
+    long = "one two " * 200
+    said = conversation(model, tokenizer, long, "one", long, "/reset", "one")
+    at_first, first, later, again = said.splitlines()
+    assert first == again and at_first.endswith("positions of the model: shorten it")
+    assert later.endswith("positions of the model: shorten it, or forget the conversation with /reset")
 
 
 @pytest.mark.parametrize("stops", [["END"], ["lo", "w E"], []])

@@ -135,23 +135,15 @@ class EmptyParameter(Decoder):
 
 
 class Strided(Decoder):
-    """Reads a weight with strides of its own. `scattered`: the weight is not contiguous."""
+    """Reads a weight of each layer with strides of its own."""
 
     class layer(Layer):  # noqa: N801
-        scattered = False
-
         def __init__(self, number: int) -> None:
             super().__init__(number)
-            weight = torch.rand(WIDTH, 2 * WIDTH)
-            self.wide = nn.Parameter(weight.t().contiguous().t() if self.scattered else weight)
+            self.wide = nn.Parameter(torch.rand(WIDTH, 2 * WIDTH))
 
         def forward(self, x: Tensor, *given: Tensor) -> Tensor:
             return super().forward(F.linear(x, self.wide[:, WIDTH:].t().as_strided((WIDTH, WIDTH), (1, WIDTH), 3)))
-
-
-class StridedScattered(Strided):
-    class layer(Strided.layer):  # noqa: N801
-        scattered = True
 
 
 @pytest.mark.parametrize("kind", [Sliced, ModeSliced, ModeAxis, Turned, Neighbours, ReadBefore, EmptyParameter, Strided],
@@ -194,10 +186,14 @@ def test_what_layers_apart_would_not_see_is_refused(kind: type[Decoder], message
         megacompile.stream(kind(), layers="layers", device="cpu")
 
 
-def test_strides_into_a_parameter_that_is_not_contiguous_are_refused() -> None:
-    said = r"layers\.0 .* reads a parameter that is not contiguous with as_strided: make the parameter contiguous"
+@pytest.mark.parametrize("which", range(4))
+def test_strides_into_a_parameter_that_is_not_contiguous_are_refused(which: int) -> None:
+    model = Strided()
+    layer: Any = model.layers[which]
+    layer.wide = nn.Parameter(layer.wide.detach().t().contiguous().t())
+    said = rf"layers\.{which} .* reads a parameter that is not contiguous with as_strided: make the parameter contiguous"
     with pytest.raises(UnsupportedError, match=said):
-        megacompile.stream(StridedScattered(), layers="layers", device="cpu")
+        megacompile.stream(model, layers="layers", device="cpu")
 
 
 def test_the_processes_of_a_schedule_count_in_what_the_host_lacks() -> None:

@@ -277,7 +277,7 @@ def build_of(layer: nn.Module) -> Hashable:
     """A value that is equal for layers made of the same modules with the same parameters and buffers."""
     tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
     return (tuple((name, type(module)) for name, module in layer.named_modules()),
-            tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors))
+            tuple((name, tuple(tensor.shape), tensor.stride(), tensor.dtype) for name, tensor in tensors))
 
 
 def _tensors(value: Any) -> list[Tensor]:
