@@ -64,9 +64,10 @@ def read_rows(source: str) -> Iterator[Row]:
 
 
 def begins_with_object(path: Path) -> bool:
-    """Whether the first line of a text file that is not blank is a JSON object, as in files of rows."""
+    """Whether the first line of a text file that is not blank is a JSON object of less than a megabyte, as in files of
+    rows."""
     with _opened(path) as file:
-        line = next((line for line in file if line.strip()), "")
+        line = next((line for line in iter(lambda: file.readline(1 << 20), "") if line.strip()), "")
     try:
         return isinstance(strict_json.parse(line), dict)
     except ValueError:

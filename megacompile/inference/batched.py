@@ -88,7 +88,8 @@ def answered(model: Any, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sa
         ids[row, length - len(prompt.tokens):] = torch.tensor(prompt.tokens)
         mask[row, length - len(prompt.tokens):] = 1
     device = model.megacompile.streamed.backend.device
-    found = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **sampling.arguments(model, tokenizer, length))
+    how = sampling.arguments(model, tokenizer, length)
+    found = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **how)
     ends = end_tokens(model)
     return [_text(tokenizer, row, sampling, ends) for row in found[:, length:].tolist()]
 

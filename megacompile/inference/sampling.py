@@ -48,7 +48,8 @@ class Sampling:
         return found
 
     def check(self, config: Any, prompt: int) -> None:
-        """Raises `MegacompileError` if a prompt of this many tokens leaves fewer positions than the answer was given, or none."""
+        """Raises `MegacompileError` if a prompt of this many tokens leaves no positions, or fewer than `max_new_tokens` if it
+        was given."""
         left = self.new_tokens(config, prompt)
         if self.max_new_tokens is not None and left < self.max_new_tokens:
             raise MegacompileError(f"the prompt has {prompt:,} tokens and leaves {left:,} of the model's positions, but "

@@ -36,7 +36,8 @@ def join_group(device_type: str) -> None:
 
 def device_of_rank(config: StreamConfig) -> torch.device:
     """The device of this process: the one that was given, or with several processes the CUDA device of its local rank. Raises
-    `DeviceUnavailableError` in all processes if the host has more of them than GPUs."""
+    `DeviceUnavailableError` if the host has more processes than this one sees GPUs: in all of them if the launcher says how
+    many there are (`LOCAL_WORLD_SIZE`)."""
     device = compute_device(config.device)
     if device.type != "cuda" or process_count() == 1 or config.distributed is False or ":" in str(config.device or ""):
         return device
@@ -44,8 +45,9 @@ def device_of_rank(config: StreamConfig) -> torch.device:
     processes = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if torch.cuda.is_available() and processes > (gpus := torch.cuda.device_count()):
         raise DeviceUnavailableError(
-            f"{processes} processes were started on this host, which has {gpus} GPU{'s'[:gpus != 1]}, and each needs one: "
-            f"start {gpus} (torchrun --nproc-per-node {gpus}), or give device='cuda:0' if each process sees a GPU of its own")
+            f"{processes} processes or more were started on this host, but this one sees {gpus} GPU{'s'[:gpus != 1]}: start "
+            f"{gpus} (torchrun --nproc-per-node {gpus}), or if each process sees a GPU of its own, give device='cuda:0' "
+            "(--device cuda:0)")
     return torch.device("cuda", local)
 
 

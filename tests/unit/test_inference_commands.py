@@ -15,7 +15,7 @@ import pytest
 import tiny_tokenizer
 import torch
 from tiny_models import build
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from typer.testing import CliRunner, Result
 
 import megacompile
@@ -269,11 +269,24 @@ def test_an_answer_that_the_model_has_no_positions_for_is_refused_before_weights
     rows(command(*arguments, left, "--temperature", 0, "--device", "cpu"))
     monkeypatch.setattr(Opening, "open_model", None)
     result = command(*arguments, left + 1)
-    assert result.exit_code == 1 and f"row 2: the prompt has {257 - left} tokens and leaves {left} of the model's positions" in (
-        result.stderr) and f"give {left} or less" in result.stderr
+    said = f"row 2: the prompt has {257 - left} tokens and leaves {left} of the model's positions, but --max-new-tokens is "
+    assert result.exit_code == 1 and f"{said}{left + 1}: give {left} or less" in result.stderr
     path.write_text(long * 30)
     result = command(*arguments, 1)
     assert result.exit_code == 1 and "more than the 256 positions of the model: shorten it" in result.stderr
+
+
+def test_a_model_that_takes_images_answers_text(tokenizer: Any, tmp_path: Path) -> None:
+    """It is none of the models that transformers opens as causal language models."""
+    sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2)
+    text = LlamaConfig(vocab_size=len(tokenizer) + 1, num_hidden_layers=2, max_position_embeddings=256, **sizes)
+    vision = CLIPVisionConfig(num_hidden_layers=1, image_size=28, patch_size=14, **sizes)
+    config = LlavaConfig(vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_index=len(tokenizer))
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "prompts.txt").write_text("one\n")
+    (found,) = rows(command("generate", tmp_path, "--prompts", tmp_path / "prompts.txt", "--raw", *GREEDY))
+    assert 0 < found["tokens"] <= 5
 
 
 def test_by_default_an_answer_takes_what_the_positions_leave(model: Path, tokenizer: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megacompile.planning.process_group import device_of_rank
 
 
 @pytest.mark.parametrize(("processes", "config", "said"), [
-    (4, {}, "4 processes were started on this host, which has 2 GPUs, and each needs one: start 2"),
+    (4, {}, "4 processes or more were started on this host, but this one sees 2 GPUs: start 2"),
     (2, {}, None), (4, {"device": "cuda:0"}, None), (4, {"device": "cpu"}, None), (4, {"distributed": False}, None)])
 def test_more_processes_than_gpus_are_refused_by_every_process(
         processes: int, config: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,8 @@ def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[li
         autocasts += {"_enter_autocast": 1, "_exit_autocast": -1}.get(called_name(node), 0)
         if node.target is INVOKE:
             if autocasts:
-                raise CaptureError("the model runs its layers under torch.autocast, which streaming does not: use autocast "
-                                   "within the layers, or convert the model to the other dtype")
+                raise CaptureError("the model runs its layers under torch.autocast, which streaming does not, not even with "
+                                   "enabled=False: use autocast within the layers, or convert the model to the other dtype")
             made_by[node] = stage
             stage += 1
         elif node.target is operator.getitem and node.args[0] in calls:
