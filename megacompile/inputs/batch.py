@@ -4,7 +4,6 @@ Every argument is either honored or refused with `UnsupportedError`; none is ign
 """
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from megacompile.inputs.pair_mask_arguments import hidden_as_bool, read_typed_ma
 from megacompile.inputs.patch_alignment import align_patches
 from megacompile.inputs.repacking import Repacking, Wanted, present_tokens
 from megacompile.inputs.rounded_lengths import RightPadding, padded, padding_for
+from megacompile.inputs.vocabulary import check_ids
 from megacompile.ir.plan import CaptureKey
 
 #: Arguments that do not affect a streamed model when they have one of these values.
@@ -136,7 +136,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
     if differentiating and first.captured.labels and set(first.captured.labels) <= inputs.keys():
         wanted = Wanted.LOSS
     rows = _pack(name, captures, given, inputs, model.training, wanted)
-    _check_tokens(name, model, first.captured, rows.inputs)
+    check_ids(name, model, first.captured, rows.inputs)
     key, further = _choose_capture(captures, rows, model.training)
     served = captures.serve(key)
     captures.check_modes(served.captured)
@@ -208,36 +208,6 @@ def _plain_inputs(name: str, captured: CapturedModel, types: Mapping[str, Templa
         raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: pass all of them, or none to get logits "
                                "without a loss")
     return inputs
-
-
-def _check_tokens(name: str, model: nn.Module, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> None:
-    """Raises `MegacompileError` for a token without an embedding, or a label without a logit. On a GPU, a kernel that reads one
-    would make the whole device useless to the process. Models that read images may have tokens outside of their embedding, and
-    the user's own loss may read labels in its own way."""
-    sizes = {} if captured.image_positions else {"input_ids": _vocabulary_size(model, "get_input_embeddings")}
-    if not captured.token_loss:
-        sizes["labels"] = _vocabulary_size(model, "get_output_embeddings")
-    for key, size in sizes.items():
-        if size is None or key not in inputs:
-            continue
-        # Negative labels mark positions that do not count.
-        outside = [token for token in map(int, inputs[key].aminmax()) if token >= size or (token < 0 and key == "input_ids")]
-        if outside:
-            raise MegacompileError(f"{name}: {key} has the token {outside[-1]}, and the model has only the tokens 0 to "
-                                   f"{size - 1}: use the model's own tokenizer, or call resize_token_embeddings() before "
-                                   "stream()")
-
-
-def _vocabulary_size(model: nn.Module, method: str) -> int | None:
-    """How many tokens the embedding or the head has that a method of transformers returns. None if the model has no such
-    method, or if the method returns another kind of module."""
-    with contextlib.suppress(NotImplementedError):  # transformers raises it for models without an embedding
-        match getattr(model, method, lambda: None)():
-            case nn.Embedding() as table:
-                return table.num_embeddings
-            case nn.Linear() as head:
-                return head.out_features
-    return None
 
 
 def _pack(name: str, captures: RepackedCaptures, given: Mapping[str, Any], inputs: dict[str, Tensor], training: bool,

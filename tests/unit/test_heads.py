@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.errors import UnsupportedError
+from megacompile.errors import MegacompileError, UnsupportedError
 
 ROWS, LENGTH, CLASSES = 5, 13, 3
 
@@ -100,6 +100,9 @@ def test_a_classifier_of_transformers_is_exact() -> None:
     ours.loss.backward()
     theirs.loss.backward()
     tiny_models.assert_same_gradients(model, native)
+    batch["labels"][1] = CLASSES
+    with pytest.raises(MegacompileError, match=f"labels has the class {CLASSES}, .* only the classes 0 to {CLASSES - 1}: give"):
+        model(**batch)
     model.megacompile.close()
 
 

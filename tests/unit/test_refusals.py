@@ -176,7 +176,7 @@ def test_cuda_where_there_is_none_is_refused() -> None:
     ("saved_layers", -1, "at least 0"), ("saved_layers", 0.5, "at least 0"),
     ("device_memory", "much", "not an amount of memory: write bytes"), ("device_memory", "1.2.3GiB", "not an amount of memory"),
     ("device_memory", 0, "not an amount of memory"), ("device_memory", "-1GiB", "not an amount of memory"),
-    ("pinned_memory", "24 apples", "not an amount of memory"), ("dtype", torch.float16, "torch.float32 or torch.bfloat16"),
+    ("pinned_memory", "24 apples", "not an amount of memory"), ("dtype", torch.float16, "torch.bfloat16 or 'auto'"),
     ("resident", 5, "names of tiles, or 'all', not 5"), ("resident", "block", "resident names block, which are not tiles"),
     ("device", "tpu", "'cpu' or 'cuda'"), ("device", "cuda:first", "'cpu' or 'cuda'"), ("compile", "yes", "True or False"),
     ("deferred_moments", 1, "True or False, not 1"), ("distributed", 0, "True or False, not 0"),
