@@ -57,8 +57,8 @@ class Exchanges:
             if agree(signals is not None) and signals is not None:
                 self._copies = PeerCopies(signals, self.rank, self.size)
             elif peer_copies and self._lane is not None:
-                raise UnsupportedError("the GPUs of the ranks cannot reach each other's memory: leave peer_copies out, which "
-                                       f"leaves exchanges to NCCL ({why or 'on another rank'})")
+                raise UnsupportedError("the GPUs of the ranks cannot reach each other's memory: leave peer_copies out, so that "
+                                       f"NCCL makes the exchanges (cause: {why or 'reported by another rank'})")
         whole = torch.zeros(4 * self.size, dtype=torch.uint8, device=self.device)
         if self._lane is not None:
             self.gather(whole, whole[4 * self.rank:4 * (self.rank + 1)])

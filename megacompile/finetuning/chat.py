@@ -130,4 +130,5 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except (jinja2.TemplateError, TypeError) as error:  # raised by the template, or by an operation on unsuitable values
-        raise MegacompileError(f"the chat template refuses the conversation ({error})") from error
+        raise MegacompileError(f"the chat template refuses the conversation ({error}): correct it, or use another "
+                               "template") from error

@@ -55,7 +55,8 @@ class PromptEncoder:
         try:
             ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         except Exception as error:  # templates may raise anything
-            raise MegacompileError(f"the chat template refuses the conversation ({error})") from error
+            raise MegacompileError(f"the chat template refuses the conversation ({error}): correct it, or use another "
+                                   "template") from error
         return self._checked(ids)
 
     def _checked(self, tokens: list[int]) -> list[int]:

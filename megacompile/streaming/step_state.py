@@ -134,8 +134,9 @@ class StepState:
         """Raises `MegacompileError` unless a backward of the user's loop stored the last gradients. Only its program has an
         update that reads gradients which were set by hand: that of a whole step reads its own, where its plan keeps them."""
         if self._trained is None or not {"backward", "update"} <= self._trained.program.sections.keys():
-            raise MegacompileError("gradients were set by hand although this model's last training step was not a backward "
-                                   "that stores gradients: run a forward and a backward first, or call zero_grad()")
+            raise MegacompileError("gradients were set by hand, but the last training step stored none (it was a train_step "
+                                   "or updated on arrival), or there was none: run a forward and a backward first, or call "
+                                   "zero_grad()")
 
     def check_whole(self) -> None:
         """Raises `TornError` if an update, or a load, stopped between its first and its last tile."""

@@ -102,8 +102,8 @@ class Knobs:
         show_default=_PLANNER)] = None
     host_residuals: Annotated[int | None, typer.Option(
         min=0, rich_help_panel=_PLAN_PANEL,
-        help="Number of these layers that are the model's first ones instead, whose residuals wait in host memory between "
-             "forward and backward.",
+        help="Number of these layers to take from the start of the model instead of its end. Their residuals wait in host "
+             "memory between forward and backward.",
         show_default="none")] = None
     waves: Annotated[int | None, typer.Option(
         min=1, rich_help_panel=_PLAN_PANEL,

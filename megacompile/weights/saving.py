@@ -58,8 +58,8 @@ def replacing(directory: Path) -> Iterator[Path]:
         _to_disk(working.path)
         _publish(working.path, target)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{directory} could not be saved, and what was there is as it was ({error}): free space, or give "
-                              "another folder") from error
+        raise CheckpointError(f"{directory} could not be saved ({error}), and its earlier contents are unchanged: free space, "
+                              "or give another folder") from error
     finally:
         if working is not None:
             _give_back(working.path, target)
@@ -76,8 +76,8 @@ def recover(directory: Path) -> None:
                 for folder in abandoned(parent, _prefix(target)):
                     _give_back(folder, target)
     except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read ({error.strerror}): give a folder that can be "
-                              "written") from error
+        raise CheckpointError(f"what an interrupted save left of {directory} cannot be put back ({error.strerror}): make this "
+                              "folder and its parent readable and writable, or give another folder") from error
 
 
 def _prefix(target: Path) -> str:

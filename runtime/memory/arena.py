@@ -76,7 +76,7 @@ class Arena:
         if slabs and needed > (available := available_host_bytes()):
             raise InsufficientMemoryError(
                 f"{len(slabs)} pinned slabs need {format_bytes(needed)} of host memory and {format_bytes(available)} are "
-                "available: stream with fewer gradient_slabs, or take one backward a step, with a larger batch")
+                "available: stream with fewer gradient_slabs, or run one backward per step on a larger batch")
         with under_way("allocating slots and pinned slabs"):
             for slot in grown:
                 self.forget(slot.name)

@@ -177,7 +177,7 @@ class Valued(nn.Module):
              r"call its decoder \(get_decoder\(\)\) and pass last_hidden_state to its head"),
     (type("Model", (Decoder,), {"block": Halves, "through": handing_halves}),
      r"Model gives a layer, or gets from one, two views of one tensor \(a and b\).*: pass or return a\.clone\(\)"),
-    (of(counting), r"Model computes something else at each call, by blocks\.0\.calls, which its forward changes: keep it in a"),
+    (of(counting), r"Model computes something else at each call, because its forward changes blocks\.0\.calls: keep it in a"),
     (of(lambda self, x: x @ self.first.weight.T @ self.first.weight),
      r"Model reads a weight and its \.T within one layer at .*: write weight\.t\(\) in the place of"),
     (with_layers(checkpointed), r"blocks are called through torch\.utils\.checkpoint: call them as they are, since"),

@@ -79,7 +79,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     with pytest.raises((CheckpointError, KeyboardInterrupt)) as raised:
         save()
     if isinstance(error, OSError):
-        assert re.search(r"what was there is as it was .*No space left", str(raised.value))
+        assert re.search(r"could not be saved .*No space left.* and its earlier contents are unchanged", str(raised.value))
     assert read(old) == "old" and names(old) == shards(3) | USERS
     assert [path.name for path in old.parent.iterdir()] == ["out"]
 

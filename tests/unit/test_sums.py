@@ -283,7 +283,7 @@ def test_an_edit_that_adds_up_other_tiles_than_its_plan_is_refused(fp32: Replann
     handle = fp32.plan(waves=3, host_sums=("model.layers.1",)).megacompile
     text = handle.text(batch(0, rows=ROWS), whole_step=True)
     handle.load_program(text)
-    for new, message in (('host_sums=("model.layers.1", "model.layers.2")', "other tiles' gradients on the host"),
+    for new, message in (('host_sums=("model.layers.1", "model.layers.2")', "add up gradients of different tiles on the host"),
                          ('host_sums=("model.layers.9",)', "adds up gradients of model.layers.9 on the host")):
         with pytest.raises(ProgramError, match=message):
             handle.load_program(text.replace('host_sums=("model.layers.1",)', new))

@@ -35,7 +35,7 @@ def follow_gradients(model: ModelGraph) -> None:
         for node in without:
             if writes(node):
                 raise CaptureError("a model that runs layers under torch.no_grad() changes a value in place there: make "
-                                   f"another value of it{source_line(node)}")
+                                   f"a new value instead{source_line(node)}")
             _detach(graph, node)
         for node in graph.find_nodes(op="call_function", target=_SWITCH):
             graph.erase_node(node)

@@ -77,8 +77,8 @@ class _Cut:
             stage.setdefault(node, min((stage[user] for user in node.users if user in stage), default=self.last))
         for node in self.nodes:
             if node not in self.sources and writes(node) and stage[node.all_input_nodes[0]] != stage[node]:
-                raise CaptureError(f"{self.section.name} changes a value in place that pieces of its experts read: let it make "
-                                   f"another value, or {_WHOLE}{source_line(node)}")
+                raise CaptureError(f"{self.section.name} changes a value in place that pieces of its experts read: make a "
+                                   f"new value instead, or {_WHOLE}{source_line(node)}")
             if stage[node] and getattr(node.target, "__name__", "") in MODES:
                 raise CaptureError(f"{self.section.name} switches gradients or autocast around its experts or after them: "
                                    f"{_WHOLE}{source_line(node)}")

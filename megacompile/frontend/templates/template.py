@@ -134,8 +134,9 @@ def run_template_pass(template_pass: TemplatePass, graph: fx.GraphModule, target
                                "return the new graph")
     for what, count in (("inputs", _inputs), ("results", _results)):
         if count(made) != count(graph):
-            raise MegacompileError(f"template pass {template_pass.name} makes {count(made)} {what} of {count(graph)}: a "
-                                   'template keeps its inputs and results (how gradients leave, meta["gradients"] says)')
+            raise MegacompileError(f"template pass {template_pass.name} changes the number of {what} from {count(graph)} to "
+                                   f"{count(made)}: return a graph with the same inputs and results (meta['gradients'] says "
+                                   "how gradients are returned)")
     return made
 
 

@@ -50,9 +50,10 @@ def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack) -> list
         visits[layer] += 1
         calls.append(LayerCall(node, layer, visits[layer], names[layer]))
     if idle := [name for name in stack.names if not visits[name]]:
-        others = ", ".join(f'"{path}"' for path in stack_candidates(module) if path not in stack.paths) or "there is no other"
+        others = ", ".join(f'"{path}"' for path in stack_candidates(module) if path not in stack.paths)
         raise CaptureError(f"{idle[0]} is not called in a forward (called: {', '.join(visits) or 'none'}): take it out of its "
-                           f"list, or name the lists whose layers are called with layers=(...), of {others}")
+                           "list, or pass layers=(...) with the lists whose layers are called "
+                           f"({f'others: {others}' if others else 'there is no other list'})")
     return calls
 
 

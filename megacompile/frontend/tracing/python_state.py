@@ -18,8 +18,8 @@ def refuse_changing_state(model: nn.Module, batch: Mapping[str, Tensor], options
     second = torch_calls(model, batch, options)
     if first is not None and second is not None and first != second:
         changed = (name for name, value in _plain_attributes(model).items() if before.get(name) != value)
-        raise CaptureError(f"{type(model).__name__} computes something else at each call, by {next(changed, 'a global')}, "
-                           "which its forward changes: keep it in a buffer that you change outside of forward")
+        raise CaptureError(f"{type(model).__name__} computes something else at each call, because its forward changes "
+                           f"{next(changed, 'a global')}: keep it in a buffer, and change that outside of forward")
 
 
 def _plain_attributes(model: nn.Module) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def check_kept(optimizer: Any, group: Mapping[str, Any]) -> None:
         for name, wanted in optimizer.states_of(group, names, streamed.model, streamed.tiling).items():
             memory = streamed.states[name]
             if memory.optimizer is optimizer and not memory.keeps(wanted):
-                raise MegacompileError(f"{fixed} cannot change, and those of {name} have: make a new optimizer, whose moments "
-                                       "restart")
+                raise MegacompileError(f"{fixed} cannot change once the optimizer is made, but were changed for {name}: set "
+                                       "them back, or make a new optimizer (its moments restart)")
 
 
 def build_kernels(optimizer: Any, streamed: Streamed) -> None:

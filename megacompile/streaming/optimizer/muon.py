@@ -195,7 +195,7 @@ class Muon(StreamedOptimizer):
                   tiling: Tiling) -> dict[str, ElementState]:
         """A matrix whose blocks of 8-bit state would be divided between it and the next one has bf16 moments in their place."""
         if tiling.ranks > 1:
-            raise UnsupportedError("Muon updates whole matrices, of which each of several ranks has a part: use AdamW, or "
+            raise UnsupportedError("Muon updates whole matrices, but each of several ranks has only a part: use AdamW, or "
                                    "train on one GPU")
         found = super().states_of(group, names, model, tiling)
         boundary = tiling.boundary()

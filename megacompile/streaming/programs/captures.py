@@ -182,8 +182,9 @@ class ModelCaptures:
         what = (f"with {key.traced_length} tokens" if key.traced_length else "without its adapters" if key.without_adapters
                 else "in evaluation mode" if key.evaluating else f"with {', '.join(key.further)}")
         if not self._reads_as_planned(captured, key):
-            raise UnsupportedError(f"{what} the model reads its weights in other layers than in other training batches: a "
-                                   "streamed model cannot do both, leave it out")
+            raise UnsupportedError(f"{what} the model reads its weights in other layers than in other training batches, "
+                                   "and a streamed model supports only one of the two: pass only batches like the one that it "
+                                   "was streamed with")
         if key.traced_length and not captured.reads_batches_as(self.serve(replace(key, traced_length=0)).captured):
             raise UnsupportedError(f"{what} the model treats padding, rows or evaluation differently than with other lengths: "
                                    "use only lengths that take one branch, or remove the branch on the length from its forward")

@@ -89,8 +89,8 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
                            f"{listed(tiles)}")
     trained = [tile for tile, layout in shapes.tiling.layouts.items() if layout.trainable]
     if plan.update_order and sorted(plan.update_order) != sorted(trained):
-        raise ProgramError("update_order names some tiles and not others, or a tile that is not trained of this model: name "
-                           f"each of {listed(trained)} once, or none")
+        raise ProgramError("update_order must be empty or name each trained tile once: leave it out, or name "
+                           f"{listed(trained)}")
     if unknown := sorted(set(plan.host_sums).difference(tiles)):
         raise ProgramError(f"the plan adds up gradients of {listed(unknown)} on the host, which are not tiles of this model: "
                            f"it has {listed(tiles)}")
@@ -155,10 +155,11 @@ def _same_purpose(program: Program, unedited: Program) -> None:
         planned, given = _computed(graph), _computed(program.section(name))
         for what, how in ((given - planned, "runs"), (planned - given, "does not run")):
             for op, call, mb in what:
-                raise ProgramError(f"{name} {how} {op} {call} mb {mb}, unlike its plan: leave the plan, and what is "
-                                   "computed, as printed")
+                raise ProgramError(f"section {name} {how} {op} of {call} for micro-batch {mb}, unlike its plan: leave the "
+                                   "plan, and what is computed, as printed")
         if summed_tiles(program, name) != summed_tiles(unedited, name):
-            raise ProgramError(f"{name} adds up other tiles' gradients on the host than its plan: leave add_to_sum as printed")
+            raise ProgramError(f"section {name} and its plan add up gradients of different tiles on the host: leave the "
+                               "add_to_sum lines as printed")
     kept, due = kept_slots(program), kept_slots(unedited)
     for slot in dict.fromkeys((*kept, *due)):
         if kept.get(slot) != due.get(slot):
