@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from megacompile.checkpoint.manifest import Manifest
@@ -57,15 +58,18 @@ def _has_manifest(path: Path) -> bool:
 def latest_checkpoint(directory: str | Path) -> Path | None:
     """The newest complete checkpoint in a folder of checkpoints, or None. Raises `CheckpointError` if the folder cannot be
     read."""
-    return next((path for path in reversed(named(Path(directory))) if _has_manifest(path)), None)
+    return _newest_complete(named(Path(directory)))
 
 
 def checkpoint_before(checkpoint: Path) -> Path | None:
     """The newest complete checkpoint that was saved before this one in the same folder, or None. Raises `CheckpointError` if
     the folder cannot be read."""
     saved = named(checkpoint.parent)
-    older = saved[:saved.index(checkpoint)] if checkpoint in saved else []
-    return next((path for path in reversed(older) if _has_manifest(path)), None)
+    return _newest_complete(saved[:saved.index(checkpoint)]) if checkpoint in saved else None
+
+
+def _newest_complete(saved: Sequence[Path]) -> Path | None:
+    return next((path for path in reversed(saved) if _has_manifest(path)), None)
 
 
 class Incomplete(WorkingFolder):

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megacompile.errors import ArgumentError
-from megacompile.finetuning.data_files import placed
 from megacompile.inference.prompts import Prompt
 from megacompile.inference.sampling import Sampling, end_tokens, filler
 
@@ -51,17 +50,6 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Prompt], output: Path
             _write(file, window, [answers[index] for index in range(len(window))])
     seconds = time.perf_counter() - began
     console.print(f"{len(prompts):,} answers, {tokens:,} tokens in {seconds:,.1f} s ({tokens / seconds:,.0f} tokens/s)")
-
-
-def check_lengths(prompts: Iterator[Prompt], source: str, config: Any, sampling: Sampling) -> list[Prompt]:
-    """The prompts of a file, `source`. Raises `MegacompileError` for one that leaves too few of the model's positions for an
-    answer, with its number."""
-    read = []
-    for number, prompt in enumerate(prompts, start=1):
-        with placed(source, number):
-            sampling.check(config, len(prompt.tokens))
-        read.append(prompt)
-    return read
 
 
 def _opened(output: Path) -> IO[str]:

@@ -1,7 +1,7 @@
 """`megacompile chat`: a conversation in the terminal."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,21 +36,22 @@ def chat(model: Any, tokenizer: Any, sampling: Sampling, system: str | None, ask
             asked: list[Message] = [*messages, {"role": "user", "content": text}]
             prompt = encoder.of_messages(asked)
             try:
-                sampling.new_tokens(model.config, len(prompt))
+                how = sampling.arguments(model, tokenizer, len(prompt))
             except MegacompileError as error:
                 say(f"{error}{', or forget the conversation with /reset' if messages != first else ''}\n")
                 continue
-            messages = [*asked, {"role": "assistant", "content": _answer(model, tokenizer, prompt, sampling, say)}]
+            messages = [*asked, {"role": "assistant", "content": _answer(model, tokenizer, prompt, how, sampling, say)}]
             say("\n")
 
 
-def _answer(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling, say: Callable[[str], object]) -> str:
-    """The answer to a prompt of these tokens, which is said while it is generated. Ctrl-C ends it early."""
+def _answer(model: Any, tokenizer: Any, prompt: list[int], how: Mapping[str, Any], sampling: Sampling,
+            say: Callable[[str], object]) -> str:
+    """The answer to a prompt of these tokens, which is said while it is generated with the arguments `how`. Ctrl-C ends it
+    early."""
     streamer = _Streamer(tokenizer, sampling, say)
     ids = torch.tensor([prompt], device=model.megacompile.streamed.backend.device)
     try:
-        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer,
-                       **sampling.arguments(model, tokenizer, len(prompt)))
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **how)
     except KeyboardInterrupt:
         streamer.end()
     return sampling.cut(streamer.text)

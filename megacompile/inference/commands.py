@@ -38,7 +38,8 @@ def generate(
     from megacompile.inference.prompts import PromptEncoder
     batched.check_output(output)
     tokenizer = opening.open_tokenizer(model).pretrained
-    read = batched.check_lengths(PromptEncoder(tokenizer, raw).read(prompts), prompts, opening.read_config(model), sampling)
+    config = opening.read_config(model)
+    read = list(PromptEncoder(tokenizer, raw, lambda tokens: sampling.check(config, tokens)).read(prompts))
     batched.generate(opening.open_model(model), tokenizer, read, output, sampling, batch,
                      Console(stderr=True, highlight=False))
 

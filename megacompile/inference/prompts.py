@@ -1,7 +1,7 @@
 """Prompts from files: rows with a `prompt`, a conversation or an instruction; or the lines of a text file."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,19 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Encodes rows. `raw`: a `prompt` is continued as it is, and not sent as a user's message through the chat template."""
+    """Encodes rows. `raw`: a `prompt` is continued as it is, and not sent as a user's message through the chat template.
+    `check` gets the number of tokens of each row, and may raise `MegacompileError`."""
 
-    def __init__(self, tokenizer: Any, raw: bool) -> None:
-        self._tokenizer, self._raw = tokenizer, raw or tokenizer.chat_template is None
+    def __init__(self, tokenizer: Any, raw: bool, check: Callable[[int], None] = lambda tokens: None) -> None:
+        self._tokenizer, self._raw, self._check = tokenizer, raw or tokenizer.chat_template is None, check
 
     def read(self, source: str) -> Iterator[Prompt]:
         """The prompts of a file. Raises `MegacompileError` for a row without one, with its number."""
         for number, row in enumerate(self._rows(source), start=1):
             with placed(source, number):
-                yield Prompt(row, self.encode(row))
+                prompt = Prompt(row, self.encode(row))
+                self._check(len(prompt.tokens))
+            yield prompt
 
     def _rows(self, source: str) -> Iterator[Mapping[str, Any]]:
         if not is_text(source):

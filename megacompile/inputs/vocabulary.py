@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,33 +14,42 @@ from megacompile.frontend.captured import CapturedModel
 
 #: How classes of transformers end whose integer labels are classes, of a row or of a token.
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
-_TOKENS = "use the model's own tokenizer, or call resize_token_embeddings() before stream()"
-_CLASSES = "give num_labels when you make or load the model"
+
+
+class _Kind(NamedTuple):
+    """What ids stand for: the word for one, and for several; what helps if the model lacks one."""
+
+    one: str
+    several: str
+    remedy: str
+
+
+_TOKENS = _Kind("token", "tokens", "use the model's own tokenizer, or call resize_token_embeddings() before stream()")
+_CLASSES = _Kind("class", "classes", "give num_labels when you make or load the model")
 
 
 def check_ids(name: str, model: nn.Module, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> None:
     """Raises `MegacompileError` for a token without an embedding, or a label without a logit. Models that read images may have
     tokens outside of their embedding, and the user's own loss may read labels in its own way."""
     if not captured.image_positions:
-        _check(name, inputs, "input_ids", _vocabulary_size(model, "get_input_embeddings"), "token", _TOKENS)
+        _check(name, inputs, "input_ids", _vocabulary_size(model, "get_input_embeddings"), _TOKENS)
     if captured.token_loss:
         return
     if (classes := _class_count(name, model)) is not None:
-        _check(name, inputs, "labels", classes, "class", _CLASSES)
+        _check(name, inputs, "labels", classes, _CLASSES)
     else:
-        _check(name, inputs, "labels", _vocabulary_size(model, "get_output_embeddings"), "token", _TOKENS)
+        _check(name, inputs, "labels", _vocabulary_size(model, "get_output_embeddings"), _TOKENS)
 
 
-def _check(name: str, inputs: Mapping[str, Tensor], key: str, size: int | None, kind: str, remedy: str) -> None:
+def _check(name: str, inputs: Mapping[str, Tensor], key: str, size: int | None, kind: _Kind) -> None:
     tensor = inputs.get(key)
     if size is None or tensor is None or tensor.is_floating_point():
         return
     # Negative labels mark positions that do not count.
     outside = [each for each in map(int, tensor.aminmax()) if each >= size or (each < 0 and key == "input_ids")]
     if outside:
-        many = {"token": "tokens", "class": "classes"}[kind]
-        raise MegacompileError(f"{name}: {key} has the {kind} {outside[-1]}, and the model has only the {many} 0 to "
-                               f"{size - 1}: {remedy}")
+        raise MegacompileError(f"{name}: {key} has the {kind.one} {outside[-1]}, and the model has only the {kind.several} "
+                               f"0 to {size - 1}: {kind.remedy}")
 
 
 def _vocabulary_size(model: nn.Module, method: str) -> int | None:

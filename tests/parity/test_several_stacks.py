@@ -344,9 +344,9 @@ class Inside(Shared):
     (Inside, ("blocks", "blocks.0.inner"), r'"blocks\.0\.inner" is inside "blocks", whose items are whole layers: name'),
     (through(lambda self, x: self.up[1](self.up[0](x))), ("down", "up"),
      r'down\.0 is not called in a forward \(called: up\.0, up\.1\): take it out of its list, or pass layers=\(\.\.\.\) '
-     r'with the lists whose layers are called \(there is no other list\)'),
+     r'with the lists whose layers are called \(the model has no other list\)'),
     (through(lambda self, x: self.down[1](self.down[0](x))), "up",
-     r'up\.0 is not called in a forward \(called: down\.0, down\.1\): .*are called \(others: "down"\)'),
+     r'up\.0 is not called in a forward \(called: down\.0, down\.1\): .*are called \(other lists: "down"\)'),
     (Empty, "blocks", r"a layer of blocks is called that has no parameters, so that calls cannot be told apart"),
     (through(selects), None, r"makes a tensor whose size depends on values \(getitem\): .*\nfrom source: .*x\[x > 0\]"),
     (through(in_place), None, r"runs layers under torch\.no_grad\(\) changes a value in place there: make a new value"),

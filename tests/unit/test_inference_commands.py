@@ -277,7 +277,7 @@ def test_an_answer_that_the_model_has_no_positions_for_is_refused_before_weights
 
 
 def test_a_model_that_takes_images_answers_text(tokenizer: Any, tmp_path: Path) -> None:
-    """It is none of the models that transformers opens as causal language models."""
+    """Transformers does not open it as a causal language model."""
     sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2)
     text = LlamaConfig(vocab_size=len(tokenizer) + 1, num_hidden_layers=2, max_position_embeddings=256, **sizes)
     vision = CLIPVisionConfig(num_hidden_layers=1, image_size=28, patch_size=14, **sizes)

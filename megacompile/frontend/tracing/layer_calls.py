@@ -51,9 +51,9 @@ def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack) -> list
         calls.append(LayerCall(node, layer, visits[layer], names[layer]))
     if idle := [name for name in stack.names if not visits[name]]:
         others = ", ".join(f'"{path}"' for path in stack_candidates(module) if path not in stack.paths)
+        lists = f"other lists: {others}" if others else "the model has no other list"
         raise CaptureError(f"{idle[0]} is not called in a forward (called: {', '.join(visits) or 'none'}): take it out of its "
-                           "list, or pass layers=(...) with the lists whose layers are called "
-                           f"({f'others: {others}' if others else 'there is no other list'})")
+                           f"list, or pass layers=(...) with the lists whose layers are called ({lists})")
     return calls
 
 
