@@ -10,15 +10,17 @@ threads or open files, or if steps are more than 1% slower (on a shared CPU, who
 As in a real run, every 10th step is followed by an evaluation, and every 25th step has another length.
 
 Rows are random tokens, or pieces of a text whose bytes are the tokens (`--text`). Several processes have a part of each batch:
-one process with `--batch 32` learns from the rows of two with `--batch 16`. `curve` is the loss of each step. The row has the
-measurements of the first process, and is an error if anything grows in any of them.
+one process with `--batch 32` learns from the rows of two with `--batch 16`. `curve` is the loss of each step; two curves can be
+compared if `text_sha256` is the same. The row has the measurements of the first process, and is an error if anything grows in
+any of them.
 
-The row is printed at the end. `--log FILE` appends each sample to a file as soon as it is taken, with the losses since the
+The row is printed at the end. `--log-file FILE` appends each sample to a file as soon as it is taken, with the losses since the
 sample before it: a run that is cut short leaves what it has measured.
 """
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import statistics
 import time
@@ -62,7 +64,7 @@ def options() -> argparse.ArgumentParser:
     parser = rows.parser(__doc__)
     parser.add_argument("--minutes", type=float, help="duration in minutes, instead of --steps")
     parser.add_argument("--samples", type=int, default=30, help="minimum number of samples (default: 30)")
-    parser.add_argument("--log", type=Path, help="append each sample to this file when it is taken")
+    parser.add_argument("--log-file", type=Path, help="append each sample to this file when it is taken")
     parser.add_argument("--train-step", action="store_true", help="run each step as one program")
     parser.add_argument("--text", help="file whose bytes are the tokens (default: random tokens)")
     parser.add_argument("--overlap", action="store_true", help="update tiles as their gradients arrive, without clipping")
@@ -144,8 +146,8 @@ def measure(given: argparse.Namespace) -> rows.Row:
         if len(times) >= max(1, given.steps // given.samples if not given.minutes else 1):
             samples.append(Sample.now(given.device, times))
             times.clear()
-            if given.log is not None and rank_in_job() == 0:
-                rows.append(given.log, dict(steps=done, losses=losses[logged:], **asdict(samples[-1])))
+            if given.log_file is not None and rank_in_job() == 0:
+                rows.append(given.log_file, dict(steps=done, losses=losses[logged:], **asdict(samples[-1])))
             logged = done
     visiting = list(model.megacompile.plan.visiting_state)
     model.megacompile.close()
@@ -161,6 +163,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         drift={name: round(value, 5) for name, value in found.items()}, host_gib=gib(last.host_bytes),
         device_gib=gib(last.device_bytes), visiting_state=visiting, threads=last.threads, files=last.files,
         step_s=round(last.step_s, 5),
+        text_sha256=None if given.text is None else hashlib.sha256(Path(given.text).read_bytes()).hexdigest(),
         losses=[losses[0], losses[-1]], curve=[round(loss, 4) for loss in losses], **({"error": error} if error else {}))
 
 

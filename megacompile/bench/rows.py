@@ -40,7 +40,7 @@ Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]
 
 #: Options that say how to measure or where to write the row, and so do not identify it.
-NOT_IDENTITY = ("append", "cache", "commit", "device", "folder", "log", "profile", "recorded", "recorded_steps", "steps",
+NOT_IDENTITY = ("append", "cache", "commit", "device", "folder", "log_file", "profile", "recorded", "recorded_steps", "steps",
                 "timeline", "warm_up")
 
 

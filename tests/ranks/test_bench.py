@@ -1,6 +1,7 @@
 """A benchmark under torchrun: one row of all ranks."""
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -53,10 +54,12 @@ def test_a_long_run_of_two_ranks_has_the_losses_of_one_with_all_rows(tmp_path: P
     script = ROOT / "benchmarks" / "endurance.py"
     for ranks, batch in ((2, "3"), (1, "6")):
         job = start(script, ranks, tmp_path / f"job{ranks}",
-                    [*row, "--batch", batch, "--append", str(tmp_path / "rows.jsonl"), "--log", str(tmp_path / f"log{ranks}")])
+                    [*row, "--batch", batch, "--append", str(tmp_path / "rows.jsonl"),
+                     "--log-file", str(tmp_path / f"log{ranks}")])
         assert job.wait() == [0] * ranks, job.errors(0)
     two, one = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert two["options"]["gpus"] == 2 and two["steps"] == one["steps"] == len(two["curve"])
+    assert two["text_sha256"] == one["text_sha256"] == hashlib.sha256((tmp_path / "text").read_bytes()).hexdigest()
     assert two["curve"] == pytest.approx(one["curve"], rel=2e-3) and one["curve"][-1] < one["curve"][0]
     logged = [json.loads(line) for line in (tmp_path / "log2").read_text().splitlines()]
     assert len(logged) == two["samples"], "only one of the ranks writes a line for each sample"
