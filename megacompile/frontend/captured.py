@@ -14,6 +14,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.batches.image_patches import Patches
 from megacompile.frontend.batches.image_positions import ImagePositions
 from megacompile.frontend.batches.pair_masks import of_pairs
+from megacompile.frontend.batches.tables import EmbeddingTable
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.graph.loss import TargetCount
 from megacompile.frontend.graph.output import OutputStructure
@@ -63,7 +64,8 @@ class BatchFacts:
     else "". `totals`: how values made of all rows of a batch are computed, for each of its micro-batches. `counts_positions`:
     the model computes with such a value of the positions in a row, which differs for longer rows. `image_positions`: where
     features (of images, for example) are put among tokens; each checks a batch. `patches`: encoders of images of any size,
-    whose batch arguments are aligned with tokens.
+    whose batch arguments are aligned with tokens. `tables`: embeddings that are read by other values than tokens; each checks a
+    batch.
     """
 
     forward_arguments: frozenset[str]
@@ -76,6 +78,7 @@ class BatchFacts:
     counts_positions: bool
     image_positions: tuple[ImagePositions, ...]
     patches: tuple[Patches, ...]
+    tables: tuple[EmbeddingTable, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from megacompile.frontend.batches.image_patches import Patches
 from megacompile.frontend.batches.image_positions import ImagePositions
+from megacompile.frontend.batches.tables import EmbeddingTable
 from megacompile.frontend.captured import AttentionFacts, BatchFacts, LayerFacts, LossFacts
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.graph.loss import TargetCount
@@ -81,6 +82,7 @@ class CaptureState(Given):
     output: OutputStructure
     positions: list[int]
     image_positions: tuple[ImagePositions, ...]
+    tables: tuple[EmbeddingTable, ...]
     has_loss: bool
     count_targets: CountTargets | None
     counts_positions: bool

@@ -18,6 +18,7 @@ from megacompile.frontend.batches.image_patches import (
 from megacompile.frontend.batches.image_positions import ImagePositions, find_image_positions, take_aligned
 from megacompile.frontend.batches.pair_masks import argument, masks_in, masks_of, pairs_of, refuse_added
 from megacompile.frontend.batches.split_rows import fixes_rows, images_of
+from megacompile.frontend.batches.tables import EmbeddingTable, find_tables
 from megacompile.frontend.captured import AttentionFacts, BatchFacts, LayerFacts, LossFacts
 from megacompile.frontend.graph.attention_calls import (
     adopt_masked_attention,
@@ -315,7 +316,7 @@ def describe_batch(
     graph: ModelGraph, fake_model: nn.Module, batch: dict[str, Tensor], key: CaptureKey, positions: Sequence[int],
     output: OutputStructure, calls: tuple[Call, ...], loss_facts: LossFacts, read_by_loss: Described, arguments_mix: str,
     layers_mix: str, totals: tuple[TargetCount, ...], counts_positions: bool, image_positions: tuple[ImagePositions, ...],
-    patches: tuple[Patches, ...],
+    patches: tuple[Patches, ...], tables: tuple[EmbeddingTable, ...],
 ) -> BatchFacts:
     """Which batch arguments are read, which of them only by the loss, and what is computed across rows."""
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
@@ -329,7 +330,7 @@ def describe_batch(
         same_logits_without_labels=same_logits,
         logits_of_tokens=not output.has_logits or has_rows_of_tokens(graph, positions[-1]),
         across_rows=arguments_mix or ("" if loss_facts.is_averaged else layers_mix), totals=totals,
-        counts_positions=counts_positions, image_positions=image_positions, patches=patches)
+        counts_positions=counts_positions, image_positions=image_positions, patches=patches, tables=tables)
 
 
 def _same_logits_without_labels(
@@ -369,6 +370,7 @@ STEPS: tuple[Step, ...] = (
     Step("adopt attention", adopt_attention, changes=("graph",)),
     Step("find the output", find_output, gives=("output", "positions")),
     Step("place images", place_images, gives=("patches", "image_positions"), changes=("graph",)),
+    Step("find embedding tables", find_tables, gives=("tables",)),
     Step("normalize the loss", normalize, gives=("has_loss", "count_targets"), changes=("graph",)),
     Step("take batch totals", take_batch_totals, gives=("counts_positions", "totals", "arguments_mix"), changes=("graph",)),
     Step("draw dropout", draw_dropout, changes=("graph",)),

@@ -142,6 +142,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
     captures.check_modes(served.captured)
     inputs = rows.inputs | {argument: value if of_pairs(served.types.get(argument)) else
                             _checked(name, argument, value, served.types.get(argument)) for argument, value in further.items()}
+    for table in served.captured.tables:
+        table.check(name, inputs)
     if rows.layout is None and captures.repacking.enabled:
         inputs, rows = _rounded(served, inputs, rows, captures.repacking)
     if differentiating and rows.not_packed:

@@ -85,7 +85,7 @@ def padding_for(captured: CapturedModel, types: Mapping[str, TemplateInput], inp
         return found
     if wanted == length or not (captured.holds_at(length) and captured.holds_at(wanted)):
         return None
-    return RightPadding((rows, length), wanted)
+    return RightPadding((rows, length), wanted) if _has_positions(captured, inputs, (rows, length), wanted) else None
 
 
 def _grouped(captured: CapturedModel, inputs: Mapping[str, Tensor], present: BoolArray, usual: int,
@@ -100,9 +100,20 @@ def _grouped(captured: CapturedModel, inputs: Mapping[str, Tensor], present: Boo
     widths = {width: most for width, most in most_rows.items() if most}
     if max(most_rows) not in widths or not captured.most_rows(max(widths), 1):
         return None
+    if not _has_positions(captured, inputs, (rows, length), max(length, *widths)):
+        return None
     found = grouped((rows, length), lengths, widths, grouping)
     saved = rows * rounded(length, usual, rows) - found.tokens
     return found if saved >= TOKENS_OF_A_GROUP * len(found.groups) else None
+
+
+def _has_positions(captured: CapturedModel, inputs: Mapping[str, Tensor], size: tuple[int, int], width: int) -> bool:
+    """Whether the model's tables, such as learned positions, have all rows that a batch of this size reads if it is padded to a
+    width."""
+    if not captured.tables:
+        return True
+    longer = {name: padded(name, tensor, RightPadding(size, width), captured.labels) for name, tensor in inputs.items()}
+    return all(table.missing(longer) is None for table in captured.tables)
 
 
 def _is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> bool:
