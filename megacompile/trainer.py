@@ -236,11 +236,14 @@ class Trainer(transformers.Trainer):
 
 def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) -> bool:
     """Whether joining the batches would change what the model computes. It would for an auxiliary loss, which Trainer adds up
-    batch by batch; if rows of a batch affect each other; and if a value is computed from all positions of a batch."""
+    batch by batch; if rows of a batch affect each other; and if padding would show: a value is computed from all positions of a
+    batch, or tokens are chosen by their values."""
     if captured.is_averaged or captured.across_rows or captured.totals:
         return True
     lengths = {each.shape[1:2] for batch in batches for each in batch.values() if isinstance(each, Tensor)}
-    return captured.counts_positions and (len(lengths) > 1 or "position_ids" in batches[0])
+    if len(lengths) > 1 and (captured.counts_positions or captured.chooses_tokens):
+        return True
+    return captured.counts_positions and "position_ids" in batches[0]
 
 
 def _max_grad_norm(optimizer: StreamedOptimizer, argument: float) -> float | None:

@@ -124,7 +124,7 @@ def _is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], i
         return False  # values for rows, images or pairs of tokens
     if captured.totals or captured.counts_positions or captured.image_positions or captured.patches or captured.across_rows:
         return False
-    if not captured.logits_of_tokens:
+    if captured.chooses_tokens or not captured.logits_of_tokens:
         return False  # such as those of the last token, which the model finds by its id
     if captured.has_loss and (captured.token_loss or captured.is_averaged or not captured.has_loss_denominator):
         return False

@@ -3,8 +3,8 @@
     library()                      csrc/host.cpp
     update_library(definitions)    csrc/update.cpp for one rule and one way to store state
 
-ctypes releases the interpreter lock during a call, so an update in one thread does not delay launches in another. Without a
-compiler `library()` warns once and returns None, and callers use their PyTorch path.
+ctypes releases the interpreter lock during a call, so an update in one thread does not delay launches in another. Where a
+library cannot be built, both warn once and return None, and callers use their PyTorch path.
 """
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # the index is the library's 
 
 
 class BuildError(Exception):
-    """The library could not be built or loaded; the message says why. `library()` turns it into a warning."""
+    """The library could not be built or loaded; the message says why. Callers get a warning."""
 
 
 class NativeSegment(ctypes.Structure):
@@ -92,22 +92,27 @@ def update_library(definitions: str) -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _update_library(definitions: str) -> ctypes.CDLL:
+def _update_library(definitions: str) -> ctypes.CDLL | None:
     text = ('#include "execution.h"\nnamespace {\n#include "values.h"\n' + definitions
             + '#include "element.h"\n}\n#include "update.cpp"\n')
-    return load(build(cache_directory(), compiler_command(), text.encode(), "update"), _UPDATE_SIGNATURES)
+    return _loaded(text.encode(), "update", _UPDATE_SIGNATURES)
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
+    return _loaded(None, "host", _SIGNATURES)
+
+
+def _loaded(source: bytes | None, name: str, signatures: Mapping[str, tuple[type | None, list[type]]]) -> ctypes.CDLL | None:
+    """The library of this source, as for `build`. None, with a warning, if it cannot be built or loaded."""
     try:
-        return load(build(cache_directory(), compiler_command()))
+        return load(build(cache_directory(), compiler_command(), source, name), signatures)
     except (BuildError, CacheError) as error:
         warnings.warn(
             f"megacompile runs the optimizer in PyTorch, several times slower: {error}. Install g++ (or set CXX to a "
             "C++17 compiler with OpenMP) to have the fused kernels",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return None
 

@@ -10,8 +10,8 @@ from make_families import PAGE, README, counts, page, read_rows
 from tiny_configs import classes
 from verdicts import Verdict, judge, judge_compiled, judge_each, predicted_step
 
-#: Attention in chunks beside full attention, experts in every second layer.
-FAST = ("llama4_text",)
+#: Attention in chunks beside full attention, experts in every second layer; attention to chosen tokens.
+FAST = ("llama4_text", "axk2")
 
 
 def stated_outcome(model_type: str) -> str:

@@ -35,6 +35,16 @@ def batches(draw: st.DrawFn) -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "labels": labels, "attention_mask": mask}
 
 
+@pytest.mark.parametrize(("family", "length"), [("axk2", 29), ("deepseek_v3", 128)])
+def test_rows_keep_their_length_if_the_model_chooses_tokens_and_not_if_it_chooses_experts(family: str, length: int) -> None:
+    """Among tokens with the same score, the choice may depend on the length of the row."""
+    model = megacompile.stream(verdicts._build(family), device="cpu")
+    batch = verdicts.padded_batch()
+    del batch["labels"]  # such rows are not packed
+    assert model.megacompile.compiled(batch).shape.length == length
+    model.megacompile.close()
+
+
 @pytest.mark.parametrize("family", [*FAMILIES[:2], *(pytest.param(each, marks=pytest.mark.on_demand) for each in FAMILIES[2:])])
 def test_padded_rows_have_the_loss_and_gradients_of_native_pytorch(family: str) -> None:
     torch.manual_seed(0)

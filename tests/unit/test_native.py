@@ -89,6 +89,24 @@ def test_a_broken_compiler_is_said_once_and_the_results_stand(
     assert norms == [10.0, 10.0]
 
 
+@needs_library
+def test_an_update_whose_kernel_cannot_be_built_has_the_same_bits(fresh_library: pytest.MonkeyPatch) -> None:
+    def trained() -> dict[str, torch.Tensor]:
+        model = megacompile.stream(tiny_models.build(), device="cpu", compile=False)
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+        model(**tiny_models.batch(0)).loss.backward()
+        optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    by_kernel = trained()
+    native._update_library.cache_clear()
+    fresh_library.setenv("CXX", "false")
+    with pytest.warns(RuntimeWarning, match="megacompile runs the optimizer in PyTorch, .* Install g"):
+        by_pytorch = trained()
+    assert native.library() is not None
+    assert all(torch.equal(by_kernel[name], value) for name, value in by_pytorch.items())
+
+
 def test_cache_directory_is_private(tmp_path: Path) -> None:
     made = cache.cache_directory({"XDG_CACHE_HOME": str(tmp_path)})
     assert made == tmp_path / "megacompile"

@@ -27,6 +27,9 @@ aten = torch.ops.aten
 _ALONG = {op: MIXING[op] for op in (
     aten.slice, aten.select, aten._softmax, aten._log_softmax, aten.cumsum, aten.topk, aten.sort)} | {
     aten.flip: (1, None), aten.roll: (2, None), aten.cumprod: (1, None), aten.logcumsumexp: (1, None)}
+#: Those that choose some positions by their values, and others.
+_CHOOSING = {op: _ALONG[op] for op in (aten.topk, aten.sort)} | {
+    aten.argmax: (1, None), aten.argmin: (1, None), aten.kthvalue: (2, -1), aten.median: (1, None), aten.mode: (1, -1)}
 #: Ops that reduce dimensions: which argument names the dimensions.
 _OVER = dict.fromkeys(REDUCING, 1) | {aten.linalg_vector_norm: 2, aten.prod: 1}
 
@@ -51,6 +54,20 @@ def across_tokens(template: Template) -> bool:
         if _mixes(node, computed, layout, layout.length, template.precision is not None) or _shifts(node, computed, layout):
             return True
     return False
+
+
+def chooses_tokens(template: Template) -> bool:
+    """Whether a template chooses tokens of a row by their values, such as those with the highest scores. In a longer row it may
+    choose others among equal ones."""
+    layout = Layout(template.renaming)
+    return any(packet(node) in _CHOOSING and node.args[0] in computed and _is_along(node, _CHOOSING[packet(node)], layout)
+               for node, computed in _computing(template.forward_graph(), template))
+
+
+def _is_along(node: fx.Node, named: tuple[int, int | None], layout: Layout) -> bool:
+    """Whether one of the dimensions that an op names, or of all if it names none, counts tokens of a row."""
+    (value,), dims = tensors(node.args[0]), _dims(node, *named)  # type: ignore[arg-type]
+    return any(_counts(value, dim, layout, layout.length) for dim in (range(value.dim()) if dims is None else dims))
 
 
 def _computing(graph: fx.Graph, template: Template) -> Iterator[tuple[fx.Node, Collection[fx.Node]]]:
