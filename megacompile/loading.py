@@ -41,7 +41,8 @@ from megacompile.weights.weight_files import (
     weight_files,
 )
 
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+#: An id on the Hugging Face Hub, such as "gpt2" or "owner/name", and no file.
+HUB_ID = re.compile(r"(?!.*\.json$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = None, config: Any = None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +27,6 @@ from megacompile.system.regular_files import refuse_irregular
 from megacompile.tools.decay import Decay
 from megacompile.weights.quantized_linear import weights_of_codes
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -43,12 +41,12 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
 
-    from megacompile.loading import parameters_on_meta
+    from megacompile.loading import HUB_ID, parameters_on_meta
     from megacompile.weights.random_weights import fill_randomly
 
     name, source = str(source), Path(source)
     remote = not source.exists()
-    if remote and not (meta and _HUB_ID.fullmatch(name)):
+    if remote and not (meta and HUB_ID.fullmatch(name)):
         raise ArgumentError(f"model {name!r} was not found: give a model directory, a config.json"
                             + (", or an id on the Hugging Face Hub (owner/name)" if meta else ""))
     if source.exists():

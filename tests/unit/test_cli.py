@@ -299,6 +299,12 @@ def test_what_does_not_exist_is_refused_in_a_line_with_what_does(
     assert result.stderr.startswith(f"megacompile: {message}") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(("name", "asked"), [("gpt2", True), ("owner/name", True), ("absent.json", False), ("a/b/c", False)])
+def test_the_hub_is_asked_for_what_may_be_an_id(name: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert ("the Hugging Face Hub returned no config" in megacompile_command("plan", name).stderr) == asked
+
+
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 @pytest.mark.parametrize("name", ["absent", "absent.json", "absent/of/many", "nobody/nothing"])
 def test_a_model_that_does_not_exist_is_refused_in_a_line(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -336,7 +336,7 @@ def test_quantized_checkpoints_unknown_options_and_other_folders_are_refused(sav
         megacompile.from_pretrained(saved, depth=3)
     with pytest.raises(ArgumentError, match=r"has no config.json"):
         megacompile.from_pretrained(tmp_path)
-    for nothing in (saved / "config.json", tmp_path / "absent", "a/b/c"):
+    for nothing in (saved / "config.json", tmp_path / "absent", "a/b/c", "config.json", "a/b.json"):
         with pytest.raises(ArgumentError, match="is not a checkpoint folder"):
             megacompile.from_pretrained(nothing)
 
