@@ -86,6 +86,13 @@ class Drops(Layer):
         return self.drop(self.linear(x))
 
 
+class DoublesInPlace(Model):
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).mul_(2)
+        return x
+
+
 class Lossless(Model):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self.head(self.stack(self.embed(input_ids)))
@@ -117,6 +124,8 @@ STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[M
         with_layer(BranchesOnData), {}, CaptureError, "captured as one graph.*has Python control flow that depends on"),
     "a value read on the host": (
         with_layer(ReadsOnTheHost), {}, CaptureError, "keep it a tensor|has Python control flow"),
+    "a layer's output changed in place": (
+        DoublesInPlace, {}, CaptureError, r"changes a layer's output or a parameter in place at .*mul_.*: make a new value of it"),
     "random numbers": (
         with_layer(Drops), {}, UnsupportedError, r"drop .*draws random numbers.*use F.dropout"),
     "no loss": (Lossless, {}, UnsupportedError, "returns no scalar loss.*return the loss when labels are given"),

@@ -67,6 +67,9 @@ def explained(model: nn.Module, reason: Exception) -> MegacompileError:
             f"{name} cannot be captured as one graph{source}: {_reader(model, line)} has Python control flow that depends on "
             "tensor values; give it a forward that computes the same operations for all values, with masks or torch.where\n"
             f"{text}")
+    if "a leaf Variable that requires grad is being used in an in-place operation" in text:
+        return CaptureError(f"{name} changes a layer's output or a parameter in place{source}: make a new value of it, such as "
+                            f"x = x.mul(2) in the place of x.mul_(2)\n{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
     cause = textwrap.shorten(cause, 200, placeholder=" ...")
