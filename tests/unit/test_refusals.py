@@ -125,7 +125,7 @@ STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[M
     "a value read on the host": (
         with_layer(ReadsOnTheHost), {}, CaptureError, "keep it a tensor|has Python control flow"),
     "a layer's output changed in place": (
-        DoublesInPlace, {}, CaptureError, r"changes a layer's output or a parameter in place at .*mul_.*: make a new value of it"),
+        DoublesInPlace, {}, CaptureError, r"output or a parameter in place at .*mul_.*: make a new value of it"),
     "random numbers": (
         with_layer(Drops), {}, UnsupportedError, r"drop .*draws random numbers.*use F.dropout"),
     "no loss": (Lossless, {}, UnsupportedError, "returns no scalar loss.*return the loss when labels are given"),
