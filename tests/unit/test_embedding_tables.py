@@ -71,3 +71,26 @@ def test_lengths_up_to_the_last_position_are_padded_to_none_beyond_it() -> None:
         with torch.no_grad():
             ours, theirs = (each(input_ids=ids(length), attention_mask=mask).logits for each in (model, native))
         torch.testing.assert_close(ours[mask.bool()], theirs[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+class LearnedDistances(torch.nn.Module):
+    """A model with a learned bias for each distance between two tokens, up to 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.bias, self.head = torch.nn.Embedding(16, 8), torch.nn.Embedding(17, 1), torch.nn.Linear(8, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(input_ids.shape[1], device=input_ids.device)
+        bias = self.bias((place[:, None] - place).clamp(-8, 8) + 8).squeeze(-1)
+        x = bias.softmax(-1) @ self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_values_of_pairs_of_tokens_are_not_computed_on_the_host() -> None:
+    model = megacompile.stream(LearnedDistances(), device="cpu", compile=False)
+    assert model.megacompile.streamed.captures.first.captured.tables == ()
+    assert torch.isfinite(model(ids(12) % 16, ids(12) % 16))

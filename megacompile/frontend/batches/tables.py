@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.errors import MegacompileError
+from megacompile.frontend.graph.batch_totals import free_symbols, size_symbols
 from megacompile.frontend.graph.loss import TargetCount, count_batch
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.model_graph import ModelGraph, called_name
@@ -50,7 +51,8 @@ class EmbeddingTable:
 
 def find_tables(graph: ModelGraph) -> tuple[EmbeddingTable, ...]:
     """The tables that a model reads by values that the host can compute from a batch. Tokens are left out: they have a check
-    of their own."""
+    of their own. So are values of pairs of tokens, such as their distances, which would take the host too long."""
+    lengths = size_symbols(graph, 1)
     found: dict[tuple[str, fx.Node], EmbeddingTable] = {}
     for node in graph.graph.graph.nodes:
         if called_name(node) != "embedding":
@@ -58,6 +60,8 @@ def find_tables(graph: ModelGraph) -> tuple[EmbeddingTable, ...]:
         indices, weight = node.args[:2]
         source = graph.sources.get(weight)
         if source is None or source.kind != "parameter" or graph.sources.get(indices) == _TOKENS:
+            continue
+        if sum(not lengths.isdisjoint(free_symbols(size)) for size in indices.meta["example_value"].shape) > 1:
             continue
         if (source.name, indices) not in found and (bounds := count_batch(graph, indices, _bounds, torch.int64)) is not None:
             found[source.name, indices] = EmbeddingTable(source.name, weight.meta["example_value"].shape[0], bounds)

@@ -27,7 +27,7 @@ def take_totals(model: ModelGraph) -> tuple[tuple[TargetCount, ...], str]:
     """Rewrites `model` so that totals of a batch are placeholders, with the source "total" and a number. Returns how each is
     computed, and "". If the host cannot compute one from the batch alone, returns () and the line that makes it, with `model`
     unchanged."""
-    rows = _symbols(model, 0)
+    rows = size_symbols(model, 0)
     derived = {node for node, source in model.sources.items() if source.kind == "batch" and _has(node, rows)}
     totals = [node for node in _made(model, derived, rows) if _matters(node, rows)]
     found: list[tuple[fx.Node, TargetCount]] = []
@@ -52,10 +52,10 @@ def take_totals(model: ModelGraph) -> tuple[tuple[TargetCount, ...], str]:
 def counts_positions(model: ModelGraph) -> bool:
     """Whether a model computes with a number made of the positions of a row, which would differ for a longer row, including
     padding."""
-    positions = _symbols(model, 1)
+    positions = size_symbols(model, 1)
     weights = {node for node, source in model.sources.items() if source.kind in ("parameter", "buffer")}
     derived = {node for node in model.graph.graph.nodes if node not in weights and _has(node, positions)}
-    return any(called_name(node) in _REDUCING and not _has(node, _symbols(model, 0)) and _matters(node, positions)
+    return any(called_name(node) in _REDUCING and not _has(node, size_symbols(model, 0)) and _matters(node, positions)
                for node in _made(model, derived, positions))
 
 
@@ -91,17 +91,19 @@ def _matters(node: fx.Node, symbols: Symbols) -> bool:
     return False
 
 
-def _symbols(model: ModelGraph, dimension: int) -> set[sympy.Symbol]:
+def size_symbols(model: ModelGraph, dimension: int) -> set[sympy.Symbol]:
     """The symbols of this dimension of batch arguments."""
     shapes = [node.meta["example_value"].shape for node, source in model.sources.items() if source.kind == "batch"]
-    return set().union(*(_free(shape[dimension]) for shape in shapes if len(shape) > dimension))
+    return set().union(*(free_symbols(shape[dimension]) for shape in shapes if len(shape) > dimension))
 
 
 def _has(node: fx.Node, symbols: Symbols) -> bool:
     value: Any = node.meta.get("example_value")
     tensors = value if isinstance(value, tuple | list) else (value,)
-    return any(not _free(size).isdisjoint(symbols) for each in tensors if isinstance(each, Tensor) for size in each.shape)
+    return any(not free_symbols(size).isdisjoint(symbols)
+               for each in tensors if isinstance(each, Tensor) for size in each.shape)
 
 
-def _free(size: int | torch.SymInt) -> set[sympy.Symbol]:
+def free_symbols(size: int | torch.SymInt) -> set[sympy.Symbol]:
+    """The symbols that a size is made of; none of a number."""
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
