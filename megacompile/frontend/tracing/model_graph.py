@@ -21,6 +21,7 @@ from megacompile.errors import CaptureError, MegacompileError
 from megacompile.frontend.batches.pair_masks import pairs_of
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.buffers import own_rewritten_buffers
+from megacompile.frontend.tracing.convolutions import convolutions_of_any_batch
 from megacompile.frontend.tracing.explained import explained
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS, raise_foreign
 from megacompile.frontend.tracing.layers import LayerStack, layers_as_regions
@@ -96,7 +97,7 @@ def capture_model_graph(
 
     dynamo.reset()
     with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), unchecked_distributions(),
-          unchecked_values(), sizes_unread_by_messages(), rounded_sizes(), native_branches(model),
+          unchecked_values(), sizes_unread_by_messages(), rounded_sizes(), convolutions_of_any_batch(), native_branches(model),
           dynamo.config.patch(fake_tensor_cache_enabled=False), layers_as_regions(stack, each_call)):
         warnings.simplefilter("always")
         try:
