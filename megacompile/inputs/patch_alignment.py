@@ -45,8 +45,7 @@ def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor
     patches, sizes = given.get(found.modality.patches), given.get(found.modality.sizes)
     per_feature, shape = found.encoder.per_feature, found.encoder.patch
     assert found.feature_positions is not None, "made when the model was captured"
-    read = {source.name for source in found.feature_positions.sources}
-    there = found.feature_positions({key: given[key].cpu() for key in read}) > 0
+    there = found.feature_positions.on_host(given) > 0
     if patches is None and sizes is None:
         patches, sizes = torch.zeros(0, *shape), torch.zeros(0, 3, dtype=torch.long)
     if (not isinstance(patches, Tensor) or not isinstance(sizes, Tensor) or patches.shape[1:] != shape or sizes.dim() != 2

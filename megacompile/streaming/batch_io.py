@@ -56,9 +56,7 @@ def _target_tokens(captured: CapturedModel, plan: Plan, inputs: Mapping[str, Ten
 
 def _totals_of(backend: Backend, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> list[Tensor | None]:
     """Values computed from all rows of a batch, on the device. None for a value whose arguments the batch does not have."""
-    read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
-    given = {name: inputs[name].cpu() for name in read}
-    return [total(given).contiguous().to(backend.device) if all(source.name in given for source in total.sources) else None
+    return [total.on_host(inputs).contiguous().to(backend.device) if all(s.name in inputs for s in total.sources) else None
             for total in captured.totals]
 
 

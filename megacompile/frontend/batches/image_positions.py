@@ -40,7 +40,7 @@ class ImagePositions:
     def numbers(self, name: str, batch: Mapping[str, Tensor]) -> list[int]:
         """How many images each row has positions for. Raises `UnsupportedError` for a row whose positions are not those of
         whole images or, without `images`, of one image."""
-        counted = self.count({source.name: batch[source.name].cpu() for source in self.count.sources})
+        counted = self.count.on_host(batch)
         fits = counted % self.features == 0 if self.images else counted == self.features
         for row in (~fits).nonzero().flatten().tolist():
             remedy = "give every image all of its tokens" if self.images else "give every sequence exactly one image"

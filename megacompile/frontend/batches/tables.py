@@ -34,9 +34,7 @@ class EmbeddingTable:
 
     def missing(self, batch: Mapping[str, Tensor]) -> int | None:
         """A row that a batch reads and the table does not have; None if it has all of them."""
-        read = {s.name for s in self.bounds.sources if s.kind == "batch"}  # of the others, the size is enough
-        least, largest = self.bounds({s.name: batch[s.name].cpu() if s.name in read else batch[s.name]
-                                      for s in self.bounds.sources}).tolist()
+        least, largest = self.bounds.on_host(batch).tolist()
         return next((row for row in (largest, least) if not 0 <= row < self.rows), None)
 
     def check(self, name: str, batch: Mapping[str, Tensor]) -> None:

@@ -43,6 +43,10 @@ class TargetCount:
             (count,) = self.graph(*inputs)
         return torch.as_tensor(count, dtype=self.dtype)  # a plain number where it is a size of the batch
 
+    def on_host(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """As a call, of a batch that may be on a device. Copies the arguments whose values are read."""
+        return self({**batch, **{s.name: batch[s.name].cpu() for s in self.sources if s.kind == "batch"}})
+
 
 def normalize_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     """Rewrite `model` so that `loss` is a cross entropy's sum over the loss denominator, a new last placeholder.
