@@ -18,6 +18,7 @@ from megacompile.frontend.batches.tables import EmbeddingTable
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.graph.loss import TargetCount
 from megacompile.frontend.graph.output import OutputStructure
+from megacompile.frontend.templates.across_rows import chooses_tokens
 from megacompile.frontend.templates.heads import LOGITS, Head, Heads
 from megacompile.frontend.templates.sizes import Condition
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template
@@ -62,11 +63,10 @@ class BatchFacts:
     sequences has one for each sequence, and chooses a token for it by rules of its own, which may see padding.
     `across_rows`: the name and source line of an operation on several sequences at once, in which case batches are not split;
     else "". `totals`: how values made of all rows of a batch are computed, for each of its micro-batches. `counts_positions`:
-    the model computes with such a value of the positions in a row, which differs for longer rows. `chooses_tokens`: the
-    model chooses tokens of a row by their values, and may choose others among equal ones in a longer row. `image_positions`:
-    where features (of images, for example) are put among tokens; each checks a batch. `patches`: encoders of images of any
-    size, whose batch arguments are aligned with tokens. `tables`: embeddings that are read by other values than tokens; each
-    checks a batch.
+    the model computes with such a value of the positions in a row, which differs for longer rows. `image_positions`: where
+    features (of images, for example) are put among tokens; each checks a batch. `patches`: encoders of images of any size,
+    whose batch arguments are aligned with tokens. `tables`: embeddings that are read by other values than tokens; each checks
+    a batch.
     """
 
     forward_arguments: frozenset[str]
@@ -77,7 +77,6 @@ class BatchFacts:
     across_rows: str
     totals: tuple[TargetCount, ...]
     counts_positions: bool
-    chooses_tokens: bool
     image_positions: tuple[ImagePositions, ...]
     patches: tuple[Patches, ...]
     tables: tuple[EmbeddingTable, ...]
@@ -149,6 +148,11 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
     def guards(self) -> list[str]:
         """The conditions as text."""
         return [str(condition.expression) for condition in self.conditions]
+
+    @functools.cached_property
+    def chooses_tokens(self) -> bool:
+        """Whether the model chooses tokens of a row by their values, and may choose others among equal ones in a longer row."""
+        return any(map(chooses_tokens, self.templates.values()))
 
     @functools.cached_property
     def pair_bytes(self) -> int:
@@ -248,7 +252,6 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
             counted = (captured.totals, captured.image_positions, captured.patches)
             return (captured.batch_inputs, captured.labels, captured.same_logits_without_labels, captured.logits_of_tokens,
                     bool(captured.across_rows), *map(len, counted), captured.counts_positions, captured.chooses_tokens,
-                    captured.fused_attention,
-                    captured.causal, captured.masks_hide, captured.masks_added, captured.has_loss,
+                    captured.fused_attention, captured.causal, captured.masks_hide, captured.masks_added, captured.has_loss,
                     captured.has_loss_denominator, captured.is_averaged, captured.heads is None, captured.evaluating)
         return facts(self) == facts(other) and (self.same_in_evaluation() or not other.same_in_evaluation())

@@ -37,7 +37,7 @@ from megacompile.frontend.graph.pieces import in_pieces
 from megacompile.frontend.graph.randomness import draw_functionally, number_draws
 from megacompile.frontend.graph.split import Section, split_at_layers, structural_key
 from megacompile.frontend.pipeline import CountTargets, Step
-from megacompile.frontend.templates.across_rows import across_rows, chooses_tokens
+from megacompile.frontend.templates.across_rows import across_rows
 from megacompile.frontend.templates.build import Renaming, build_template, with_results
 from megacompile.frontend.templates.heads import LOGITS, BuildTemplate, Heads
 from megacompile.frontend.templates.hidden_states import HiddenStates
@@ -314,8 +314,7 @@ def describe_loss(graph: ModelGraph, loss: Loss, has_loss: bool, count_targets: 
 
 def describe_batch(
     graph: ModelGraph, fake_model: nn.Module, batch: dict[str, Tensor], key: CaptureKey, positions: Sequence[int],
-    output: OutputStructure, templates: dict[str, Template], calls: tuple[Call, ...], loss_facts: LossFacts,
-    read_by_loss: Described, arguments_mix: str,
+    output: OutputStructure, calls: tuple[Call, ...], loss_facts: LossFacts, read_by_loss: Described, arguments_mix: str,
     layers_mix: str, totals: tuple[TargetCount, ...], counts_positions: bool, image_positions: tuple[ImagePositions, ...],
     patches: tuple[Patches, ...], tables: tuple[EmbeddingTable, ...],
 ) -> BatchFacts:
@@ -331,8 +330,7 @@ def describe_batch(
         same_logits_without_labels=same_logits,
         logits_of_tokens=not output.has_logits or has_rows_of_tokens(graph, positions[-1]),
         across_rows=arguments_mix or ("" if loss_facts.is_averaged else layers_mix), totals=totals,
-        counts_positions=counts_positions, chooses_tokens=any(map(chooses_tokens, templates.values())),
-        image_positions=image_positions, patches=patches, tables=tables)
+        counts_positions=counts_positions, image_positions=image_positions, patches=patches, tables=tables)
 
 
 def _same_logits_without_labels(

@@ -60,14 +60,12 @@ def chooses_tokens(template: Template) -> bool:
     """Whether a template chooses tokens of a row by their values, such as those with the highest scores. In a longer row it may
     choose others among equal ones."""
     layout = Layout(template.renaming)
-    return any(packet(node) in _CHOOSING and node.args[0] in computed and _is_along(node, _CHOOSING[packet(node)], layout)
-               for node, computed in _computing(template.forward_graph(), template))
-
-
-def _is_along(node: fx.Node, named: tuple[int, int | None], layout: Layout) -> bool:
-    """Whether one of the dimensions that an op names, or of all if it names none, counts tokens of a row."""
-    (value,), dims = tensors(node.args[0]), _dims(node, *named)  # type: ignore[arg-type]
-    return any(_counts(value, dim, layout, layout.length) for dim in (range(value.dim()) if dims is None else dims))
+    for node, computed in _computing(template.forward_graph(), template):
+        if (op := packet(node)) in _CHOOSING and node.args[0] in computed:
+            (scores,) = tensors(node.args[0])  # type: ignore[arg-type]
+            if _any_counts(scores, _dims(node, *_CHOOSING[op]), layout, layout.length):
+                return True
+    return False
 
 
 def _computing(graph: fx.Graph, template: Template) -> Iterator[tuple[fx.Node, Collection[fx.Node]]]:
@@ -121,7 +119,7 @@ def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol:
         dims = [-2]
     else:
         return False
-    return any(_counts(value, dim, layout, symbol) for dim in (range(value.dim()) if dims is None else dims))
+    return _any_counts(value, dims, layout, symbol)
 
 
 def _is_scale(node: fx.Node) -> bool:
@@ -153,6 +151,11 @@ def _dims(node: fx.Node, position: int, default: int | None) -> list[int] | None
     """The dimensions that an argument names; None: all."""
     given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
     return [given] if isinstance(given, int) else list(given) or None if given is not None else None
+
+
+def _any_counts(value: Tensor, dims: Collection[int] | None, layout: Layout, symbol: sympy.Symbol) -> bool:
+    """Whether one of these dimensions counts a symbol; None: of all dimensions."""
+    return any(_counts(value, dim, layout, symbol) for dim in (range(value.dim()) if dims is None else dims))
 
 
 def _counts(value: Tensor, dim: int, layout: Layout, symbol: sympy.Symbol) -> bool:
