@@ -101,10 +101,11 @@ def grown(found: dict[str, float], tolerance: float, step_tolerance: float) -> s
 
 class Batches:
     """Draws the rows of all processes, and returns those of this one. State: the generator, which all processes advance
-    alike."""
+    alike. `text_sha256`: the digest of the text's file, or None."""
 
     def __init__(self, given: argparse.Namespace, vocabulary: int) -> None:
         self.batch, self.vocabulary = given.batch, vocabulary
+        self.text_sha256 = None if given.text is None else hashlib.sha256(Path(given.text).read_bytes()).hexdigest()
         self.text = None if given.text is None else read_text([Path(given.text)], ByteTokenizer()).long()
         self.generator = torch.Generator().manual_seed(0)
 
@@ -162,8 +163,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         steps=done, minutes=round((time.monotonic() - begin) / 60, 2), samples=len(samples),
         drift={name: round(value, 5) for name, value in found.items()}, host_gib=gib(last.host_bytes),
         device_gib=gib(last.device_bytes), visiting_state=visiting, threads=last.threads, files=last.files,
-        step_s=round(last.step_s, 5),
-        text_sha256=None if given.text is None else hashlib.sha256(Path(given.text).read_bytes()).hexdigest(),
+        step_s=round(last.step_s, 5), text_sha256=batches.text_sha256,
         losses=[losses[0], losses[-1]], curve=[round(loss, 4) for loss in losses], **({"error": error} if error else {}))
 
 

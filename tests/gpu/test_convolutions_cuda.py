@@ -5,7 +5,9 @@ import copy
 
 import pytest
 import torch
-from test_convolutions import ConvolutionModel
+from test_convolutions import ConvolutionLayer
+from test_options import Model
+from tiny_models import assert_same_gradients
 
 import megacompile
 
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_batches_of_any_size_have_the_gradients_of_native_pytorch(dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
-    native = ConvolutionModel().to(dtype)
+    native = Model(ConvolutionLayer).to(dtype)
     model = megacompile.stream(copy.deepcopy(native))
     native.double().cuda()
     for rows in (2, 16, 40, 200):
@@ -23,6 +25,4 @@ def test_batches_of_any_size_have_the_gradients_of_native_pytorch(dtype: torch.d
         for each in (model, native):
             each.zero_grad()
             each(ids, ids).backward()
-        for ours, theirs in zip(model.parameters(), native.parameters(), strict=True):
-            assert ours.grad is not None and theirs.grad is not None
-            assert (ours.grad.cuda() - theirs.grad).norm() <= tolerance * theirs.grad.norm() + 1e-6
+        assert_same_gradients(model, native, tolerance, least=1e-6)
