@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from megacompile.api import analyse
 from megacompile.bench.rows import Row, append, commit, machine, measured_before
 from megacompile.bench.shapes import SHAPES, config
-from megacompile.codegen.scaled_products import scaled_product
+from megacompile.codegen.scaled_products import add_scaled_product, scaled_product
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.ops.scaled_linear import quantized
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template
@@ -196,7 +196,8 @@ def three_products(recipe: str, rows: int, columns: int, tokens: int, device: st
         multiply(forward, torch.bfloat16, chosen.kernel(True))
         multiply(backward, torch.bfloat16, chosen.kernel(False))
         if chosen.weight_gradients == "float8":
-            sums.add_(multiply(of_weight, torch.float32, chosen.kernel(False)))
+            (a, scale_a), (b, scale_b) = of_weight
+            add_scaled_product(sums, a, b.t(), scale_a, scale_b.t() if scale_b.dim() else scale_b, chosen.kernel(False))
         else:
             add_in_bfloat16()
     return scaled
@@ -211,7 +212,8 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 # ---------------------------------------------------------------- one weight gradient
-GRADIENTS = ("bfloat16, added in the product", "float8, float32 added", "float8, bfloat16 added", "float8, not added")
+GRADIENTS = ("bfloat16, added in the product", "float8, added in the product", "float8, float32 added",
+             "float8, bfloat16 added", "float8, not added")
 
 
 def gradient_row(shape: str, recipe: str, batch: int, length: int, given: argparse.Namespace) -> Row:
@@ -227,6 +229,9 @@ def gradient_row(shape: str, recipe: str, batch: int, length: int, given: argpar
     def call() -> None:
         if recipe.startswith("bfloat16"):
             add_product(sums, gradient.t(), x)
+            return
+        if recipe.endswith("in the product"):
+            add_scaled_product(sums, a, b.t(), scale_a, scale_b, kernel)
             return
         dtype = torch.bfloat16 if "bfloat16 added" in recipe else torch.float32
         product = scaled_product(a, b.t(), scale_a, scale_b, None, dtype, kernel)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.codegen.scaled_products import scaled_product
+from megacompile.codegen.scaled_products import add_scaled_product
 from megacompile.runtime.memory.arena import Accumulators, Weights
 from megacompile.torch_compat.core import grouped_mm
 
@@ -121,8 +121,8 @@ def accumulate(kernel: Kernel, results: tuple[Any, ...], accumulators: tuple[Acc
                 _add_product(into, a, b)
             case [rows, others, ends]:  # no grouped GEMM adds to what is there, or gives FP32
                 into.add_(grouped_product(rows, others, ends))
-            case [a, b, scale_a, scale_b]:  # neither does any in float8
-                into.add_(scaled_product(a, b, scale_a, scale_b, None, torch.float32, gradient.kernel))
+            case [a, b, scale_a, scale_b]:
+                add_scaled_product(into, a, b, scale_a, scale_b, gradient.kernel)
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:

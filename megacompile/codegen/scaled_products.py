@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Kernels read the dimension that they sum over in units of this many elements.
-_ALIGNMENT = 16
+from megacompile.codegen.cublas_lt import ALIGNMENT, add_product
+
+_GPU_KERNELS = ("float8", "float8_fast")
 
 
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype,
@@ -26,14 +27,29 @@ def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias:
     if kernel == "emulated":
         product = torch.mm(a.float(), b.float()) * (scale_a * scale_b)
         return (product if bias is None else product + bias).to(given).to(dtype)
-    if kernel not in ("float8", "float8_fast"):
+    if kernel not in _GPU_KERNELS:
         raise ValueError(f"no such kernel: {kernel}")
-    first, second = a.contiguous(), b.t().contiguous()
-    if missing := -a.shape[1] % _ALIGNMENT:  # tokens, which weight gradients are summed over, may be any number
-        first, second = (F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) for x in (first, second))
+    first, second = _operands(a, b)
     how = F.ScalingType.RowWise if by_rows else F.ScalingType.TensorWise
     return F.scaled_mm(first, second.t(), scale_a, how, scale_b, how, bias=bias, output_dtype=given,
                        use_fast_accum=kernel == "float8_fast").to(dtype)
+
+
+def add_scaled_product(into: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kernel: str) -> None:
+    """into += scaled_product(a, b, scale_a, scale_b, None, torch.float32, kernel). `into` is float32 [M, N]."""
+    if kernel in _GPU_KERNELS and not scale_a.dim() and into.is_contiguous():
+        add_product(into, *_operands(a, b), scale_a, scale_b, fast=kernel == "float8_fast")
+    else:
+        into.add_(scaled_product(a, b, scale_a, scale_b, None, torch.float32, kernel))
+
+
+def _operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a and the transpose of b, row-major and padded with zeros along K: kernels read it in units of `ALIGNMENT`, and weight
+    gradients are summed over tokens, of which there may be any number."""
+    first, second = a.contiguous(), b.t().contiguous()
+    if missing := -a.shape[1] % ALIGNMENT:
+        first, second = (F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) for x in (first, second))
+    return first, second
 
 
 def _scaled_mm_fake(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype,

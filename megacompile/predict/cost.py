@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megacompile.codegen.cublas_lt import WORKSPACE_BYTES
 from megacompile.frontend.ops.patch_encoder import PATCHES_AT_ONCE, encoder_of
 from megacompile.frontend.templates.joint import base_of
 from megacompile.frontend.templates.template import Template, Variant
@@ -191,7 +192,8 @@ def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
 def _products_bytes(template: Template, variant: Variant, size: Callable[[Any], int]) -> int:
     """Twice the largest gradient that the runtime computes from results of a variant. It is allocated and freed among smaller
     blocks that stay, and the holes that it leaves in the allocator's memory are too small for the next one. (Gradients of plain
-    GEMMs are added in place.) For an emulated product, also its operands in FP32."""
+    GEMMs are added in place.) For an emulated product, also its operands in FP32. A product in float8 with one scale for each
+    operand is added in place, and takes cuBLASLt's workspace."""
     results: Any = variant.graph.graph.output_node().args[0]
     found = [0]
     for gradient in variant.gradients:
@@ -199,7 +201,8 @@ def _products_bytes(template: Template, variant: Variant, size: Callable[[Any], 
         first = results[gradient.results[0]].meta["val"]
         if gradient.kernel:
             emulated = _emulated_bytes(size(first.shape[0]), size(first.shape[1]), elements // size(first.shape[0]))
-            found.append(emulated if gradient.kernel == "emulated" else 2 * 4 * elements)
+            by_rows = results[gradient.results[2]].meta["val"].dim() > 0
+            found.append(emulated if gradient.kernel == "emulated" else 2 * 4 * elements if by_rows else WORKSPACE_BYTES)
         elif elements:
             found.append(2 * elements * first.element_size())
     return max(found)

@@ -195,10 +195,13 @@ def _accumulation(results: Sequence[fx.Node], sizes: _Sizes) -> Work:
             made = sizes.count(ends) * sizes.shape(rows)[-1] * columns
             return (_grouped_product(2 * sizes.count(rows) * columns, sizes.bytes(rows, others) + width * made, sizes)
                     + Work(bytes=(width + 8) * made, kernels=1))
-        case [a, b, _, _]:  # multiplied to FP32, then added
+        case [a, b, scale, _]:
             made = sizes.shape(a)[0] * sizes.shape(b)[-1]
-            return Work(float8_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b) + 4 * made,
-                        bytes=12 * made, kernels=2)
+            added = Work(float8_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b) + 8 * made,
+                         kernels=1)
+            if scale.meta["val"].dim():  # a temporary in bfloat16 is widened, then added
+                added += Work(bytes=12 * made, kernels=2)
+            return added
     raise AssertionError(f"a gradient of {len(results)} results")
 
 

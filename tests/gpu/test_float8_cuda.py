@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megacompile
 from megacompile import Float8
-from megacompile.codegen.scaled_products import scaled_product
+from megacompile.codegen.scaled_products import add_scaled_product, scaled_product
 from megacompile.frontend.ops.scaled_linear import quantized
 from megacompile.planning.precision import FIRST_CAPABILITY
 
@@ -42,6 +42,38 @@ def test_kernels_compute_what_the_emulation_does(scaling: str, summed: int, kern
     bias = torch.randn(128, device="cuda", dtype=torch.bfloat16)
     found, expected = (scaled_product(a, b.t(), scale_a, scale_b, bias, torch.bfloat16, each) for each in (kernel, "emulated"))
     assert close(found, expected) < 5e-3
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("summed", [4096, 250])
+@pytest.mark.parametrize("kernel", ["float8", "float8_fast"])
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+def test_a_product_is_added_to_what_is_there(scaling: str, summed: int, kernel: str, form: str) -> None:
+    torch.manual_seed(0)
+    (a, scale_a), (b, scale_b) = (quantized(torch.randn(rows, summed, device="cuda", dtype=torch.bfloat16), each, scaling)
+                                  for rows, each in ((96, form), (128, "e4m3")))
+    scale_b = scale_b.t() if scale_b.dim() else scale_b
+    memory = torch.randn(64 + 96 * 128, device="cuda")
+    for offset in (0, 4, 64):  # addresses that are aligned to 16 bytes and more
+        sums = memory[offset:offset + 96 * 128].view(96, 128)
+        before = memory.clone()
+        add_scaled_product(sums, a, b.t(), scale_a, scale_b, kernel)
+        expected = scaled_product(a, b.t(), scale_a, scale_b, None, torch.float32, "emulated")
+        added = sums - before[offset:offset + 96 * 128].view(96, 128)
+        assert close(added, expected) < 5e-3
+        rest = torch.cat((memory[:offset], memory[offset + 96 * 128:]))
+        assert torch.equal(rest, torch.cat((before[:offset], before[offset + 96 * 128:])))
+
+
+@pytest.mark.parametrize("summed", [4096, 250])
+def test_a_product_that_is_added_has_the_same_bits_each_time(summed: int) -> None:
+    (a, scale_a), (b, scale_b) = (quantized(torch.randn(rows, summed, device="cuda", dtype=torch.bfloat16), "e4m3", "tensor")
+                                  for rows in (256, 512))
+    before = torch.randn(256, 512, device="cuda")
+    found = [before.clone() for _ in range(5)]
+    for sums in found:
+        add_scaled_product(sums, a, b.t(), scale_a, scale_b, "float8")
+    assert all(torch.equal(sums, found[0]) for sums in found)
 
 
 def gradients(precision: Float8 | None, **options: Any) -> tuple[float, dict[str, Tensor]]:
