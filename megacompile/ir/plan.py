@@ -13,6 +13,8 @@ from megacompile.limits import check_micro_batches, check_whole
 UPDATES = ("step", "arrival")
 #: Tokens of a micro-batch beyond which a larger one is not faster, since kernels are full.
 FULL_TOKENS = 16384
+#: The same in float8, where each micro-batch rounds the weights again.
+FULL_TOKENS_FLOAT8 = 32768
 #: What layers with residuals keep: everything that their backward reads, or only attention's results; the rest is then
 #: recomputed.
 RESIDUALS = ("all", "attention")

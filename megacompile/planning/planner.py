@@ -5,6 +5,7 @@ to layers that keep residuals (all, or only attention's results) and to tiles th
 """
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Self
 
 from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
 from megacompile.ir.placement import Updated
-from megacompile.ir.plan import Plan
+from megacompile.ir.plan import FULL_TOKENS, FULL_TOKENS_FLOAT8, Plan
 from megacompile.ir.program import Lane
 from megacompile.planning import kept_plans
 from megacompile.planning.plan_questions import free_memory, question
@@ -147,13 +148,14 @@ class Planner(SearchSpace):
         return [plan, *(visited.placed(Updated.VISITING, tiles[:count]) for count in range(1, len(tiles) + 1))]
 
     def _with_each_state(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int]) -> list[Plan]:
-        """The plans that fit, for each number in `counts` of tiles that the device updates. Raises `InsufficientMemoryError` if
-        none does."""
+        """The plans that fit, for each number in `counts` of tiles that the device updates, and in float8 also with larger
+        micro-batches. Raises `InsufficientMemoryError` if none does."""
         found: dict[Plan, None] = {}
         refusal: InsufficientMemoryError | None = None
-        for count in counts:
+        larger = self.config.recipe is not None and self.config.micro_batch_size is None and batch * length > FULL_TOKENS
+        for count, full_tokens in itertools.product(counts, (FULL_TOKENS, FULL_TOKENS_FLOAT8) if larger else (FULL_TOKENS,)):
             try:
-                planner = self.with_state(count)
+                planner = replace(self.with_state(count), full_tokens=full_tokens)
                 plans = (planner.step_plans(batch, length, update) if whole_step
                          else planner.residuals_either_way(planner.plan(batch, length, update=update)))
             except InsufficientMemoryError as error:

@@ -36,11 +36,13 @@ class SearchSpace(MemoryBudget):
     """What is known when a plan is chosen: the model, the user's options, memory, rates, and what earlier plans fixed.
 
     `simulator`: of steps; None where the machine's rates are unknown, and rules of thumb decide. `stateful`: the tiles that
-    earlier plans update on the device; None if there is no earlier plan. `output`: that of the plans (see `Shape`)."""
+    earlier plans update on the device; None if there is no earlier plan. `output`: that of the plans (see `Shape`).
+    `full_tokens`: the most tokens of a micro-batch of several sequences."""
 
     simulator: StepSimulator | None = None
     stateful: tuple[str, ...] | None = None
     output: str = "loss"
+    full_tokens: int = FULL_TOKENS
 
     def with_fewer_slots(self) -> Iterator[Self]:
         """This search space, then fallbacks for where it has no plan: with one gradient slot, then also with as few weight
@@ -286,7 +288,7 @@ class SearchSpace(MemoryBudget):
     def _sizes(self, batch: int, length: int) -> list[int]:
         if not self.splits(self.output):
             return [batch]
-        largest = max(1, min(batch, FULL_TOKENS // length))
+        largest = max(1, min(batch, self.full_tokens // length))
         sizes = [largest]
         while sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)

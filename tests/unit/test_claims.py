@@ -56,8 +56,8 @@ def row_of(command: str, where: str) -> dict[str, Any]:
     file, *told = where.replace("`", "").split()
     fields = dict(word.split("=") for word in told if "=" in word)
     commits = [word for word in told if "=" not in word]
-    matching = [row for row in results(file) if all(str(at(row, key)) == found for key, found in fields.items())
-                and all(row["commit"] == commit for commit in commits)]
+    matching = [row for row in results(file) if all(row["commit"] == commit for commit in commits)
+                and all(str(at(row, key)) == found for key, found in fields.items())]
     if system is not None:
         matching = [row for row in matching if row["system"] == system
                     and {key: str(value) for key, value in row["options"].items()} == options(words) | gpus]

@@ -318,6 +318,32 @@ def test_float8_is_a_rate_of_its_own_in_predictions() -> None:
     assert "float8 (one scale for each operand" in plans["float8"].explain()
 
 
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_the_planner_also_tries_larger_micro_batches_in_float8(whole_step: bool) -> None:
+    with torch.device("meta"):
+        model = tiny_models.build(True, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8)
+
+    def schedule(precision: str | None, **options: Any) -> megacompile.Schedule:
+        return megacompile.schedule(model, batch=64, length=1024, hardware="h200", precision=precision, whole_step=whole_step,
+                                    **options)
+
+    chosen, *others = (schedule("float8", micro_batch_size=size) for size in (None, 16, 32))
+    assert max(chosen.plan.micro_batches) in (16, 32) and max(schedule(None).plan.micro_batches) == 16
+    assert chosen.simulate().step_s <= 1.003 * min(each.simulate().step_s for each in others)
+    assert max(chosen.plan.micro_batches) == 32, "weights are rounded less often"
+
+
+def test_a_gradient_in_float8_takes_no_temporary_where_it_is_added_in_its_product() -> None:
+    config = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = tiny_models.build(True, **config)
+    plans = [megacompile.schedule(model, batch=1, length=64, hardware="h200", precision=name)
+             for name in ("float8", "float8:scaling=row")]
+    added, written = (cost.peak_bytes(layer, layer.variant("backward"), 1, 64, fused=True)
+                      for layer in (plan.captured.templates["decoder"] for plan in plans))
+    assert written >= 2 * 4 * 2048 * 8192 > added
+
+
 def test_profiles_have_a_rate_for_float8_where_the_device_has_such_products() -> None:
     for name in ("h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", "gb10", "8xh200", "4xrtx4090"):
         rates = Hardware.find(name).gemm_flops
