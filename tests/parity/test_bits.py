@@ -2,6 +2,7 @@
 too. A schedule without one of its waits gives other bits, so the waits, and not luck, keep the bits the same."""
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import time
@@ -19,6 +20,7 @@ from megacompile import api
 from megacompile.errors import LaneError
 from megacompile.ir.program import Builder, Lane, argument, find, lane_of, op_of, operands, rebuild
 from megacompile.planning.config import StreamConfig
+from megacompile.planning.planner import Choice, Planner
 
 STEPS, LAYERS = 5, 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -149,6 +151,31 @@ def test_every_plan_gives_the_same_bits(plan: str) -> None:
 @pytest.mark.parametrize("plan", BF16_PLANS)
 def test_every_plan_gives_the_same_bits_in_bf16(plan: str) -> None:
     assert not different(trained(torch.bfloat16, **PLANS[plan]), meaning(torch.bfloat16))
+
+
+SWITCHED = [("streamed, K = 1", "everything resident, its state too"),
+            ("everything resident, its state too", "a tile's state resident, all others visit"),
+            ("two tiles resident, the state of one", "moments after all weights"),
+            ("three tiles visit the device", "the first tiles' state resident, K = 2")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plans", SWITCHED, ids=" / ".join)
+def test_batches_by_turns_whose_plans_keep_other_tiles_on_the_device_give_the_same_bits(
+        plans: tuple[str, str], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between them, state that is newer on the device comes to the host, and other state goes there."""
+    options = {length: PLANS[plan] for (_, length), plan in zip(SHAPES, plans, strict=True)}
+    choose, asked = Planner.choose, set()
+
+    def choose_by_length(planner: Planner, batch: int, length: int, *rest: Any) -> Choice:
+        other = dataclasses.replace(planner, config=dataclasses.replace(planner.config, **options[length]), stateful=None)
+        found = choose(other, batch, length, *rest)
+        asked.add(found.plan.resident_state)
+        return dataclasses.replace(found, stateful=None)
+
+    monkeypatch.setattr(Planner, "choose", choose_by_length)
+    assert not different(trained(DTYPES[dtype]), meaning(DTYPES[dtype]))
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("plan", ["streamed, K = 2", "resident", "slab pool of one slab, K = 2",
