@@ -34,6 +34,8 @@ _MAX_WORKSPACE_BYTES, _MIN_ALIGNMENT_BYTES = 1, (5, 6, 7, 8)
 #: Kernels make no use of a larger alignment.
 _BEST_ALIGNMENT = 256
 
+_REMEDY = "use precision='float8:weight_gradients=bfloat16', which does not need it"
+
 
 class _Algorithm(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t, which begins with a cublasLtMatmulAlgo_t."""
@@ -46,13 +48,15 @@ class _Algorithm(ctypes.Structure):
 def _library() -> Any:
     """cuBLASLt. It is in memory already, so the loader finds it by its name."""
     assert torch.version.cuda is not None, "a product on CUDA by a PyTorch without CUDA"
-    return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    try:
+        return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    except OSError as error:
+        raise LaneError(f"cuBLASLt cannot be loaded ({error}): {_REMEDY}") from None
 
 
 def _call(name: str, *arguments: Any) -> None:
     if status := getattr(_library(), name)(*arguments):
-        raise LaneError(f"{name} of cuBLASLt failed with status {status}: use precision='float8:weight_gradients=bfloat16', "
-                        "which does not need it")
+        raise LaneError(f"{name} of cuBLASLt failed with status {status}: {_REMEDY}")
 
 
 class _Handle(ctypes.c_void_p):
