@@ -17,8 +17,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import megacompile
 from megacompile import Float8
 from megacompile.api import analyse
+from megacompile.codegen import cublas_lt
 from megacompile.codegen.scaled_products import scaled_product
-from megacompile.errors import MegacompileError, ProgramError, UnsupportedError
+from megacompile.errors import LaneError, MegacompileError, ProgramError, UnsupportedError
 from megacompile.frontend.ops import scaled_linear
 from megacompile.frontend.templates.template import BATCH, LENGTH
 from megacompile.ir.precision import BLOCK_FORMATS, PRECISIONS, precision_of, precision_text
@@ -316,6 +317,13 @@ def test_float8_is_a_rate_of_its_own_in_predictions() -> None:
     layers = {name: plan.captured.templates["decoder"] for name, plan in plans.items()}
     assert cost.residual_bytes(layers["float8"], 16, 512) <= 1.1 * cost.residual_bytes(layers[None], 16, 512)
     assert "float8 (one scale for each operand" in plans["float8"].explain()
+
+
+def test_a_cublaslt_that_cannot_be_loaded_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "99.0")
+    cublas_lt._library.cache_clear()
+    with pytest.raises(LaneError, match=r"libcublasLt\.so\.99.*weight_gradients=bfloat16"):
+        cublas_lt._library()
 
 
 @pytest.mark.parametrize("whole_step", [False, True])
