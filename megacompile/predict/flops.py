@@ -197,11 +197,10 @@ def _accumulation(results: Sequence[fx.Node], sizes: _Sizes) -> Work:
                     + Work(bytes=(width + 8) * made, kernels=1))
         case [a, b, scale, _]:
             made = sizes.shape(a)[0] * sizes.shape(b)[-1]
-            added = Work(float8_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b) + 8 * made,
-                         kernels=1)
-            if scale.meta["val"].dim():  # a temporary in bfloat16 is widened, then added
-                added += Work(bytes=12 * made, kernels=2)
-            return added
+            product = Work(float8_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b), kernels=1)
+            if scale.meta["val"].dim():  # a temporary in bfloat16, which is widened, then added
+                return product + Work(gemm_bytes=2 * made, bytes=18 * made, kernels=2)
+            return product + Work(gemm_bytes=8 * made)
     raise AssertionError(f"a gradient of {len(results)} results")
 
 

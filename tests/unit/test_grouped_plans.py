@@ -12,9 +12,9 @@ from uneven_models import LONGEST, UNEVEN, lower_the_cost, stream, uneven, width
 import megacompile
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.inputs.grouped_rows import Grouping, grouped
-from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.plan import FULL_TOKENS, Plan, Shape
 from megacompile.passes.manager import compile_program
-from megacompile.planning.packed_plans import PackedPlans
+from megacompile.planning.packed_plans import PackedPlans, derived
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.hardware import Hardware
 
@@ -75,6 +75,18 @@ def test_plans_of_groups_fit_take_few_searches_and_depend_on_the_batch_alone(twi
     assert searches <= 3
     again = PackedPlans(LONGEST, balanced=True)
     assert [again.choose(planner, shape).plan for shape in reversed(shapes([*range(12)]))] == chosen[::-1]
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_micro_batches_of_groups_have_no_more_tokens_than_graphs_are_known_to_hold_of(balanced: bool) -> None:
+    """A plan for float8 may have larger ones."""
+    shape = Shape(192, 1024, True, True, whole_step=True, group_rows=(128, 64), group_lengths=(512, 1024))
+    larger = Plan(64, 1024, (32, 32))
+    plans, chosen_by_user = derived(larger, shape, balanced), derived(larger, shape, balanced, most=32)
+    assert plans and all(rows * length <= FULL_TOKENS for plan in plans for rows, length in plan.sizes)
+    assert max(rows * length for rows, length in chosen_by_user[0].sizes) == 32 * 1024
+    longer = derived(Plan(2, 32768, (1, 1)), replace(shape, batch=2, length=32768, group_rows=(2,), group_lengths=(32768,)))
+    assert longer[0].sizes == ((1, 32768), (1, 32768))
 
 
 def test_thirty_steps_of_other_groups_search_seldom_and_share_programs(twins: tuple[Any, Any]) -> None:
