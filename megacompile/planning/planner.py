@@ -24,6 +24,9 @@ from megacompile.planning.step_time import StepSimulator
 
 #: By this factor a plan must be faster to replace one that computes less, since simulations are not exact.
 WORTH = 1.003
+#: By this factor a later plan must be faster than one that updates the same tiles on the device as earlier plans. Else a batch
+#: of another size would move their state to the host, and all later steps would be planned again, with fewer tiles there.
+WORTH_MOVING = 1.1
 #: Numbers of slabs for gradients that are tried, for updates on arrival.
 _SLABS = (2, 3, 4, 6, 8, 10)
 #: The same for moments on disk.
@@ -56,7 +59,8 @@ class Planner(SearchSpace):
                whole_step: bool = False, output: str = "loss") -> Choice:
         """The fastest plan that fits, for a loop or for a whole step as one program, with updates at "step" or on "arrival".
 
-        Later plans update on the device the tiles that the first training step does, or fewer.
+        Later plans update on the device the tiles that the first training step does, or fewer, if they must or if that is
+        much faster (`WORTH_MOVING`).
 
         Raises as `plan`."""
         if output != self.output:
@@ -106,7 +110,7 @@ class Planner(SearchSpace):
                  simulator: StepSimulator) -> Plan:
         """The fastest plan in simulation, on a host that is slower than its rates (`StepSimulator.caution`). Plans are
         simulated in the order of their lower bounds, until no other can be faster than the best. Among plans that are nearly as
-        fast, the one that computes least wins."""
+        fast, the one that computes least wins. A plan that moves state from the device must be much faster."""
         found = self._with_each_state(batch, length, update, whole_step, counts)
         states = (state for layout in self.tiling.layouts.values() for state in layout.state_layout.states)
         may_defer = self.config.deferred_moments is None and all(state.separable for state in states)
@@ -116,14 +120,19 @@ class Planner(SearchSpace):
             if bound * WORTH >= fastest:
                 break
             orders[plan] = simulator.orders(plan, whole_step, may_defer)
-            fastest = min(fastest, *(simulator.cautious_s(variant, whole_step) for variant in orders[plan]))
+            fastest = min(fastest, *(self._compared_s(variant, whole_step, simulator) for variant in orders[plan]))
         tried = sorted((plan for plan in found if plan in orders), key=simulator.compute_s)
         best, *others = (variant for plan in tried for variant in orders[plan])
         for variant in others:
-            if simulator.cautious_s(variant, whole_step) * WORTH < simulator.cautious_s(best, whole_step):
+            if self._compared_s(variant, whole_step, simulator) * WORTH < self._compared_s(best, whole_step, simulator):
                 best = variant
         best = self._with_state_slabs(fewest_slabs(best, simulator, whole_step), simulator, whole_step)
         return fastest_device_updates(self._with_device_updates(best), simulator, whole_step)
+
+    def _compared_s(self, plan: Plan, whole_step: bool, simulator: StepSimulator) -> float:
+        """The seconds by which a plan is compared with others: more than its step takes if it moves state from the device."""
+        moves = self.stateful is not None and plan.resident_state != self.stateful
+        return simulator.cautious_s(plan, whole_step) * (WORTH_MOVING if moves else 1)
 
     def _with_state_slabs(self, plan: Plan, simulator: StepSimulator, whole_step: bool) -> Plan:
         """The plan with as few slabs for moments on disk as make a step as fast as more do: so many tiles are read ahead."""

@@ -18,9 +18,10 @@ from torch import Tensor
 import megacompile
 from megacompile.codegen.scaled_products import scaled_product
 from megacompile.errors import ArgumentError, InsufficientMemoryError, MegacompileError
+from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane
 from megacompile.planning.explain import candidates
-from megacompile.planning.planner import WORTH
+from megacompile.planning.planner import WORTH, WORTH_MOVING
 from megacompile.planning.search_space import MOST_SEQUENCES
 from megacompile.predict import hardware as module
 from megacompile.predict.hardware import PROFILES, Hardware, cache_path
@@ -365,6 +366,27 @@ def test_no_plan_that_was_left_out_would_have_been_faster(rate: float, weights: 
     best = min(simulator.cautious_s(each, whole_step) for each in every)
     assert simulator.cautious_s(found.plan, whole_step) <= WORTH**2 * best
     assert update == "arrival" or compared < len(every), "some were left out"
+
+
+def test_a_batch_of_another_size_moves_state_from_the_device_only_for_a_much_faster_step(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = tiny_models.build(bf16=True, hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
+                                  num_key_value_heads=4, num_hidden_layers=8)
+    found = megacompile.schedule(model, batch=64, length=1024, hardware="h200", whole_step=True, device_memory="40GiB")
+    first = dataclasses.replace(found.planner, stateful=None, keeping=False)
+    choice = first.choose(64, 1024, whole_step=True)
+    later, simulator = first.after(choice), found.planner.simulator
+    assert choice.stateful and simulator is not None
+
+    def chosen(worth: float) -> Plan:
+        monkeypatch.setattr("megacompile.planning.planner.WORTH_MOVING", worth)
+        return later.choose(32, 1024, whole_step=True).plan
+
+    same, fastest = chosen(WORTH_MOVING), chosen(1.0)
+    gain = simulator.cautious_s(same, True) / simulator.cautious_s(fastest, True)
+    assert same.resident_state == choice.stateful and len(fastest.resident_state) < len(choice.stateful)
+    assert 1.01 < gain < 1.1 and chosen(gain - 0.005) == fastest and chosen(gain + 0.005) == same
 
 
 def test_plans_that_were_compared_leave_times_and_no_instructions() -> None:
