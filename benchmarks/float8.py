@@ -188,16 +188,15 @@ def three_products(recipe: str, rows: int, columns: int, tokens: int, device: st
     backward = quantized(gradient, low, by), quantized(weight.t().contiguous(), "e4m3", by)
     of_weight = quantized(gradient.t().contiguous(), low, by), quantized(x.t().contiguous(), "e4m3", by)
 
-    def multiply(pair: Any, dtype: torch.dtype, kernel: str) -> Tensor:
+    def operands(pair: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (a, scale_a), (b, scale_b) = pair
-        return scaled_product(a, b.t(), scale_a, scale_b.t() if scale_b.dim() else scale_b, None, dtype, kernel)
+        return a, b.t(), scale_a, scale_b.t() if scale_b.dim() else scale_b
 
     def scaled() -> None:
-        multiply(forward, torch.bfloat16, chosen.kernel(True))
-        multiply(backward, torch.bfloat16, chosen.kernel(False))
+        scaled_product(*operands(forward), None, torch.bfloat16, chosen.kernel(True))
+        scaled_product(*operands(backward), None, torch.bfloat16, chosen.kernel(False))
         if chosen.weight_gradients == "float8":
-            (a, scale_a), (b, scale_b) = of_weight
-            add_scaled_product(sums, a, b.t(), scale_a, scale_b.t() if scale_b.dim() else scale_b, chosen.kernel(False))
+            add_scaled_product(sums, *operands(of_weight), chosen.kernel(False))
         else:
             add_in_bfloat16()
     return scaled

@@ -24,8 +24,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
+from megacompile.codegen.cublas_lt import ALIGNMENT
 from megacompile.errors import MegacompileError
-from megacompile.ir.precision import ALIGNMENT, Float8
+from megacompile.ir.precision import Float8
 
 _aten = torch.ops.aten
 ATTENTION = [_aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_cudnn_attention.default,

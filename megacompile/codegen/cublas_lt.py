@@ -22,7 +22,7 @@ from megacompile.errors import LaneError
 
 #: The most bytes that a product may use besides its operands: what NVIDIA recommends for Hopper.
 WORKSPACE_BYTES = 32 << 20
-#: Sizes of matrices in float8 are multiples of this.
+#: Kernels multiply float8 matrices whose sides are multiples of this.
 ALIGNMENT = 16
 
 _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSED = 0, 68, 1
@@ -81,7 +81,7 @@ def _created(kind: str, *arguments: Any) -> Iterator[_Handle]:
 
 
 def _layout(tensor: Tensor) -> Any:
-    """Of a row-major matrix, which is column-major for cuBLASLt, with rows and columns exchanged."""
+    """Describes a row-major matrix. cuBLASLt's matrices are column-major, so it sees the transpose."""
     rows, columns = tensor.shape
     return _created("MatrixLayout", ctypes.c_int(_TYPES[tensor.dtype]), ctypes.c_uint64(columns), ctypes.c_uint64(rows),
                     ctypes.c_int64(columns))

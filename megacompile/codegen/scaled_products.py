@@ -36,8 +36,8 @@ def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias:
 
 
 def add_scaled_product(into: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kernel: str) -> None:
-    """into += scaled_product(a, b, scale_a, scale_b, None, torch.float32, kernel). `into` is float32 [M, N]."""
-    if kernel in _GPU_KERNELS and not scale_a.dim() and into.is_contiguous():
+    """into += scaled_product(a, b, scale_a, scale_b, None, torch.float32, kernel). `into` is float32 [M, N], contiguous."""
+    if kernel in _GPU_KERNELS and not scale_a.dim():
         add_product(into, *_operands(a, b), scale_a, scale_b, fast=kernel == "float8_fast")
     else:
         into.add_(scaled_product(a, b, scale_a, scale_b, None, torch.float32, kernel))

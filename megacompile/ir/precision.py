@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
+from megacompile.codegen.cublas_lt import ALIGNMENT
 from megacompile.errors import MegacompileError, shortened
 from megacompile.limits import check_whole
 
 #: Formats by the name that users give.
 FORMATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-#: Kernels multiply matrices whose sides are multiples of this.
-ALIGNMENT = 16
 #: Modules that route tokens to experts. Their products always stay in the layers' dtype.
 ROUTERS = ("gate", "router")
 #: Formats with scales of blocks, for plans only.

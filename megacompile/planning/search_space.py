@@ -36,7 +36,7 @@ class SearchSpace(MemoryBudget):
     """What is known when a plan is chosen: the model, the user's options, memory, rates, and what earlier plans fixed.
 
     `simulator`: of steps; None where the machine's rates are unknown, and rules of thumb decide. `stateful`: the tiles that
-    earlier plans update on the device; None if there is no earlier plan. `output`: that of the plans (see `Shape`).
+    earlier plans update on the device; None if there is no earlier plan. `output`: what the epilogue returns (`Shape.output`).
     `full_tokens`: the most tokens of a micro-batch of several sequences."""
 
     simulator: StepSimulator | None = None

@@ -26,21 +26,25 @@ def close(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
+def rounded(rows: tuple[int, int], summed: int, form: str, scaling: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random operands of a product, and their scales. The first operand is in `form`, the second in e4m3."""
+    torch.manual_seed(0)
+    (a, scale_a), (b, scale_b) = (quantized(torch.randn(count, summed, device="cuda", dtype=torch.bfloat16), each, scaling)
+                                  for count, each in zip(rows, (form, "e4m3"), strict=True))
+    return a, b.t(), scale_a, scale_b.t() if scale_b.dim() else scale_b
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("summed", [256, 250])
 @pytest.mark.parametrize("kernel", ["float8", "float8_fast"])
 @pytest.mark.parametrize("form", ["e4m3", "e5m2"])
 def test_kernels_compute_what_the_emulation_does(scaling: str, summed: int, kernel: str, form: str) -> None:
-    torch.manual_seed(0)
-    (a, scale_a), (b, scale_b) = (quantized(torch.randn(rows, summed, device="cuda", dtype=torch.bfloat16), each, scaling)
-                                  for rows, each in ((96, form), (128, "e4m3")))
-    scale_b = scale_b.t() if scale_b.dim() else scale_b
+    operands = rounded((96, 128), summed, form, scaling)
     for dtype in (torch.bfloat16, torch.float32):
-        found = scaled_product(a, b.t(), scale_a, scale_b, None, dtype, kernel)
-        expected = scaled_product(a, b.t(), scale_a, scale_b, None, dtype, "emulated")
+        found, expected = (scaled_product(*operands, None, dtype, each) for each in (kernel, "emulated"))
         assert found.dtype == dtype and close(found, expected) < 5e-3
     bias = torch.randn(128, device="cuda", dtype=torch.bfloat16)
-    found, expected = (scaled_product(a, b.t(), scale_a, scale_b, bias, torch.bfloat16, each) for each in (kernel, "emulated"))
+    found, expected = (scaled_product(*operands, bias, torch.bfloat16, each) for each in (kernel, "emulated"))
     assert close(found, expected) < 5e-3
 
 
@@ -49,16 +53,13 @@ def test_kernels_compute_what_the_emulation_does(scaling: str, summed: int, kern
 @pytest.mark.parametrize("kernel", ["float8", "float8_fast"])
 @pytest.mark.parametrize("form", ["e4m3", "e5m2"])
 def test_a_product_is_added_to_what_is_there(scaling: str, summed: int, kernel: str, form: str) -> None:
-    torch.manual_seed(0)
-    (a, scale_a), (b, scale_b) = (quantized(torch.randn(rows, summed, device="cuda", dtype=torch.bfloat16), each, scaling)
-                                  for rows, each in ((96, form), (128, "e4m3")))
-    scale_b = scale_b.t() if scale_b.dim() else scale_b
+    operands = rounded((96, 128), summed, form, scaling)
     memory = torch.randn(64 + 96 * 128, device="cuda")
     for offset in (0, 4, 64):  # addresses that are aligned to 16 bytes and more
         sums = memory[offset:offset + 96 * 128].view(96, 128)
         before = memory.clone()
-        add_scaled_product(sums, a, b.t(), scale_a, scale_b, kernel)
-        expected = scaled_product(a, b.t(), scale_a, scale_b, None, torch.float32, "emulated")
+        add_scaled_product(sums, *operands, kernel)
+        expected = scaled_product(*operands, None, torch.float32, "emulated")
         added = sums - before[offset:offset + 96 * 128].view(96, 128)
         assert close(added, expected) < 5e-3
         rest = torch.cat((memory[:offset], memory[offset + 96 * 128:]))
@@ -67,12 +68,11 @@ def test_a_product_is_added_to_what_is_there(scaling: str, summed: int, kernel: 
 
 @pytest.mark.parametrize("summed", [4096, 250])
 def test_a_product_that_is_added_has_the_same_bits_each_time(summed: int) -> None:
-    (a, scale_a), (b, scale_b) = (quantized(torch.randn(rows, summed, device="cuda", dtype=torch.bfloat16), "e4m3", "tensor")
-                                  for rows in (256, 512))
+    operands = rounded((256, 512), summed, "e4m3", "tensor")
     before = torch.randn(256, 512, device="cuda")
     found = [before.clone() for _ in range(5)]
     for sums in found:
-        add_scaled_product(sums, a, b.t(), scale_a, scale_b, "float8")
+        add_scaled_product(sums, *operands, "float8")
     assert all(torch.equal(sums, found[0]) for sums in found)
 
 

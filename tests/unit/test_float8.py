@@ -34,6 +34,8 @@ TINY = Float8(min_features=16, emulated=True)
 RECIPES = [TINY, dataclasses.replace(TINY, gradients="e4m3"), dataclasses.replace(TINY, scaling="row", gradients="e4m3"),
            dataclasses.replace(TINY, weight_gradients="bfloat16"),
            dataclasses.replace(TINY, scaling="row", weight_gradients="bfloat16"), dataclasses.replace(TINY, scaling="row")]
+#: Sizes of layers whose products take longer than other kernels.
+WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
 FIELDS = ("scaling", "gradients", "weight_gradients", "fast_accumulation", "emulated")
 HIGHEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -303,9 +305,8 @@ def test_weight_gradients_leave_as_operands_in_float8_with_scales() -> None:
 
 
 def test_float8_is_a_rate_of_its_own_in_predictions() -> None:
-    config = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
     with torch.device("meta"):
-        model = tiny_models.build(True, **config)
+        model = tiny_models.build(True, **WIDE)
     plans = {name: megacompile.schedule(model, batch=16, length=512, hardware="h200", precision=name)
              for name in (None, "float8", "float8:weight_gradients=bfloat16", "float8-emulated")}
     work = {name: plan.durations().work("decoder", "recompute_backward") for name, plan in plans.items()}
@@ -329,7 +330,7 @@ def test_a_cublaslt_that_cannot_be_loaded_is_explained(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_the_planner_also_tries_larger_micro_batches_in_float8(whole_step: bool) -> None:
     with torch.device("meta"):
-        model = tiny_models.build(True, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8)
+        model = tiny_models.build(True, **WIDE)
 
     def schedule(precision: str | None, **options: Any) -> megacompile.Schedule:
         return megacompile.schedule(model, batch=64, length=1024, hardware="h200", precision=precision, whole_step=whole_step,
@@ -342,9 +343,8 @@ def test_the_planner_also_tries_larger_micro_batches_in_float8(whole_step: bool)
 
 
 def test_a_gradient_in_float8_takes_no_temporary_where_it_is_added_in_its_product() -> None:
-    config = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 8}
     with torch.device("meta"):
-        model = tiny_models.build(True, **config)
+        model = tiny_models.build(True, **WIDE | {"hidden_size": 2048, "intermediate_size": 8192})
     plans = [megacompile.schedule(model, batch=1, length=64, hardware="h200", precision=name)
              for name in ("float8", "float8:scaling=row")]
     added, written = (cost.peak_bytes(layer, layer.variant("backward"), 1, 64, fused=True)
@@ -456,7 +456,7 @@ def test_formats_with_scales_of_blocks_are_planned_with_their_own_rate_and_not_t
     with pytest.raises(UnsupportedError, match=f"precision='{name}' is for plans, since megacompile has no kernels for it"):
         stream(build(True), precision=name)
     with torch.device("meta"):
-        model = tiny_models.build(True, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8)
+        model = tiny_models.build(True, **WIDE)
     with pytest.raises(UnsupportedError, match=rf"NVIDIA H200 has no rate for products in {name}, which take compute "
                                                r"capability 10.0 \(Blackwell\): use precision='float8', or plan for another "
                                                r"GPU with --hardware b200"):
