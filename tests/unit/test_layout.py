@@ -1,4 +1,4 @@
-"""The shape of the project: which folder may import which, how long a file may be, what it may be called."""
+"""The shape of the project: which folder may import which, and what a file may be called."""
 from __future__ import annotations
 
 import ast
@@ -15,7 +15,6 @@ PACKAGES = runpy.run_path(str(ROOT / "docs" / "make_packages.py"))
 FILES: dict[str, Path] = PACKAGES["source_files"]()
 imports: Callable[..., Iterator[str]] = PACKAGES["imports"]
 rank: Callable[[str], int] = PACKAGES["rank"]
-MAXIMUM_LINES = 400
 #: Modules in one folder, without `__init__.py` and without those of folders inside it.
 MAXIMUM_MODULES = 23
 #: The one exception: the package itself, since each of its modules is a path that users import.
@@ -123,12 +122,6 @@ def test_passes_take_their_settings_from_the_plan_alone(module: str) -> None:
         assert not isinstance(node, ast.Global), f"{module}:{node.lineno}: state outside the program"
         reads_environment = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
         assert not reads_environment, f"{module} reads an environment variable"
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_files_are_small(module: str) -> None:
-    lines = len(FILES[module].read_text().splitlines())
-    assert lines <= MAXIMUM_LINES, f"{FILES[module]} has {lines} lines: one concept a file"
 
 
 FOLDERS = {folder: [path.name for path in FILES.values() if path.parent == folder and path.name != "__init__.py"]
