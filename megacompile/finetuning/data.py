@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, check_vocabulary, read_text
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import ChatEncoder, Encoded
-from megacompile.finetuning.data_files import begins_with_object, is_text, placed, read_rows
+from megacompile.finetuning.data_files import begins_with_object, files_of, is_text, placed, read_rows
 from megacompile.finetuning.document_packing import join, pack, pack_conversations
 from megacompile.finetuning.formats import Format, Row, detect, messages_of, text_of
 from megacompile.finetuning.settings import TooLong
@@ -26,8 +25,8 @@ def check_sources(sources: Sequence[str], format: Format | None) -> None:
     if texts and len(texts) < len(sources):
         raise ArgumentError("text files and files of rows cannot be combined: give only one kind of --data")
     if texts and format is not None:
-        raise ArgumentError(f"--format {format} is for rows, but {texts[0]} is a text file: leave --format out, or rename the "
-                            "file to .jsonl, .json, .csv or .parquet")
+        raise ArgumentError(f"--format {format} is for rows, but {texts[0]} is text: leave --format out, or rename files of "
+                            "rows to .jsonl, .json, .csv or .parquet")
 
 
 def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer, format: Format | None, length: int,
@@ -37,13 +36,14 @@ def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer,
 
     Raises `MegacompileError` for invalid rows, with file, row number and reason; `ArgumentError` for formats that cannot be
     combined, or if a tokenizer is missing."""
+    files = [file for source in sources for file in files_of(source)]
     if is_text(sources[0]):
-        rows = _cut(read_text([Path(source) for source in sources], tokenizer), length, say)
-        for source in sources:
-            if begins_with_object(Path(source)):
-                say(f"warning: {source} is read as TEXT, but begins with a JSON object: if it holds rows, rename it to .jsonl")
+        rows = _cut(read_text(files, tokenizer), length, say)
+        for file in files:
+            if begins_with_object(file):
+                say(f"warning: {file} is read as TEXT, but begins with a JSON object: if it holds rows, rename it to .jsonl")
     else:
-        rows = _of_rows(sources, tokenizer, format, length, packed, say, too_long)
+        rows = _of_rows([str(file) for file in files], tokenizer, format, length, packed, say, too_long)
     check_vocabulary(rows.tokens, tokenizer, vocabulary_size)
     return rows
 

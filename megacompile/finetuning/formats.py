@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megacompile.errors import MegacompileError, listed
@@ -19,6 +19,8 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assist
 _CALLS = "function_call"
 #: Columns that cannot be expressed as text. A row in which one of them is not empty is refused.
 _UNHEARD = ("history", "images", "image", "videos", "audios", "documents")
+#: Columns of rows with two answers, and the column of rows that says whether their answer is good (KTO).
+_PREFERENCES, _VERDICT = ("chosen", "rejected"), "label"
 
 
 class Format(enum.StrEnum):
@@ -39,10 +41,20 @@ _COLUMNS = {Format.MESSAGES: ("messages",), Format.SHAREGPT: ("conversations",),
             Format.TEXT: ("text",)}
 
 
-def detect(columns: Iterable[str]) -> Format:
-    """The format with these columns; additional columns are ignored. Conversations take precedence over texts, since some data
-    sets repeat the conversation as a text. Raises `MegacompileError` if no format fits, or two formats of conversations."""
-    there = set(columns)
+def detect(row: Row) -> Format:
+    """The format of a row with these columns; additional columns are ignored. Conversations take precedence over texts, since
+    some data sets repeat the conversation as a text.
+
+    Raises `MegacompileError` if no format fits, or two formats of conversations, and for rows that another trainer learns
+    from."""
+    there = set(row)
+    if there.issuperset(_PREFERENCES):
+        raise MegacompileError(f"the columns {' and '.join(_PREFERENCES)} hold preferences, which this command does not learn: "
+                               "train on them with megacompile.dpo.DPOTrainer in a script (docs/trainers.md)")
+    if isinstance(row.get(_VERDICT), bool):
+        raise MegacompileError(f"the column {_VERDICT} says of each answer whether it is good, and this command would learn "
+                               "all of them: train with TRL's KTOTrainer (docs/trainers.md), or keep only the good rows, "
+                               f"without the column {_VERDICT}")
     fitting = [each for each in Format if there.issuperset(each.columns)]
     chats = [each for each in fitting if each is not Format.TEXT]
     if len(chats) > 1:
@@ -50,8 +62,14 @@ def detect(columns: Iterable[str]) -> Format:
     if not fitting:
         known = "; ".join(f"{each} ({', '.join(each.columns)})" for each in Format)
         raise MegacompileError(f"the columns {', '.join(sorted(there)) or '(none)'} fit no format: rename them to match one of "
-                               f"{known}")
+                               f"{known}{inner_rows(row)}")
     return fitting[0]
+
+
+def inner_rows(row: Row) -> str:
+    """What to do if an object is not a row, but holds the rows under a key. Empty if it does not look like that."""
+    key = next((key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
+    return "" if key is None else f"; if the rows are those under the key {key}, keep only that array"
 
 
 def text_of(row: Row) -> str:
@@ -137,7 +155,7 @@ def _messages(row: Row) -> list[Message]:
             named["content"] = "" if calls and each.get("content") is None else _string(each, "content")
         except MegacompileError as error:
             raise MegacompileError(f"message {number}: {error}") from error
-        # In Parquet every message has every key, so empty ones are left out. The chat template may read the others.
+        # Some data sets give every message every key, so empty ones are left out. The chat template may read the others.
         messages.append({key: value for key, value in each.items() if value not in (None, [])} | named)
     return messages
 

@@ -19,6 +19,11 @@ def parse(text: str) -> Any:
     return found
 
 
+def first(text: str) -> Any:
+    """The first value of a text that may have more. Raises `ValueError` as `parse` does."""
+    return _value(text, _after_space(text, 0))[0]
+
+
 def items(text: str) -> Iterator[Any]:
     """The items of an array, parsed one by one, so that an error is raised for the item that has it. Raises `ValueError` as
     `parse` does."""

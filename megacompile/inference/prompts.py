@@ -3,11 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.finetuning.data_files import is_text, placed, read_lines, read_rows
+from megacompile.finetuning.data_files import files_of, is_text, placed, read_lines, read_rows
 from megacompile.finetuning.formats import Message, prompt_of
 
 
@@ -38,7 +37,7 @@ class PromptEncoder:
         if not is_text(source):
             yield from read_rows(source)
             return
-        lines = list(read_lines(Path(source)))
+        lines = [line for file in files_of(source) for line in read_lines(file)]
         if not lines:
             raise ArgumentError(f"{source} has no prompts: write one in each line")
         yield from ({"prompt": line} for line in lines)

@@ -59,14 +59,34 @@ def test_each_format_is_a_conversation(format: Format, row: dict[str, Any], expe
     (("id", "text"), Format.TEXT), (("instruction", "input", "output", "text"), Format.ALPACA),
     (("messages", "text"), Format.MESSAGES)])
 def test_conversations_go_before_texts_and_other_columns_are_not_read(columns: tuple[str, ...], format: Format) -> None:
-    assert detect(columns) is format
+    assert detect(dict.fromkeys(columns, "")) is format
 
 
 def test_columns_of_no_format_or_of_two_are_refused() -> None:
     with pytest.raises(MegacompileError, match=r"the columns answer, question fit no format: rename them"):
-        detect(["question", "answer"])
+        detect({"question": "", "answer": ""})
     with pytest.raises(MegacompileError, match=r"fit messages and sharegpt: choose one with --format"):
-        detect(["messages", "conversations"])
+        detect({"messages": [], "conversations": []})
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": "hi", "chosen": "hello", "rejected": "no"}, {"instruction": "hi", "output": "", "chosen": "a", "rejected": "b"},
+    {"conversations": [], "chosen": {"from": "gpt", "value": "hello"}, "rejected": {"from": "gpt", "value": "no"}}])
+def test_preferences_are_for_dpo_whatever_other_columns_there_are(row: dict[str, Any]) -> None:
+    with pytest.raises(MegacompileError, match=r"chosen and rejected hold preferences.*megacompile\.dpo\.DPOTrainer"):
+        detect(row)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_verdicts_on_answers_are_for_kto_and_labels_of_other_kinds_are_not_read(good: bool) -> None:
+    with pytest.raises(MegacompileError, match=r"the column label says of each answer whether it is good.*KTOTrainer"):
+        detect({"messages": [], "label": good})
+    assert detect({"messages": [], "label": "physics"}) is detect({"messages": [], "label": 1}) is Format.MESSAGES
+
+
+def test_rows_under_a_key_are_pointed_at() -> None:
+    with pytest.raises(MegacompileError, match=r"the columns data, version fit no format.*those under the key data, keep only"):
+        detect({"version": 2, "data": [{"instruction": "hi", "output": "hello"}]})
 
 
 @pytest.mark.parametrize(("format", "row", "reason"), [

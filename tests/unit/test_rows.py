@@ -1,10 +1,13 @@
 """Files -> rows -> sequences -> batches."""
 from __future__ import annotations
 
+import csv
+import gzip
 import itertools
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +56,123 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str, conte
     assert list(read_rows(write(tmp_path / name, content))) == ALPACA
 
 
-def test_parquet_files_and_folders_of_them_give_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    from pyarrow import Table
+def saved(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
+    """Rows in a file of a kind, in the folder. Columns of CSV files are texts."""
+    path = folder / f"a{kind}"
+    if kind == ".parquet":
+        parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        parquet.write_table(arrow.Table.from_pylist(rows), path)
+    elif kind == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    else:
+        write(path, json.dumps(rows, indent=1) if kind == ".json" else lines(rows))
+    return path
+
+
+#: Texts that readers which guess types would change.
+GUESSED = ["NA", "None", "null", "nan", "", "2024-01-31", "2024-01-31T10:00:00Z", "1", "1.50", "007", "true", " x ", "a\nb"]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the files of a folder a data set on the Hub, `owner/name`, in the way in which `datasets` finds its splits."""
+    datasets, huggingface = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
+    load, prefix = datasets.load_dataset_builder, "hf://datasets/owner/name@abc/"
+
+    def serve(folder: Path) -> None:
+        def builder(name: str) -> Any:
+            assert name == "owner/name"
+            found = load(str(folder), cache_dir=str(tmp_path / "cache"))
+            found.config.data_files = {split: [prefix + str(Path(file).relative_to(folder)) for file in files]
+                                       for split, files in found.config.data_files.items()}
+            return found
+
+        def fetched(name: str, file: str, *, revision: str, repo_type: str) -> str:
+            assert (name, revision, repo_type) == ("owner/name", "abc", "dataset")
+            return str(folder / file)
+
+        monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+        monkeypatch.setattr(huggingface, "hf_hub_download", fetched)
+        monkeypatch.setattr(huggingface, "list_repo_files", lambda name, repo_type: sorted(
+            str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()))
+
+    return serve
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".parquet"])
+def test_a_folder_and_a_data_set_have_the_rows_of_their_files_to_the_letter(
+        tmp_path: Path, hub: Callable[..., None], kind: str) -> None:
+    rows = [{"instruction": f"q{number}", "input": text, "output": text} for number, text in enumerate(GUESSED)]
     (tmp_path / "set").mkdir()
-    parquet.write_table(Table.from_pylist(ALPACA), tmp_path / "set" / "train.parquet")
-    assert list(read_rows(str(tmp_path / "set" / "train.parquet"))) == ALPACA
-    assert list(read_rows(str(tmp_path / "set"))) == ALPACA
+    path = saved(tmp_path / "set", kind, rows)
+    hub(tmp_path / "set")
+    assert list(read_rows(str(path))) == list(read_rows(str(tmp_path / "set"))) == list(read_rows("owner/name")) == rows
+
+
+def test_a_folder_is_read_whole_in_the_order_of_names_or_refused_by_name(tmp_path: Path) -> None:
+    """No name of a file decides silently that it is left out."""
+    for number, name in enumerate(("b/test.jsonl", "a.csv", "c-eval.json", "d.jsonl.gz")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = f"text\n{number}\n" if name.endswith("csv") else json.dumps({"text": str(number)})
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    (tmp_path / ".hidden").write_text("x")
+    assert [row["text"] for row in read_rows(str(tmp_path))] == ["1", "0", "2", "3"]
+    (tmp_path / "b" / "train.jsonl").write_text('{"text": ""}')
+    with pytest.raises(ArgumentError, match=r"has a training split and another \(b/train.jsonl, b/test.jsonl\): give"):
+        list(read_rows(str(tmp_path)))
+    (tmp_path / "b" / "train.jsonl").rename(tmp_path / "README.md")
+    with pytest.raises(ArgumentError, match=r"has rows and other files \(a.csv, README.md\): give the files"):
+        is_text(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArgumentError, match=r"folder .*empty has no files"):
+        is_text(str(tmp_path / "empty"))
+
+
+def test_a_data_set_is_read_whole_or_what_is_left_out_is_named(tmp_path: Path, hub: Callable[..., None]) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    hub(folder)
+    write(folder / "train.jsonl", lines([{"text": "1"}]))
+    write(folder / "test.jsonl", lines([{"text": "2"}]))
+    assert list(read_rows("owner/name")) == [{"text": "1"}]
+    write(folder / "more.csv", "text\n3\n")
+    with pytest.warns(UserWarning, match=r"owner/name has files of no split, which are not read: more.csv"):
+        assert list(read_rows("owner/name")) == [{"text": "1"}]
+    (folder / "more.csv").unlink()
+    (folder / "train.jsonl").rename(folder / "validation.jsonl")
+    with pytest.raises(MegacompileError, match=r"owner/name has no split train \(its splits: validation, test\): fetch it"):
+        list(read_rows("owner/name"))
+    for each in folder.glob("*.jsonl"):
+        each.unlink()
+    write(folder / "train.txt", "one\ntwo\n")
+    with pytest.raises(MegacompileError, match=r"has .*train.txt, whose format is none of .jsonl, .json, .csv, .parquet"):
+        list(read_rows("owner/name"))
+    (folder / "train.txt").unlink()
+    write(folder / "a.csv", "text;more\n1;2\n")
+    write(folder / "README.md", "---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ';'\n---\n")
+    with pytest.raises(MegacompileError, match=r"owner/name is to be read with sep=';', which is not supported: fetch it"):
+        list(read_rows("owner/name"))
+
+
+def test_objects_in_parquet_have_the_fields_that_they_were_written_with(tmp_path: Path) -> None:
+    """Parquet gives each object of a column the fields of all others."""
+    rows = [{"tools": [{"name": name, "parameters": {"properties": {name: {"type": "string", **more}}, "required": [name]}}],
+             "messages": [{"role": "user", "content": "q"},
+                          {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": {name: 1}}}]}]}
+            for name, more in (("add", {}), ("send", {"enum": ["a", "b"]}), ("ask", {"description": "d"}))]
+    assert list(read_rows(str(saved(tmp_path, ".parquet", rows)))) == rows
+
+
+def test_a_folder_of_text_files_is_each_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "set" / "more").mkdir(parents=True)
+    files = [write(tmp_path / "set" / name, text) for name, text in (("a.txt", "one\ntwo\n"), ("more/b.md", "three\n\nfour\n"))]
+    assert is_text(str(tmp_path / "set"))
+    for tokenizer in (ByteTokenizer(), tokenizer_of()):
+        found, expected = (data(*sources, length=4, tokenizer=tokenizer) for sources in ([str(tmp_path / "set")], files))
+        assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.spans, expected.spans)
 
 
 @pytest.mark.parametrize(("name", "content", "reason"), [
@@ -82,6 +193,9 @@ def test_parquet_files_and_folders_of_them_give_the_same_rows(tmp_path: Path, mo
     ("a.csv", "instruction,output\n", "has no rows"), ("a.json", "[]", "has no rows"), ("a.json", "", "has no rows"),
     ("a.jsonl", "\n \n", "has no rows"),
     ("a.jsonl", "[" * 100_000, r"a\.jsonl, row 1 cannot be read"),
+    ("a.json", json.dumps(ALPACA[0], indent=1), r"a\.json, row 1 is a JSON object over several lines: write .* of its own$"),
+    ("a.jsonl", "\n".join(json.dumps(row, indent=1) for row in ALPACA), r"a\.jsonl, row 1 is a JSON object over several lines"),
+    ("a.json", json.dumps({"data": ALPACA}, indent=1), r"over several lines: .*; if the rows are those under the key data"),
     ("a.csv", "instruction,output\none,1\ntwo,2,3\n", r"a\.csv, row 2 cannot be read \(it has more fields than"),
     ("a.csv", "instruction,output\none\n", r"a\.csv, row 1 cannot be read \(it has fewer fields than"),
     ("a.parquet", "no", r"a\.parquet, row 1 cannot be read"),
@@ -221,7 +335,7 @@ def test_text_files_are_cut_into_sequences(tmp_path: Path) -> None:
     ({"a.jsonl": ""}, {}, r"a\.jsonl has no rows"),
     ({"a.jsonl": lines(ALPACA), "b.jsonl": lines([{"text": "x"}])}, {}, "texts and conversations cannot be combined"),
     ({"a.jsonl": lines(ALPACA), "b.txt": "x"}, {}, "text files and files of rows cannot be combined"),
-    ({"b.txt": "x"}, {"format": Format.TEXT}, r"--format text is for rows, but .*b\.txt is a text file"),
+    ({"b.txt": "x"}, {"format": Format.TEXT}, r"--format text is for rows, but .*b\.txt is text: leave"),
     ({"a.jsonl": lines(ALPACA)}, {"format": Format.TEXT}, r"a\.jsonl, row 1: text is missing"),
     ({"a.jsonl": lines(ALPACA)}, {"tokenizer": ByteTokenizer()}, "rows need a tokenizer with an end token"),
     ({"a.jsonl": lines(ALPACA)}, {"vocabulary": 100}, "the tokenizer gives token 2.., but the model's vocabulary ends at 99"),
