@@ -20,13 +20,15 @@ import trained
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl.trainer import grpo_trainer, rloo_trainer
+from trl.trainer import grpo_trainer, kto_trainer, rloo_trainer
 
 import megacompile
 from megacompile.dpo import DPOTrainer
 from megacompile.errors import UnsupportedError
 from megacompile.grpo import GRPOTrainer
 from megacompile.rloo import RLOOTrainer
+from megacompile.trainer import Trainer
+from megacompile.trainers.fused_head import streamed_heads
 from megacompile.weights.bitsandbytes import adopt_bitsandbytes
 
 NUMBERS = tiny_models.VOCABULARY - 3
@@ -113,6 +115,27 @@ def test_a_reference_model_is_streamed_beside_the_policy(policy: Any, native: An
         assert_alike(dpo(DPOTrainer, tmp_path, policy, tokenizer, streamed, **options), theirs)
     finally:
         streamed.megacompile.close()
+
+
+def test_kto_trains_as_it_does_unstreamed_in_the_way_that_the_page_says(
+        policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """`train` names it to those who have answers with verdicts."""
+    from datasets import Dataset
+
+    class KTOTrainer(Trainer, trl.KTOTrainer):
+        pass
+
+    rows = Dataset.from_list([{"prompt": count(a, a + 3 + a % 3), "completion": " " + count(a + 3, a + 6 + a % 4),
+                               "label": a % 3 > 0} for a in range(24)])
+    settings = trl.KTOConfig(str(tmp_path), **{**SHARED, "max_steps": 3, "per_device_train_batch_size": 4},
+                             precompute_ref_log_probs=True)
+    theirs = trl.KTOTrainer(model=native, args=settings, train_dataset=rows, processing_class=tokenizer)
+    theirs.train()
+    with streamed_heads(kto_trainer):
+        ours = KTOTrainer(model=policy, args=settings, train_dataset=rows, processing_class=tokenizer)
+        ours.train()
+    assert_alike(ours, theirs)
+    tiny_models.assert_same_weights(policy, native, tolerance=1e-3)
 
 
 def even(completions: list[str], **kwargs: Any) -> list[float]:
