@@ -65,7 +65,7 @@ def prepare(source: str, data: Sequence[str], settings: Settings, lora: Lora, co
     training.check_length(outline.config, recipe.length)
     _check_rate(settings, asked)
     tokenizer = PretrainedTokenizer(settings.tokenizer) if settings.tokenizer else load_tokenizer(source)
-    with console.status("reading the data"):
+    with console.status("reading the data"), resuming.template_time(tokenizer, then) as time:
         found = read(data, tokenizer, settings.format, recipe.length, settings.pack, outline.config.vocab_size,
                      lambda text: console.print(text, style="bold yellow"), settings.too_long)
     rows, held_out = split(found, settings.eval_share, settings.seed)
@@ -78,7 +78,7 @@ def prepare(source: str, data: Sequence[str], settings: Settings, lora: Lora, co
     if target is not None:
         check_writable(target)  # before training, which would be lost otherwise
     fixed = {name: getattr(recipe, name) for name in resuming.FIXED} | {
-        "seed": settings.seed, "data": rows.fingerprint(), "optim": words_of_optimizer(settings)}
+        "seed": settings.seed, "data": rows.fingerprint(), "optim": words_of_optimizer(settings), **time}
     if lora.lora:
         fixed["lora"] = _words_of(lora)
     if start is not None:

@@ -1,7 +1,11 @@
 """Resuming a run of `megacompile train`: from which checkpoint, and with which settings."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import megacompile
 from megacompile import schema
 from megacompile.checkpoint import latest_checkpoint
 from megacompile.checkpoint.loading import read_extra
+from megacompile.corpus import PretrainedTokenizer, Tokenizer
 from megacompile.errors import ArgumentError, CheckpointError
 from megacompile.finetuning.saves import CHECKPOINTS
 from megacompile.finetuning.settings import Settings
@@ -19,6 +24,10 @@ from megacompile.finetuning.settings import Settings
 FIXED = ("batch", "length", "lr", "beta1", "beta2", "eps", "weight_decay")
 #: The optimizer of runs of versions that had only one, and did not name it in their checkpoints.
 _FIRST_OPTIMIZER = "AdamW, state_dtype float32"
+#: Where a chat template prints the time at which it is rendered, such as today's date.
+_CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
+#: The name of that time among the settings that must not change.
+TEMPLATE_TIME = "template_time"
 _PROGRESS = schema.record({"done": schema.whole(0, 2**53), "fixed": schema.table(schema.text(), schema.anything)})
 
 
@@ -48,6 +57,31 @@ def fixed_settings(start: Path) -> Mapping[str, Any]:
     """The settings of the run that saved a checkpoint, as far as they must not change. Raises `CheckpointError` if no run saved
     it."""
     return dict(_progress(start, read_extra(start))["fixed"])
+
+
+@contextmanager
+def template_time(tokenizer: Tokenizer, then: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """A context in which the tokenizer's chat template prints one time: that of an earlier run with the settings `then`, or
+    now. So a run that goes on another day has the same rows. Gives the time as a setting that must not change, or nothing if
+    the template does not read the clock. Raises `CheckpointError` if the earlier run's time is none."""
+    pretrained = tokenizer.pretrained if isinstance(tokenizer, PretrainedTokenizer) else None
+    before = getattr(pretrained, "chat_template", None)
+    named = before if isinstance(before, dict) else {"": before or ""}
+    if pretrained is None or not any(map(_CLOCK.search, named.values())):
+        yield {}
+        return
+    try:
+        time = datetime.fromisoformat(str(then.get(TEMPLATE_TIME, datetime.now().isoformat(timespec="seconds"))))
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint has {TEMPLATE_TIME} {then[TEMPLATE_TIME]!r}, which is not a time: give another "
+                              "checkpoint") from error
+    fixed = {name: _CLOCK.sub(lambda found: json.dumps(time.strftime(found["format"]), ensure_ascii=False), text)
+             for name, text in named.items()}
+    pretrained.chat_template = fixed if isinstance(before, dict) else fixed[""]
+    try:
+        yield {TEMPLATE_TIME: time.isoformat()}
+    finally:
+        pretrained.chat_template = before
 
 
 def check_same_run(start: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -209,8 +209,12 @@ def _optimizer(model: Any, settings: Settings, recipe: Recipe) -> StreamedOptimi
 
 def _write_settings(path: Path, source: str, data: Sequence[str], settings: Settings, recipe: Recipe, lora: Lora,
                     knobs: Knobs) -> None:
-    """Writes all settings, including defaults, so that `--config` repeats the run even if defaults change later."""
+    """Writes all settings, including defaults, so that `--config` repeats the run even if defaults change later, from any
+    working directory: paths are absolute."""
     given = {"model": source, "data": list(data), **asdict(settings), **asdict(recipe), **asdict(lora), **asdict(knobs)}
+    for name in ("model", "data", "tokenizer", "output", "save", "disk"):
+        value = given[name]
+        given[name] = [_absolute(each) for each in value] if isinstance(value, list) else value and _absolute(value)
     for name in ("resume", "per_device_train_batch_size", "gradient_accumulation_steps",  # the last two are in `batch`
                  *(["warmup_ratio"] if recipe.warmup is not None else [])):
         del given[name]
@@ -218,6 +222,11 @@ def _write_settings(path: Path, source: str, data: Sequence[str], settings: Sett
         replace_file(path, [yaml.safe_dump(_plain(given), sort_keys=False).encode()])
     except OSError as error:
         raise MegacompileError(f"{path} cannot be written ({error.strerror}): give a writable --output") from error
+
+
+def _absolute(name: str | Path) -> str:
+    """The absolute path of what exists, or the name: that of something on the Hub."""
+    return os.path.abspath(name) if os.path.exists(name) or isinstance(name, Path) else name
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,12 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -505,6 +507,48 @@ def test_a_resume_that_is_refused_changes_no_file(model: Path, data: Path, tmp_p
     assert refused.exit_code == 1 and "is damaged: its checksum" in refused.stderr
     shard.write_bytes(before[shard.relative_to(output).as_posix()])
     assert contents(output) == before and not other.parent.exists()
+
+
+def test_a_run_whose_chat_template_prints_the_time_goes_on_at_another_time_to_the_bit(
+        model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, today = tmp_path / "model", [5]
+    shutil.copytree(model, timed)
+    told = ("{{ '<|im_start|>system\n' + strftime_now('%d ') + strftime_now( \"%H:%M\" ) + '<|im_end|>\n' }}"
+            + tiny_tokenizer.CHATML)
+    tokenizer = AutoTokenizer.from_pretrained(timed)
+    tokenizer.chat_template = told
+    tokenizer.save_pretrained(timed)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Clock:
+            return cls(2025, 1, today[0], 3, 4, 5)
+
+    for module in ("megacompile.finetuning.resuming", "transformers.utils.chat_template_utils"):
+        monkeypatch.setattr(f"{module}.datetime", Clock, raising=False)
+    arguments = ("train", timed, "--data", data, *FLAGS, "--decay", "constant", "--warmup", 0)
+    for output, steps, day in (("stopped", 2, 5), ("stopped", 4, 6), ("whole", 4, 5)):
+        today[0] = day
+        result = command(*arguments, "--steps", steps, "--output", tmp_path / output, "--resume", "latest")
+        assert result.exit_code == 0, result.output
+    assert len(losses(tmp_path / "stopped")) == 4 and losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert AutoTokenizer.from_pretrained(tmp_path / "stopped" / "model").chat_template == told
+
+
+def test_a_run_goes_on_from_another_working_directory(
+        model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the settings that it has written, with what it was given by relative paths."""
+    here, other = tmp_path / "here", tmp_path / "other"
+    other.mkdir()
+    shutil.copytree(model, here / "base")
+    shutil.copy(data, here / "rows.jsonl")
+    monkeypatch.chdir(here)
+    given = ("base", "--data", "rows.jsonl", "--tokenizer", "base", "--output", "runs/one", "--save", "saved")
+    assert command("train", *given, *FLAGS, "--steps", 2).exit_code == 0
+    monkeypatch.chdir(other)
+    result = command("train", "--config", here / "runs" / "one" / "settings.yaml", "--steps", 4, "--resume", "latest")
+    assert result.exit_code == 0 and "resuming after step 2" in result.output, result.output
+    assert list(losses(here / "runs" / "one")) == [1, 2, 3, 4] and not list(other.iterdir())
 
 
 def test_a_run_that_saves_nothing_says_so_before_it_trains(model: Path, data: Path) -> None:
