@@ -160,7 +160,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     dtypes = {streamed_dtype(p, config.dtype) for p in model.parameters() if p.is_floating_point() or p.requires_grad}
     if not dtypes <= {torch.float32, torch.bfloat16}:
         raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and "
-                               "bfloat16; give dtype=torch.bfloat16 (--dtype bfloat16), or cast the model to one of them")
+                               "bfloat16; give dtype=torch.bfloat16, or cast the model to one of them")
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     stack = find_layers(model, layers)
     if host_bytes is not None:

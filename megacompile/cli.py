@@ -9,6 +9,7 @@ Each command imports what it needs when it runs, so that --help does not wait se
 from __future__ import annotations
 
 import enum
+import re
 import sys
 from collections.abc import Callable
 from inspect import cleandoc
@@ -51,16 +52,37 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ArgumentError as error:
-            message, code = str(error), EXIT_ARGUMENT
+            message, code = _with_options(str(error), self.get_command(ctx, ctx.invoked_subcommand or "")), EXIT_ARGUMENT
         except typer.BadParameter as error:
             path = error.ctx.command_path if error.ctx is not None else "megacompile"
             message, code = f"{error.format_message().rstrip('.')}: see {path} --help", EXIT_ARGUMENT
         except MegacompileError as error:
-            message, code = str(error), EXIT_FAILED
+            message, code = _with_options(str(error), self.get_command(ctx, ctx.invoked_subcommand or "")), EXIT_FAILED
         except KeyboardInterrupt:
             message, code = "stopped by Ctrl-C", EXIT_INTERRUPTED
         print(f"megacompile: {message}", file=sys.stderr)
         raise typer.Exit(code)
+
+
+#: A call in Python, which stays as it is, or an argument by its name with its value.
+_PYTHON = re.compile(r"""[\w.]+\([^()]*\)|\b(?P<name>[a-z_]\w*)=(?P<quote>['"]?)(?P<value>[^\s'",;()]+)(?P=quote)""")
+
+
+def _with_options(message: str, command: Any) -> str:
+    """A message with the options of the command in place of the arguments of the same names in Python: `waves=2` becomes
+    `--waves 2`, and `strict=False` becomes `--no-strict`."""
+    options = {each.name: each for each in command.params} if command is not None else {}
+
+    def option(found: re.Match[str]) -> str:
+        known, value = options.get(found["name"]), found["value"]
+        if known is None or known.param_type_name != "option":
+            return found[0]
+        if not known.is_flag:
+            return f"{known.opts[0]} {value.removeprefix('torch.')}"
+        words = known.secondary_opts if value == "False" else known.opts
+        return words[0] if words else found[0]
+
+    return _PYTHON.sub(option, message)
 
 
 class _Command(TyperCommand):

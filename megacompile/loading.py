@@ -82,8 +82,8 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = Non
     config = config if config is not None else _config(folder)
     stored_as = _format(source, config, wanted)
     if stored_as is not None and adapter is None and trainable:
-        raise ArgumentError("quantized weights are frozen, and nothing would be trained: give an adapter (LoraConfig), or "
-                            "trainable=False")
+        raise ArgumentError("quantized weights are frozen, and nothing would be trained: give an adapter (LoraConfig, "
+                            "--lora), or trainable=False")
     known = dtype or config.dtype
     model = _empty_model(source, config, known or torch.bfloat16)
     model.requires_grad_(trainable)

@@ -16,7 +16,7 @@ from megacompile.finetuning.refused import REFUSED, key_of
 from megacompile.finetuning.trackers import Tracker, check_trackers
 from megacompile.limits import LARGEST
 from megacompile.tools.decay import Decay
-from megacompile.tools.options import DType, ModelDType, Optim, OptimArgs
+from megacompile.tools.options import DType, ModelDType, Optim, OptimArgs, Strict
 from megacompile.tools.recipe import default_length, default_words
 
 DATA_PANEL = "Data"
@@ -108,6 +108,7 @@ class Settings:
         help="Update each layer as soon as its gradients arrive (in plans: --update arrival). "
              "Needs --max-grad-norm 0.")] = False
     dtype: ModelDType = DType.AUTO
+    strict: Strict = True
     bf16: Annotated[bool, typer.Option(
         "--bf16", rich_help_panel=_LEARNING, help="Same as --dtype bfloat16. Master weights stay in FP32.")] = False
     seed: Annotated[int, typer.Option(

@@ -181,7 +181,7 @@ def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: in
         model = training.load_model(source, dtype=dtype)
         model = model if adapter is None else put_adapter(model, adapter)
         return megacompile.stream(megacompile.quantize(model, stored) if stored else model, **options)
-    return megacompile.from_pretrained(source, dtype=dtype, adapter=adapter, quantize=stored, **options)
+    return megacompile.from_pretrained(source, dtype=dtype, adapter=adapter, quantize=stored, strict=settings.strict, **options)
 
 
 def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) -> Padding:

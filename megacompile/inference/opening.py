@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megacompile.errors import ArgumentError, CheckpointError
-from megacompile.tools.options import Device, DeviceMemory, DType, ModelDType
+from megacompile.tools.options import Device, DeviceMemory, DType, ModelDType, Strict
 
 if TYPE_CHECKING:
     from megacompile.corpus import PretrainedTokenizer
@@ -28,6 +28,7 @@ class Opening:
     tokenizer: Annotated[str | None, typer.Option(
         help="Directory or Hugging Face Hub id of a tokenizer.", show_default="the model's own")] = None
     dtype: ModelDType = DType.AUTO
+    strict: Strict = True
     device: Device = None
     device_memory: DeviceMemory = None
 
@@ -59,8 +60,8 @@ class Opening:
         base, adapter = self._found(source)
         if not training.has_weights(base):
             raise ArgumentError(f"{base} has no weights, only a config: give a model that was trained")
-        model = from_pretrained(base, dtype=self.dtype.resolve(), trainable=False, device=self.device,
-                                device_memory=self.device_memory,
+        model = from_pretrained(base, dtype=self.dtype.resolve(), strict=self.strict, trainable=False,
+                                device=self.device, device_memory=self.device_memory,
                                 adapter=None if adapter is None else _adapter_config(adapter))
         if adapter is not None:
             _load_adapter(model, adapter)

@@ -46,8 +46,7 @@ def device_of_rank(config: StreamConfig) -> torch.device:
     if torch.cuda.is_available() and processes > (gpus := torch.cuda.device_count()):
         raise DeviceUnavailableError(
             f"{processes} processes or more were started on this host, but this one sees {gpus} GPU{'s'[:gpus != 1]}: start "
-            f"{gpus} (torchrun --nproc-per-node {gpus}), or if each process sees a GPU of its own, give device='cuda:0' "
-            "(--device cuda:0)")
+            f"{gpus} (torchrun --nproc-per-node {gpus}), or if each process sees a GPU of its own, give device='cuda:0'")
     return torch.device("cuda", local)
 
 

@@ -69,6 +69,9 @@ Optim = Annotated[str, typer.Option(
                                    "the same work too.")]
 OptimArgs = Annotated[str | None, typer.Option(
     help='More options of the optimizer, such as "master=bfloat16" or "momentum=0.9, nesterov=True".')]
+Strict = Annotated[bool, typer.Option(
+    "--strict/--no-strict", help="Refuse a checkpoint without all tensors of the model, or with others. --no-strict: those "
+                                 "that are missing start from random values, and others are left out, with a warning.")]
 ModelDType = Annotated[DType, typer.Option(help="Data type of the weights. auto: the model's own.")]
 
 

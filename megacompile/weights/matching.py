@@ -46,8 +46,9 @@ class Match:
         if self.wrong or (strict and (self.missing or self.unused)):
             counts = {"do not fit": self.wrong, "are missing": self.missing, "are not used": self.unused}
             said = ", ".join(f"{len(names)} {what}" for what, names in counts.items() if names)
+            otherwise = "start those missing from random values" if self.missing else "leave those out"
             remedy = ("give the config that belongs to it" if self.wrong else
-                      "give the checkpoint that belongs to it, or strict=False to start those missing from random values")
+                      f"give the checkpoint that belongs to it, or strict=False to {otherwise}")
             raise CheckpointError(f"{where} is not a checkpoint of {type(model).__name__} as configured ({said}): {remedy}\n"
                                   f"{self.text()}")
 

@@ -126,6 +126,23 @@ def test_the_lines_of_an_error_are_all_shown(config: Path, text: Path, monkeypat
     assert result.exit_code == 1 and result.stderr == f"megacompile: {error}\n"
 
 
+@pytest.mark.parametrize("command", typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+def test_a_remedy_names_options_that_the_command_has(command: str) -> None:
+    """For all of its options, of which Python has arguments of the same names; code stays as it is."""
+    asked = typer.main.get_command(cli.app).commands[command]  # type: ignore[attr-defined]
+    for option in asked.params:
+        if option.param_type_name != "option" or option.name == "help":
+            continue
+        values = {"False": option.secondary_opts, "True": option.opts} if option.is_flag else {"2": [f"{option.opts[0]} 2"]}
+        for value, words in values.items():
+            given = f"{option.name}={value}"
+            code = f", or stream(model, {given}), or other_{given}"
+            for told in (f"give {given}", f"one ({given}), or fewer"):
+                said = cli._with_options(told + code, asked)
+                assert said.endswith(code)
+                assert not words or (words[0] in said and given not in said.removesuffix(code)), said
+
+
 def test_a_fault_keeps_its_traceback(config: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError

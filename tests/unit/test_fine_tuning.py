@@ -22,6 +22,7 @@ import torch
 import yaml
 from killed import killed_at
 from killed_runs import kill_runs_at_random_moments
+from safetensors.torch import load_file, save_file
 from tiny_models import build
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 from typer.testing import CliRunner, Result
@@ -533,6 +534,27 @@ def test_a_run_whose_chat_template_prints_the_time_goes_on_at_another_time_to_th
         assert result.exit_code == 0, result.output
     assert len(losses(tmp_path / "stopped")) == 4 and losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     assert AutoTokenizer.from_pretrained(tmp_path / "stopped" / "model").chat_template == told
+
+
+def test_a_checkpoint_with_more_tensors_is_refused_with_an_option_that_trains_and_evaluates_it_as_if_without(
+        model: Path, data: Path, tmp_path: Path) -> None:
+    """Older versions of transformers stored buffers that newer ones do not have."""
+    more = tmp_path / "more"
+    shutil.copytree(model, more)
+    tensors = load_file(more / "model.safetensors") | {"model.layers.0.self_attn.masked_bias": torch.tensor(-1e4)}
+    save_file(tensors, more / "model.safetensors", {"format": "pt"})
+    told = {"train": ("--steps", 2, *FLAGS), "evaluate": ("--length", LENGTH, "--device", "cpu")}
+    for name, options in told.items():
+        refused = command(name, more, "--data", data, *options)
+        assert refused.exit_code == 1, refused.output
+        assert "(1 are not used): give the checkpoint that belongs to it, or --no-strict to leave those out" in refused.stderr
+    with pytest.warns(UserWarning, match=r"masked_bias is stored, and the model does not have it"):
+        assert command("train", more, "--data", data, *told["train"], "--no-strict", "--output", tmp_path / "a").exit_code == 0
+    assert command("train", model, "--data", data, *told["train"], "--output", tmp_path / "b").exit_code == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    with pytest.warns(UserWarning, match="masked_bias"):
+        found = command("evaluate", more, "--data", data, *told["evaluate"], "--no-strict").stdout
+    assert found.split(" (")[0] == command("evaluate", model, "--data", data, *told["evaluate"]).stdout.split(" (")[0] != ""
 
 
 def test_a_run_goes_on_from_another_working_directory(
