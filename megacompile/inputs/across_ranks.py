@@ -8,7 +8,7 @@ Packed rows of which only the loss is read are packed again, as one batch, and d
 computed by another one. All ranks then have the same number of rows, with little padding.
 
 The target tokens of all ranks divide each rank's loss. The sum of the ranks' losses is then the loss of one process that has
-all rows.
+all rows. A caller may give the denominator of its rank's rows; where those differ, rows stay with their rank.
 """
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class _Summary:
     key: CaptureKey
     has_labels: bool
     names: tuple[str, ...]
-    targets: float | None  # None: the caller gave the loss denominator, or there is none
+    denominator: float | None  # of its rows' loss; None if there is none
+    counted: bool  # the denominator, in the rank's batch; otherwise its caller gave it
     useful_tokens: int
     can_move: bool  # its sequences may be computed by another rank
 
@@ -68,16 +69,17 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
     """This rank's batch, padded to the shape that all ranks agree on for the batches that they pass to `doing`. Its
     `useful_tokens` are those of all ranks. Raises `UnsupportedError` where the model computes with all rows at once, or would
     see padding; `RankError`."""
-    mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), _targets(given),
+    denominator = None if given.loss_denominator is None else float(given.loss_denominator)
+    mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), denominator, given.counted,
                     given.useful_tokens, given.only_loss and isinstance(given.layout, Layout))
     all_ranks = [_Summary.of(fields) for fields in ranks.agree(doing, astuple(mine))]
     key = _common_key(all_ranks)
     captured = captures.serve(key).captured
-    if all(each.can_move for each in all_ranks) and captured.has_loss_denominator and not captured.totals:
+    if _may_move(all_ranks) and captured.has_loss_denominator and not captured.totals:
         shared = _shared_out(ranks, captures, given, doing)
         if captured.holds_at(shared.length):
             total = ranks.size * shared.rows
-            return _with_all_targets(shared, all_ranks), AllRows(ranks.rank * shared.rows, total, {})
+            return _with_all_counts(shared, all_ranks, captured), AllRows(ranks.rank * shared.rows, total, {})
     rows, length = max(each.rows for each in all_ranks), max(each.length for each in all_ranks)
     _check(captured, all_ranks, key)
     if not captured.holds_at(length):  # which capture does, depends on the batches that a rank has had
@@ -86,18 +88,29 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
     inputs = _with_implied(given, captures, key)
     own = given.rows, given.length
     inputs = {name: _padded(name, tensor, own, (rows, length), captured) for name, tensor in inputs.items()}
-    alike = _with_all_targets(replace(given, inputs=inputs, rows=rows, length=length, key=key), all_ranks)
+    alike = _with_all_counts(replace(given, inputs=inputs, rows=rows, length=length, key=key), all_ranks, captured)
     read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
     parts = ranks.agree(doing, {name: inputs[name].cpu() for name in read}) if captured.totals else []
     whole = {name: torch.cat([part[name] for part in parts]) for name in read}
     return alike, AllRows(ranks.rank * rows, ranks.size * rows, whole)
 
 
-def _with_all_targets(given: BatchArguments, all_ranks: list[_Summary]) -> BatchArguments:
-    """The batch with the counts of all ranks: useful tokens, and target tokens unless the caller gave the loss denominator."""
+def _may_move(all_ranks: list[_Summary]) -> bool:
+    """Whether any rank may compute any sequence: it divides all losses by one number, its own. Raises `UnsupportedError` if
+    only some callers give a denominator."""
+    own = {rank: each.denominator for rank, each in enumerate(all_ranks) if each.denominator is not None and not each.counted}
+    if own and (without := next((rank for rank in range(len(all_ranks)) if rank not in own), None)) is not None:
+        raise UnsupportedError(f"num_items_in_batch is passed on rank {next(iter(own))} and not on rank {without}, so that "
+                               "their losses have different scales: pass it on every rank, or on none")
+    return all(each.can_move for each in all_ranks) and len({*own.values()}) <= 1
+
+
+def _with_all_counts(given: BatchArguments, all_ranks: list[_Summary], captured: CapturedModel) -> BatchArguments:
+    """The batch with the counts of all ranks: useful tokens, and target tokens unless the caller gave the loss denominator. A
+    loss of the user's is a plain sum then, over the tokens of all ranks."""
     denominator = given.loss_denominator
-    if denominator is not None and given.counted:
-        denominator = torch.tensor(float(sum(each.targets for each in all_ranks if each.targets is not None)))
+    if denominator is not None and given.counted and not captured.token_loss:
+        denominator = torch.tensor(sum(each.denominator for each in all_ranks if each.denominator is not None))
     return replace(given, loss_denominator=denominator, useful_tokens=sum(each.useful_tokens for each in all_ranks))
 
 
@@ -118,10 +131,6 @@ def _shared_out(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
         inputs[name] = layout.positions if name == POSITIONS else layout.pack(rows, IGNORED if name in labels else 0)
     count, length = layout.source.shape
     return replace(given, inputs=inputs, rows=count, length=length, layout=None)
-
-
-def _targets(given: BatchArguments) -> float | None:
-    return float(given.loss_denominator) if given.loss_denominator is not None and given.counted else None
 
 
 def _common_key(all_ranks: list[_Summary]) -> CaptureKey:

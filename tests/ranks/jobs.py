@@ -96,6 +96,16 @@ def unbalanced(rank: int, step: int) -> dict[str, Tensor]:
     return _padded(torch.tensor(((13, 9, 4, 11, 6), (5, 2))[rank]), 1000 * step + rank)
 
 
+def with_own_denominators(rank: int, step: int) -> dict[str, Any]:
+    """Rows that fit better if ranks share them out. Each rank divides the loss of its own rows by another number."""
+    return {**unbalanced(rank, step), "num_items_in_batch": (50, 3)[rank] + step}
+
+
+def surprise(logits: Tensor, labels: Tensor) -> Tensor:
+    """A loss of each token. Nothing is shifted."""
+    return -logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0] * (labels != -100)
+
+
 def _padded(lengths: Tensor, seed: int) -> dict[str, Tensor]:
     """Rows of these lengths, padded on the right."""
     rows, longest = len(lengths), int(lengths.max())
@@ -105,7 +115,7 @@ def _padded(lengths: Tensor, seed: int) -> dict[str, Tensor]:
 
 
 #: Name of a job -> (model, batch of a rank and step, how it trains, options of `stream`).
-JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Tensor]], str, dict[str, Any]]] = {
+JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Any]], str, dict[str, Any]]] = {
     "qwen2": (on_rank_0, even, "loop", {"micro_batch_size": 2}),
     "tied": (llama, even, "step", {}),
     "gpt2": (gpt2, even, "loop", {"checkpoint_interval": 2}),
@@ -117,6 +127,9 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Tensor]]
     "uneven rows": (qwen2, uneven, "loop", {}),
     "uneven rows, packed": (qwen2, uneven, "step", {"repack": 16}),
     "unbalanced rows": (qwen2, unbalanced, "loop", {"repack": 16}),
+    "denominators of ranks": (qwen2, with_own_denominators, "loop", {"repack": 16}),
+    "sum over tokens": (qwen2, uneven, "step", {"loss": surprise}),
+    "sum over tokens, own denominators": (qwen2, with_own_denominators, "loop", {"loss": surprise}),
     "waves": (qwen2, even, "step", {"micro_batch_size": 1, "waves": 2}),
     "sums on the host": (qwen2, even, "step", {"micro_batch_size": 1, "waves": 3, "host_sums": "all"}),
     "accumulation": (qwen2, even, "accumulation", {}),
@@ -135,7 +148,8 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Tensor]]
     "custom loss, uneven rows": (qwen2, uneven, "custom", {}),
 }
 #: Jobs that every run of the tests includes. The others run on demand.
-USUAL = ("qwen2", "tied", "gpt2", "qwen3", "expert pieces", "adapters", "uneven rows", "unbalanced rows", "sums on the host",
+USUAL = ("qwen2", "tied", "gpt2", "qwen3", "expert pieces", "adapters", "uneven rows", "unbalanced rows",
+         "denominators of ranks", "sum over tokens", "sums on the host",
          "arrival on the device", "custom loss, uneven rows")
 
 
@@ -178,9 +192,18 @@ def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
             "moments": moments}
 
 
+def loss_of(model: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """The loss of one rank's rows in native PyTorch."""
+    if "loss" not in options:
+        loss: Tensor = model(**batch).loss
+        return loss
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return options["loss"](logits.flatten(0, 1), batch["labels"].flatten()).sum() / batch["num_items_in_batch"]
+
+
 def train_native(name: str, ranks: int) -> dict[str, Any]:
     """The same with PyTorch in one process that has the rows of all ranks."""
-    build, batch_of, how, _ = JOBS[name]
+    build, batch_of, how, options = JOBS[name]
     model = build()
     arrival = how.startswith("arrival")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
@@ -193,8 +216,8 @@ def train_native(name: str, ranks: int) -> dict[str, Any]:
                 loss = torch.stack(each).mean()
                 losses.append([value.item() for value in each])
             else:
-                targets = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
-                loss = torch.stack([model(**b, num_items_in_batch=targets).loss for b in batches]).sum()
+                items = 1 if "loss" in options else sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+                loss = torch.stack([loss_of(model, {"num_items_in_batch": items, **b}, options) for b in batches]).sum()
                 losses.append(loss.item())
             (loss / 2 if how == "accumulation" else loss).backward()
         if step == 0:

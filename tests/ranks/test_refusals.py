@@ -55,6 +55,7 @@ classes = torch.tensor([0, 2, 1])
 #: What is tried -> (model, this rank's batch, the batch that it would take).
 TRIED = {
     "labels on one rank": (qwen2(), labeled(2, 5) if rank else {"input_ids": ids(2, 5)}, labeled(2, 5)),
+    "denominator on one rank": (qwen2(), labeled(2, 5, **({"num_items_in_batch": 7} if rank else {})), labeled(2, 5)),
     "rows of an average": (routed(), labeled(2 + rank, 5), labeled(2, 5)),
     "padding that tokens see": (both_ways(), labeled(2, 5 + rank), labeled(2, 5)),
     "scores of longer sequences": (classifier(), {"input_ids": ids(3, 5 + rank)}, {"input_ids": ids(3, 5), "labels": classes}),
@@ -79,6 +80,7 @@ for what, (model, batch, good) in TRIED.items():
 
 SAYS = {
     "labels on one rank": "the ranks' batches have different arguments",
+    "denominator on one rank": "num_items_in_batch is passed on rank 1 and not on rank 0",
     "rows of an average": "the model's loss is an average over rows, and the ranks have batches of 2 x 5, 3 x 5: give every",
     "padding that tokens see": "and the model would see padding: pad all of them to one length",
     "scores of longer sequences": "and the model would see padding: pad all of them to one length",
