@@ -5,13 +5,15 @@ rows would otherwise wait for the others, so this costs no time. Added rows repe
 tokens come after a row's own, where no other token sees them.
 
 Packed rows of which only the loss is read are packed again, as one batch, and divided among the ranks: a rank's rows may be
-computed by another one. All ranks then have the same number of rows, with little padding.
+computed by another one. All ranks then have the same number of rows, with little padding. Where only some ranks can pack their
+rows, none does.
 
 The target tokens of all ranks divide each rank's loss. The sum of the ranks' losses is then the loss of one process that has
 all rows. A caller may give the denominator of its rank's rows; where those differ, rows stay with their rank.
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -19,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.errors import UnsupportedError
+from megacompile.errors import LaneError, RankError, UnsupportedError, named_line
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch import BatchArguments, RepackedCaptures
 from megacompile.inputs.capture_protocols import Captures
 from megacompile.inputs.packed_layout import Layout, Span
-from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, padded
+from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, padded, predicts_before_first_token
 from megacompile.ir.plan import CaptureKey
 from megacompile.losses import IGNORED
 from megacompile.runtime.ranks import Ranks
@@ -45,13 +47,24 @@ class _Summary:
     denominator: float | None  # of its rows' loss; None if there is none
     counted: bool  # the denominator, in the rank's batch; otherwise its caller gave it
     useful_tokens: int
-    can_move: bool  # its sequences may be computed by another rank
+    packed: bool
+    rearranged: bool  # packed or padded, and can be read again without
+    only_loss: bool  # is read
+    may_grow: bool  # padding on the right changes no loss
 
     @classmethod
     def of(cls, fields: tuple[Any, ...]) -> _Summary:
         """The summary with these values, those of `astuple`."""
         rows, length, key, *others = fields
         return cls(rows, length, CaptureKey(*key), *others)
+
+    def described(self) -> str:
+        """The batch's arguments for a message, and in which mode the model computes it."""
+        key, tensors = self.key, {each.partition(":")[0] for each in self.key.further}
+        modes = {"in evaluation mode": key.evaluating, "without adapters": key.without_adapters,
+                 f"with {key.images} images in each row": key.images != 1}
+        arguments = ", ".join((*(name for name in self.names if name not in tensors), *key.further))
+        return " ".join((arguments, *(mode for mode, on in modes.items() if on)))
 
 
 @dataclass(frozen=True)
@@ -64,22 +77,38 @@ class AllRows:
     inputs: Mapping[str, Tensor]
 
 
+def tell(ranks: Ranks, doing: str, error: Exception) -> None:
+    """Makes `joined` fail on the other ranks, which would otherwise pair with this rank's next call. Call this before `joined`,
+    or within it before all agree again. The others know of a lane's failure already."""
+    if not isinstance(error, LaneError):
+        with contextlib.suppress(RankError):  # `error` says more
+            ranks.agree(doing, named_line(error))
+
+
 def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
-           doing: str) -> tuple[BatchArguments, AllRows]:
+           doing: str) -> tuple[BatchArguments, BatchArguments, AllRows]:
     """This rank's batch, padded to the shape that all ranks agree on for the batches that they pass to `doing`. Its
-    `useful_tokens` are those of all ranks. Raises `UnsupportedError` where the model computes with all rows at once, or would
-    see padding; `RankError`."""
-    denominator = None if given.loss_denominator is None else float(given.loss_denominator)
-    mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), denominator, given.counted,
-                    given.useful_tokens, given.only_loss and isinstance(given.layout, Layout))
-    all_ranks = [_Summary.of(fields) for fields in ranks.agree(doing, astuple(mine))]
+    `useful_tokens` are those of all ranks. Then the batch as this rank would compute it alone, which is not packed if other
+    ranks' rows cannot be. Raises `UnsupportedError` where the model computes with all rows at once, or would see padding, and
+    where another rank has refused its batch; `RankError`."""
+    all_ranks = _of_all(ranks, captures, given, doing)
+    if any(each.rearranged for each in all_ranks) and (_common_key(all_ranks) is None or _grows_wrongly(all_ranks)):
+        try:
+            given = given if given.read_again is None else given.read_again(all(each.may_grow for each in all_ranks))
+        except Exception as error:
+            tell(ranks, doing, error)
+            raise
+        all_ranks = _of_all(ranks, captures, given, doing)
     key = _common_key(all_ranks)
+    if key is None:
+        listed = "; ".join(f"rank {rank}: {each.described()}" for rank, each in enumerate(all_ranks))
+        raise UnsupportedError(f"the ranks' batches have different arguments: pass the same arguments on every rank ({listed})")
     captured = captures.serve(key).captured
     if _may_move(all_ranks) and captured.has_loss_denominator and not captured.totals:
         shared = _shared_out(ranks, captures, given, doing)
         if captured.holds_at(shared.length):
             total = ranks.size * shared.rows
-            return _with_all_counts(shared, all_ranks, captured), AllRows(ranks.rank * shared.rows, total, {})
+            return _with_all_counts(shared, all_ranks, captured), given, AllRows(ranks.rank * shared.rows, total, {})
     rows, length = max(each.rows for each in all_ranks), max(each.length for each in all_ranks)
     _check(captured, all_ranks, key)
     if not captured.holds_at(length):  # which capture does, depends on the batches that a rank has had
@@ -92,7 +121,27 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
     read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
     parts = ranks.agree(doing, {name: inputs[name].cpu() for name in read}) if captured.totals else []
     whole = {name: torch.cat([part[name] for part in parts]) for name in read}
-    return alike, AllRows(ranks.rank * rows, ranks.size * rows, whole)
+    return alike, given, AllRows(ranks.rank * rows, ranks.size * rows, whole)
+
+
+def _of_all(ranks: Ranks, captures: Captures, given: BatchArguments, doing: str) -> list[_Summary]:
+    """What all ranks need to know of each other's batches. Raises `UnsupportedError` if a rank has refused its batch."""
+    denominator = None if given.loss_denominator is None else float(given.loss_denominator)
+    mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), denominator, given.counted,
+                    given.useful_tokens, isinstance(given.layout, Layout), given.read_again is not None, given.only_loss,
+                    not predicts_before_first_token(captures.serve(given.key).captured, given.inputs))
+    found = ranks.agree(doing, astuple(mine))
+    if refused := next(((rank, text) for rank, text in enumerate(found) if isinstance(text, str)), None):
+        rank, text = refused
+        raise UnsupportedError(f"rank {rank}{ranks.hosts.where(rank)} has refused its batch ({text}): correct it there, or "
+                               "leave the batch out on every rank")
+    return [_Summary.of(fields) for fields in found]
+
+
+def _grows_wrongly(all_ranks: list[_Summary]) -> bool:
+    """Whether a rank's batch is shorter than another's, and would have another loss if it were padded."""
+    longest = max(each.length for each in all_ranks)
+    return any(each.length < longest and not each.may_grow for each in all_ranks)
 
 
 def _may_move(all_ranks: list[_Summary]) -> bool:
@@ -102,7 +151,7 @@ def _may_move(all_ranks: list[_Summary]) -> bool:
     if own and (without := next((rank for rank in range(len(all_ranks)) if rank not in own), None)) is not None:
         raise UnsupportedError(f"num_items_in_batch is passed on rank {next(iter(own))} and not on rank {without}, so that "
                                "their losses have different scales: pass it on every rank, or on none")
-    return all(each.can_move for each in all_ranks) and len({*own.values()}) <= 1
+    return all(each.packed and each.only_loss for each in all_ranks) and len({*own.values()}) <= 1
 
 
 def _with_all_counts(given: BatchArguments, all_ranks: list[_Summary], captured: CapturedModel) -> BatchArguments:
@@ -133,17 +182,15 @@ def _shared_out(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
     return replace(given, inputs=inputs, rows=count, length=length, layout=None)
 
 
-def _common_key(all_ranks: list[_Summary]) -> CaptureKey:
-    """The capture key that serves the batches of all ranks. Raises `UnsupportedError` if there is none."""
+def _common_key(all_ranks: list[_Summary]) -> CaptureKey | None:
+    """The capture key that serves the batches of all ranks, or None."""
     keys = {each.key for each in all_ranks}
     further = {each.key.further for each in all_ranks}
     most = max(further, key=len)
     alike = {replace(key, further=()) for key in keys}
     if len(alike) > 1 or any(other not in ((), most) for other in further) or (
             len(further) > 1 and not set(most) <= set(_IMPLIED)) or len({each.has_labels for each in all_ranks}) > 1:
-        listed = "; ".join(f"rank {rank}: {', '.join((*each.names, *each.key.further))}" for rank, each in enumerate(all_ranks))
-        raise UnsupportedError("the ranks' batches have different arguments, or some can be packed and some cannot: pass the "
-                               f"same arguments on every rank, or stream with repack=False ({listed})")
+        return None
     return replace(alike.pop(), further=most)
 
 
@@ -164,6 +211,10 @@ def _check(captured: CapturedModel, all_ranks: list[_Summary], key: CaptureKey) 
     if longer and sees_padding:
         raise UnsupportedError(f"the ranks have batches of {sizes}, and the model would see padding: pad all of them to one "
                                "length")
+    if _grows_wrongly(all_ranks):
+        raise UnsupportedError(f"the ranks have batches of {sizes}, and padding on the left predicts a target, whose loss "
+                               "depends on the length: pad on the right, or give the first token of each row the label -100, "
+                               "or pad all batches to one length")
 
 
 def _with_implied(given: BatchArguments, captures: Captures, key: CaptureKey) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from megacompile.inputs.packed_layout import BoolArray, Layout
 from megacompile.inputs.padding_arguments import further_arguments
 from megacompile.inputs.pair_mask_arguments import hidden_as_bool, read_typed_mask
 from megacompile.inputs.patch_alignment import align_patches
-from megacompile.inputs.repacking import Repacking, Wanted, present_tokens
+from megacompile.inputs.repacking import OTHERS_NOT_PACKED, Repacking, Wanted, present_tokens
 from megacompile.inputs.rounded_lengths import RightPadding, padded, padding_for
 from megacompile.inputs.vocabulary import check_ids
 from megacompile.ir.plan import CaptureKey
@@ -46,7 +46,8 @@ class BatchArguments:
     of all layers were requested. `layout`: how the caller's batch was packed, padded or grouped, or None.
     `useful_tokens`: the number of the caller's tokens that are not padding. `not_packed`: the reason why the batch was not
     packed, or "". `counted`: the loss denominator was counted in the batch, and not given by the caller. `only_loss`: the
-    caller reads no values of tokens."""
+    caller reads no values of tokens. `read_again(rounding)` reads the same arguments and packs no rows, and pads none either
+    unless `rounding`; None if neither was done."""
 
     inputs: Mapping[str, Tensor]
     rows: int
@@ -61,6 +62,7 @@ class BatchArguments:
     not_packed: str = ""
     counted: bool = True
     only_loss: bool = False
+    read_again: Callable[[bool], BatchArguments] | None = None
 
     @property
     def caller_size(self) -> tuple[int, int]:
@@ -123,9 +125,11 @@ def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
 
 
 def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: RepackedCaptures, args: tuple[Any, ...],
-                   kwargs: Mapping[str, Any], wanted: Wanted = Wanted.ALL, differentiating: bool = False) -> BatchArguments:
+                   kwargs: Mapping[str, Any], wanted: Wanted = Wanted.ALL, differentiating: bool = False,
+                   packing: bool = True, rounding: bool = True) -> BatchArguments:
     """Reads the arguments of `forward(*args, **kwargs)`. `wanted`: the outputs that the caller reads; `differentiating`: a
-    backward may follow, so that a batch with labels returns only the loss.
+    backward may follow, so that a batch with labels returns only the loss. `packing`, `rounding`: off where another rank's rows
+    cannot be packed, or padded to another length.
 
     The first batch of a new kind captures the model again. Raises `UnsupportedError` for an argument that is not
     supported."""
@@ -135,7 +139,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
     inputs = arrange_images(name, first.captured, _plain_inputs(name, first.captured, first.types, given))
     if differentiating and first.captured.labels and set(first.captured.labels) <= inputs.keys():
         wanted = Wanted.LOSS
-    rows = _pack(name, captures, given, inputs, model.training, wanted)
+    rows = _pack(name, captures, given, inputs, model.training, wanted, packing)
     check_ids(name, model, first.captured, rows.inputs)
     key, further = _choose_capture(captures, rows, model.training)
     served = captures.serve(key)
@@ -144,13 +148,17 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
                             _checked(name, argument, value, served.types.get(argument)) for argument, value in further.items()}
     for table in served.captured.tables:
         table.check(name, inputs)
-    if rows.layout is None and captures.repacking.enabled:
+    if rows.layout is None and captures.repacking.enabled and rounding:
         inputs, rows = _rounded(served, inputs, rows, captures.repacking)
     if differentiating and rows.not_packed:
         computed = rows.layout.tokens if isinstance(rows.layout, GroupedRows) else rows.present.size
         captures.repacking.warn(rows.not_packed, int(rows.present.sum()), computed)
     found = _result(name, served.captured, served.types, inputs, key, options, rows)
-    return replace(found, only_loss=wanted == Wanted.LOSS)
+
+    def read_again(rounding: bool) -> BatchArguments:
+        return read_arguments(model, forward, captures, args, kwargs, wanted, differentiating, False, rounding)
+
+    return replace(found, only_loss=wanted == Wanted.LOSS, read_again=None if rows.layout is None else read_again)
 
 
 def _bind(name: str, plain: CapturedModel, forward: Callable[..., Any], args: tuple[Any, ...],
@@ -213,14 +221,14 @@ def _plain_inputs(name: str, captured: CapturedModel, types: Mapping[str, Templa
 
 
 def _pack(name: str, captures: RepackedCaptures, given: Mapping[str, Any], inputs: dict[str, Tensor], training: bool,
-          wanted: Wanted) -> _Rows:
+          wanted: Wanted, packing: bool) -> _Rows:
     """Packs the rows of a batch if that changes no result, and reads the arguments that not every batch of the model has."""
     plain = captures.first.captured
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _is_neutral(key, value)}
     further = further_arguments(name, plain, others, inputs)
     mask = others.get("attention_mask")
     present = present_tokens(inputs, mask, plain.labels, wanted)
-    packed = captures.repacking.pack(inputs, present, mask, further, training, wanted)
+    packed = captures.repacking.pack(inputs, present, mask, further, training, wanted) if packing else OTHERS_NOT_PACKED
     if isinstance(packed, str):
         return _Rows(inputs, further, None, present, packed)
     inputs, layout = packed

@@ -38,6 +38,7 @@ _MUCH_PADDING = 0.25
 _LEFT_TARGET = "padding on the left predicts a target"
 _PADDING_TARGET = "padding has labels other than -100"
 _NO_TARGET = "none of its tokens counts for the loss"
+OTHERS_NOT_PACKED = "the rows of another rank cannot be packed"
 _REMEDIES = {_LEFT_TARGET: "pad on the right, or give the first token of each row the label -100",
              _PADDING_TARGET: "give padding the label -100",
              _NO_TARGET: "leave the batch out, since the mean over no target is nan"}

@@ -88,6 +88,21 @@ def padding_for(captured: CapturedModel, types: Mapping[str, TemplateInput], inp
     return RightPadding((rows, length), wanted) if _has_positions(captured, inputs, (rows, length), wanted) else None
 
 
+def predicts_before_first_token(captured: CapturedModel, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether a target of a batch is predicted by padding on the left. Such padding attends to all positions of its row, so the
+    loss depends on how many there are."""
+    mask = inputs.get(MASK)
+    if mask is None or mask.dim() != 2 or captured.count_targets is None or not {*captured.labels} <= inputs.keys():
+        return False
+    before = (mask.cumsum(1) - mask) == 0  # up to the first token, whose label the padding predicts
+    before &= mask[:, :1] == 0
+    if not before.any():
+        return False
+    later = {name: tensor.masked_fill(before.view(*before.shape, *[1] * (tensor.dim() - 2)), IGNORED)
+             for name, tensor in inputs.items() if name in captured.labels}
+    return bool(captured.count_targets({**inputs, **later}) != captured.count_targets(inputs))
+
+
 def _grouped(captured: CapturedModel, inputs: Mapping[str, Tensor], present: BoolArray, usual: int,
              grouping: Grouping) -> GroupedRows | None:
     """The groups of a batch's rows; None if they save less than a group costs."""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,12 @@ class Handle:
     @exclusive
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         streamed = self.streamed
-        given = self._arguments(model, forward, args, kwargs)
+        with self._told():
+            given = self._arguments(model, forward, args, kwargs)
+            if given.hidden_states and (self._differentiates() or given.has_labels):
+                raise UnsupportedError("output_hidden_states=True works only without a loss and without gradients: leave "
+                                       "labels out and call under torch.no_grad(), or differentiate "
+                                       "model.megacompile.last_hidden_state(batch)")
         rebuild = streamed.captured.output.rebuild
         if given.hidden_states:
             made, states = self._hidden_states(given)
@@ -61,10 +66,14 @@ class Handle:
                 loss, logits = streamed.evaluate(given)
             return rebuild(loss, None if logits is None else self._logits(logits, given))
         if given.has_labels:
-            (loss,) = self._differentiable(given, "loss", (True,))
+            (loss,), _ = self._differentiable(given, "loss", (True,))
             return rebuild(loss, None)
-        (logits,) = self._outputs(given, LOGITS)
+        (logits,), given = self._outputs(given, LOGITS)
         return rebuild(None, self._logits(logits, given))
+
+    def _told(self) -> AbstractContextManager[None]:
+        """A context around what this rank does alone before a forward that all ranks run."""
+        return self.streamed.together.told("forward") if self._differentiates() else nullcontext()
 
     def _logits(self, logits: Tensor, given: BatchArguments) -> Tensor:
         """The logits in the caller's layout: rows as the caller passed them, and only the positions that it asked for."""
@@ -78,10 +87,6 @@ class Handle:
 
     def _hidden_states(self, given: BatchArguments) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits (the output of a model without a head), and the hidden states of all layers."""
-        if self._differentiates() or given.has_labels:
-            raise UnsupportedError("output_hidden_states=True works only without a loss and without gradients: leave labels "
-                                   "out and call under torch.no_grad(), or differentiate "
-                                   "model.megacompile.last_hidden_state(batch)")
         with torch.inference_mode(False), torch.no_grad():
             outputs, before = self.streamed.evaluate_hidden_states(given)
         return outputs[0], self._unpacked((*before, outputs[-1]), given)
@@ -92,14 +97,15 @@ class Handle:
         labels. Differentiable.
 
         Raises `UnsupportedError` if a trained parameter would get no gradient: a trained head that nothing else uses."""
-        given = self._of_mapping("last_hidden_state", batch, {})
-        captured = self._captured(given)
-        left_out = sorted(captured.left_out_of(LAST) & self.streamed.gradients.keys())
-        if left_out and self._differentiates():
-            raise UnsupportedError(f"{left_out[0]} is trained and would get no gradient from the last hidden state: stream the "
-                                   "model without its head (AutoModel), freeze it before stream(), or call under "
-                                   "torch.no_grad()")
-        (hidden,) = self._unpacked(self._outputs(given, LAST), given)
+        with self._told():
+            given = self._of_mapping("last_hidden_state", batch, {})
+            captured = self._captured(given)
+            left_out = sorted(captured.left_out_of(LAST) & self.streamed.gradients.keys())
+            if left_out and self._differentiates():
+                raise UnsupportedError(f"{left_out[0]} is trained and would get no gradient from the last hidden state: stream "
+                                       "the model without its head (AutoModel), freeze it before stream(), or call under "
+                                       "torch.no_grad()")
+        (hidden,) = self._unpacked(*self._outputs(given, LAST))
         return hidden
 
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
@@ -110,23 +116,26 @@ class Handle:
         check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
         return given
 
-    def _outputs(self, given: BatchArguments, output: str) -> tuple[Tensor, ...]:
-        """A head's outputs, differentiable where gradients are wanted."""
+    def _outputs(self, given: BatchArguments, output: str) -> tuple[tuple[Tensor, ...], BatchArguments]:
+        """A head's outputs, differentiable where gradients are wanted, and the batch in their layout."""
         if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():
-                return self.streamed.evaluate_outputs(given, output)
-        head = self._captured(given).head(output)
-        if not any(head.has_gradient):
-            raise UnsupportedError(f"the function {output} returns nothing that has a gradient: call it under torch.no_grad()")
+                return self.streamed.evaluate_outputs(given, output), given
+        with self._told():
+            head = self._captured(given).head(output)
+            if not any(head.has_gradient):
+                raise UnsupportedError(f"the function {output} returns nothing that has a gradient: call it under "
+                                       "torch.no_grad()")
         return self._differentiable(given, output, head.has_gradient)
 
     def _differentiates(self) -> bool:
         return torch.is_grad_enabled() and self.streamed.tiling.trains
 
-    def _differentiable(self, given: BatchArguments, output: str, has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
-        results, forward = self.streamed.forward(given, output)
+    def _differentiable(self, given: BatchArguments, output: str,
+                        has_gradient: tuple[bool, ...]) -> tuple[tuple[Tensor, ...], BatchArguments]:
+        results, forward, given = self.streamed.forward(given, output)
         return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, forward,
-                                     *self.streamed.parameters.values())
+                                     *self.streamed.parameters.values()), given
 
     @exclusive
     def per_token(self, function: Callable[..., Any], batch: Mapping[str, Any], **tensors: Tensor) -> Any:
@@ -144,14 +153,19 @@ class Handle:
     def values_of_tokens(self, function: Callable[..., Any], batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
                          wanted: Wanted = Wanted.ALL) -> Any:
         """Like `per_token`. `wanted` says which values the caller reads; a caller that reads no padding lets rows be packed."""
-        given = self._of_mapping("per_token", batch, tensors, wanted)
-        packed = {batch_name(n): given.packed(x, filling(function, n)).contiguous() for n, x in tensors.items()}
-        given = replace(given, inputs={**given.inputs, **packed})
-        heads = self._captured(given).require_heads()
-        output = heads.of_function(function, described(tensors))
+        def with_tensors(given: BatchArguments) -> BatchArguments:
+            packed = {batch_name(n): given.packed(x, filling(function, n)).contiguous() for n, x in tensors.items()}
+            again = given.read_again
+            return replace(given, inputs={**given.inputs, **packed},
+                           read_again=None if again is None else lambda rounding: with_tensors(again(rounding)))
+
+        with self._told():
+            given = with_tensors(self._of_mapping("per_token", batch, tensors, wanted))
+            heads = self._captured(given).require_heads()
+            output = heads.of_function(function, described(tensors))
         head = heads.head(output)
         assert head.structure is not None, "a function's head has one"
-        return pytree.tree_unflatten(self._unpacked(self._outputs(given, output), given), head.structure)
+        return pytree.tree_unflatten(self._unpacked(*self._outputs(given, output)), head.structure)
 
     def _captured(self, given: BatchArguments) -> CapturedModel:
         """The capture that serves a batch."""
@@ -190,6 +204,12 @@ class Handle:
         `AdamW(overlap="backward")` they update as gradients arrive.
 
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
+        with self.streamed.together.told("train_step"):
+            given = self._trained_arguments(batch, optimizer)
+            update = optimizer.request()
+        return self.streamed.train_step(given, update, optimizer.overlap is not None)
+
+    def _trained_arguments(self, batch: Mapping[str, Any], optimizer: StreamedOptimizer) -> BatchArguments:
         streamed = self.streamed
         if not streamed.tiling.trains:
             raise UnsupportedError("no parameter of the model is trained, so that train_step has nothing to do: close() it, "
@@ -204,7 +224,7 @@ class Handle:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
         if streamed.gradients.waiting:
             raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
-        return streamed.train_step(given, optimizer.request(), optimizer.overlap is not None)
+        return given
 
     def on_device(self, *, in_turns: bool = False, more_bytes: int = 0) -> AbstractContextManager[nn.Module]:
         """A context with the plain model (of its own class, not streamed) and its weights on the device, for inference under

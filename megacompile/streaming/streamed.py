@@ -159,11 +159,13 @@ class Streamed:
                 self.constants.refresh()
             self.step.weights_written()
 
-    def forward(self, given: BatchArguments, output: str = "loss") -> tuple[tuple[Tensor, ...], OpenForward]:
-        """The loss of a batch (0-d), or a head's outputs, on the compute device; and what its backward needs."""
+    def forward(self, given: BatchArguments,
+                output: str = "loss") -> tuple[tuple[Tensor, ...], OpenForward, BatchArguments]:
+        """The loss of a batch (0-d), or a head's outputs, on the compute device; what its backward needs; and the batch in the
+        layout that the outputs have."""
         with self.guarded(), self.together.failing():
             self.executor.check()
-            given, all_rows, output = self.together.joined(given, "forward", output)
+            given, own, all_rows, output = self.together.joined(given, "forward", output)
             wanted = self.shape_of(given, training=True, output=output)
             shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
             if shape.plan.saved_layers and not self.forwards.leave_room(shape, self.planner):  # beside the open forwards
@@ -179,7 +181,7 @@ class Streamed:
                 forward.end()  # the caller may keep the traceback
                 raise
         self.forwards.add(forward)
-        return results, forward
+        return results, forward, own
 
     def _open(self, shape: CompiledShape, batch: Batch) -> OpenForward:
         forward = OpenForward(shape, batch, self.step.version)
@@ -190,7 +192,7 @@ class Streamed:
         """The loss of a step that runs as one program. Without `overlap`, its update runs during the next step's forward."""
         with self.guarded(), self.together.failing():
             self.executor.check()
-            given, all_rows, _ = self.together.joined(given, "train_step")
+            given, _, all_rows, _ = self.together.joined(given, "train_step")
             wanted = replace(self.shape_of(given, training=True), update="arrival" if overlap else "step", whole_step=True)
             shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
             self.store.allocate_sums(shape.plan.host_sums)

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megacompile.errors import MegacompileError, NonFiniteError, RankError, named_line
+from megacompile.errors import LaneError, MegacompileError, NonFiniteError, RankError, named_line
 from megacompile.frontend.capture import CapturedModel
-from megacompile.inputs.across_ranks import AllRows, joined
+from megacompile.inputs.across_ranks import AllRows, joined, tell
 from megacompile.inputs.batch import BatchArguments
 from megacompile.ir.plan import Shape
 from megacompile.planning.config import StreamConfig
@@ -102,16 +102,33 @@ class Together:
             raise error(f"rank {text[0]}{where} has failed in {doing} ({text[1]}): correct it there, and make the call again "
                         "on every rank")
 
-    def joined(self, given: BatchArguments, doing: str, output: str = "loss") -> tuple[BatchArguments, AllRows | None, str]:
-        """The batch in the shape that all ranks agree on; the rows that it is a part of, or None if it has all rows; and what
-        the output is called in the capture that serves all ranks. Raises what `across_ranks.joined` raises."""
+    @contextlib.contextmanager
+    def told(self, doing: str) -> Iterator[None]:
+        """A context around what a rank does alone before it calls `joined`. If it fails, `joined` raises an `UnsupportedError`
+        that names the rank and the cause on the other ranks."""
+        try:
+            yield
+        except LaneError:
+            raise
+        except Exception as error:
+            if self.ranks is None:
+                raise
+            with self.failing():
+                tell(self.ranks, doing, error)
+                raise
+
+    def joined(self, given: BatchArguments, doing: str,
+               output: str = "loss") -> tuple[BatchArguments, BatchArguments, AllRows | None, str]:
+        """The batch in the shape that all ranks agree on; the batch as this rank would compute it alone, which may have another
+        layout than `given`; the rows that it is a part of, or None if it has all rows; and what the output is called in the
+        capture that serves all ranks. Raises what `across_ranks.joined` raises."""
         if self.ranks is None:
-            return given, None, output
-        padded, all_rows = joined(self.ranks, self.captures, given, doing)
+            return given, given, None, output
+        padded, alone, all_rows = joined(self.ranks, self.captures, given, doing)
         if output != "loss" and padded.key != given.key:
             own = self.captures.serve(given.key).captured.require_heads()
             output = self.captures.serve(padded.key).captured.require_heads().like(own, output)
-        return padded, all_rows, output
+        return padded, alone, all_rows, output
 
     def compiled(self, shapes: Shapes, shape: Shape, keep: Collection[CompiledShape]) -> CompiledShape:
         """The program of a training step, the same on every rank. Raises what `Shapes.get` raises, and `RankError`."""

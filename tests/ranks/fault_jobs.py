@@ -53,8 +53,6 @@ try:
             (folder / "begun").write_text(str(time.time()))
             if fault == "raises":
                 raise ValueError("no more rows")
-            if fault == "wrong batch":
-                batch = {"input_ids": batch["input_ids"].float(), "labels": batch["labels"]}
             if fault in OPS:
                 def probe(node):
                     if op_of(node).name == fault:

@@ -56,6 +56,9 @@ classes = torch.tensor([0, 2, 1])
 TRIED = {
     "labels on one rank": (qwen2(), labeled(2, 5) if rank else {"input_ids": ids(2, 5)}, labeled(2, 5)),
     "denominator on one rank": (qwen2(), labeled(2, 5, **({"num_items_in_batch": 7} if rank else {})), labeled(2, 5)),
+    "no rows on one rank": (qwen2(), labeled(2 * rank, 5), labeled(2, 5)),
+    "numbers that are no tokens": (qwen2(), {**labeled(2, 5), **({"input_ids": ids(2, 5).float()} if rank else {})},
+                                   labeled(2, 5)),
     "rows of an average": (routed(), labeled(2 + rank, 5), labeled(2, 5)),
     "padding that tokens see": (both_ways(), labeled(2, 5 + rank), labeled(2, 5)),
     "scores of longer sequences": (classifier(), {"input_ids": ids(3, 5 + rank)}, {"input_ids": ids(3, 5), "labels": classes}),
@@ -74,6 +77,7 @@ for what, (model, batch, good) in TRIED.items():
         found[what] = str(error)
     if good is not None:
         assert (getattr(model(**good), "loss")).isfinite()
+        model.megacompile.streamed.together.agree(what)  # each rank has made as many calls
     model.megacompile.close()
 (Path(os.environ["RESULTS"]) / f"{rank}.json").write_text(json.dumps(found))
 """
@@ -81,6 +85,8 @@ for what, (model, batch, good) in TRIED.items():
 SAYS = {
     "labels on one rank": "the ranks' batches have different arguments",
     "denominator on one rank": "num_items_in_batch is passed on rank 1 and not on rank 0",
+    "no rows on one rank": "batch arguments must share one [batch, length] of at least one token",
+    "numbers that are no tokens": "input_ids must be an integer tensor [batch, length]",
     "rows of an average": "the model's loss is an average over rows, and the ranks have batches of 2 x 5, 3 x 5: give every",
     "padding that tokens see": "and the model would see padding: pad all of them to one length",
     "scores of longer sequences": "and the model would see padding: pad all of them to one length",
