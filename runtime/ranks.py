@@ -33,7 +33,7 @@ from megacompile.system.exit_limit import limit_exit
 from megacompile.system.links import Listener, connected
 from megacompile.system.shared_memory import SharedMemory
 from megacompile.system.status_board import ROW_BYTES, StatusBoard
-from megacompile.torch_compat.distributed import all_gather, never_end
+from megacompile.torch_compat.distributed import all_gather, end, never_end
 from megacompile.version import __version__
 
 T = TypeVar("T")
@@ -201,10 +201,10 @@ class Ranks:
         return group
 
     def end_group(self, group: dist.ProcessGroup) -> None:
-        """Ends a group, unless a wait for another rank has failed."""
+        """Ends a group, unless a wait for another rank has failed, or the script has ended all groups."""
         if group in self._groups:
             self._groups = tuple(other for other in self._groups if other is not group)
-            dist.destroy_process_group(group)
+            end(group)
 
     def exchange(self, value: Any, group: dist.ProcessGroup, patient: bool = False) -> list[Any]:
         """The values of all ranks, in their order. Raises `RankError` if another rank has ended or has failed, or after

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device
 from megacompile.runtime.hosts import rows_of
 from megacompile.runtime.ranks import Ranks, connect
+from megacompile.torch_compat.distributed import only_default_group
 
 
 def process_count() -> int:
@@ -29,9 +31,17 @@ def rank_in_job() -> int:
 
 def join_group(device_type: str) -> None:
     """Initializes torch.distributed's default group for tensors on the host and on devices of this type, unless the user
-    has."""
+    has. What is initialized here ends with the script, after the models that use it: PyTorch warns otherwise."""
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        weakref.finalize(join_group, _leave, os.getpid())  # finalizers that are made later run before it
+
+
+def _leave(process: int) -> None:
+    """Ends the default group, unless this process was forked from the one that made it, or other groups are left: those of
+    ranks that have failed may wait for each other."""
+    if os.getpid() == process and only_default_group():
+        dist.destroy_process_group()
 
 
 def device_of_rank(config: StreamConfig) -> torch.device:

@@ -1,5 +1,5 @@
 """Collectives whose names differ between the versions of PyTorch that we support, memory that several GPUs map, and the end of
-groups that have failed."""
+groups."""
 from __future__ import annotations
 
 import ctypes
@@ -23,6 +23,17 @@ def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup, wait: bool)
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
     """Fills `own`, [n], with this rank's part of the sum of all ranks' `whole`, [ranks * n]. It may be a part of it."""
     _reduce_scatter(own, whole, group=group)
+
+
+def end(group: dist.ProcessGroup) -> None:
+    """Ends a process group, unless it has ended: `destroy_process_group()` of the default group ends all others."""
+    if group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
+def only_default_group() -> bool:
+    """Whether the default group is the only process group."""
+    return list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
 
 
 def never_end(group_or_work: Any) -> None:

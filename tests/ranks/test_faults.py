@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fault_jobs import RAISED, SCRIPT, began, ended, on_demand
-from processes import Job
+from processes import Job, start
 
 from megacompile.errors import RankError
 from megacompile.system.shared_memory import SharedMemory
@@ -28,6 +28,13 @@ def test_a_rank_that_fails_ends_the_others_with_its_name(start_job: Callable[...
     assert other["error"] == "RankError" and says in other["message"].splitlines()[0], other
     assert fault == "loop, other call" or "start the job again from the last checkpoint" in other["message"]
     assert other["at"] - begun < 30
+
+
+def test_a_rank_whose_update_fails_says_so_though_the_other_has_ended_since(start_job: Callable[..., Job]) -> None:
+    job = start_job(SCRIPT, 2, "loop, update")
+    began(job)
+    assert job.wait(60) == [0, RAISED], job.errors(1)
+    assert ended(job, 1)["message"].startswith("adam failed in lane cpu: RuntimeError: power cut"), ended(job, 1)
 
 
 #: Ops that only programs of several ranks have. One fails in every run, the others on demand.
@@ -100,6 +107,39 @@ def test_nothing_of_the_shared_memory_is_left(start_job: Callable[..., Job], tmp
         process.kill()
         process.wait()
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+#: Ends all groups while one model lives, with an update in flight, and before another is closed. With an argument, it leaves
+#: the groups to megacompile.
+ENDS = """
+import atexit, json, os, sys
+atexit.register(lambda: print("initialized:", torch.distributed.is_initialized()))  # runs last
+from pathlib import Path
+import torch
+import megacompile
+from jobs import even, qwen2
+
+rank = int(os.environ["RANK"])
+models = [megacompile.stream(qwen2(), device="cpu", compile=False) for _ in range(2)]
+for model in models:
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-3)
+    model(**even(rank, 0)).loss.backward()
+    optimizer.step()
+if sys.argv[1:] == []:
+    torch.distributed.destroy_process_group()
+models.pop().megacompile.close()
+(Path(os.environ["RESULTS"]) / f"{rank}.json").write_text(json.dumps("done"))
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["left"]])
+def test_a_script_ends_quietly_whether_or_not_it_ends_the_process_groups(tmp_path: Path, arguments: list[str]) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    job = start(script, 2, tmp_path, arguments, fork=False)
+    assert job.results() == ["done", "done"]
+    for rank in range(2):
+        assert job.errors(rank).endswith("initialized: False\n") and "Error" not in job.errors(rank), job.errors(rank)
 
 
 def test_memory_of_a_process_that_has_ended_is_refused() -> None:
