@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -50,6 +50,24 @@ class Failure:
     node: fx.Node | None
     lane: Lane | None
     frame: Frame | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether an instruction has failed in a lane of this process, for a reason of its own."""
+        return self.node is not None and not isinstance(self.error, StallError)
+
+    def raised(self) -> LaneError:
+        """The error that the caller gets."""
+        if isinstance(self.error, LaneError):  # its message is complete
+            return self.error
+        if self.node is None:
+            found = LaneError(f"the step was stopped by {type(self.error).__name__}")
+        else:
+            found = LaneError(
+                f"{op_of(self.node).name} failed in lane {self.lane}: {type(self.error).__name__}: {self.error}\n"
+                f"{excerpt(self.node.graph, {self.node: 'FAILED HERE'})}")
+        found.__cause__ = self.error
+        return found
 
 
 class Executor:
@@ -161,27 +179,28 @@ class Executor:
                 self.check_others()
             except StallError as error:
                 self.lost = error
-        if self.lost is not None:
-            self.fail(Failure(0, self.lost, None, None))  # a lane that wakes up later stops there
+        if self.lost is not None:  # a lane that wakes up later stops there
+            first = self.failure
+            self.fail(replace(first, run=0) if first is not None and first.is_own else Failure(0, self.lost, None, None))
 
     def check(self) -> None:
         """Raises the failure of the earliest run that failed, or the error that the device is lost."""
         if os.getpid() != self._process:
             raise LaneError("this process was forked from the one that trains the model, and the model's lanes do not run "
                             "here: use the model in the process that streamed it, not in workers of a DataLoader")
+        self.check_own()
         if self.lost is not None:
             raise type(self.lost)(str(self.lost)) from self.lost.__cause__
-        if self.failure is None:
-            return
-        self.idle()  # runs before the failed one go on, and may still fail
-        failure = self.failure
-        if isinstance(failure.error, LaneError):  # its message is complete
-            raise failure.error
-        if failure.node is None:
-            raise LaneError(f"the step was stopped by {type(failure.error).__name__}") from failure.error
-        raise LaneError(
-            f"{op_of(failure.node).name} failed in lane {failure.lane}: {type(failure.error).__name__}: {failure.error}\n"
-            f"{excerpt(failure.node.graph, {failure.node: 'FAILED HERE'})}") from failure.error
+        if self.failure is not None:
+            self.idle()  # runs before the failed one go on, and may still fail
+            raise self.failure.raised()
+
+    def check_own(self) -> None:
+        """Raises the failure of a lane, unless it is another rank's. That rank may have ended only because of this one."""
+        if self.failure is not None and self.failure.is_own:
+            self.idle()  # as in `check`
+            if (failure := self.failure).is_own:
+                raise failure.raised()
 
     def stopped(self, run: Run) -> bool:
         return self.failure is not None and run.number >= self.failure.run

@@ -67,6 +67,8 @@ class ReferenceExecutor:
     def check(self) -> None:
         pass
 
+    check_own = check
+
     def recover(self) -> None:
         pass
 

@@ -73,11 +73,11 @@ class Streamed:
         self.writes = ExternalWrites(model, self.parameters, tiling, store, self.gradients)
         host_bytes = store.available_bytes(parse_bytes(config.host_memory))
         self.captures = ModelCaptures(model, captured, tiling, config, backend, host_bytes)
-        self.together = Together(ranks, self.captures, agreed_budgets)
         self.binder = self.captures.first.binder
         self.shapes, self.step = Shapes(self.captures), StepState()
         executor = (ReferenceExecutor(backend) if config.reference else Executor(
             backend, stall_timeout_s=config.stall_timeout, check_others=None if ranks is None else ranks.check))
+        self.together = Together(ranks, self.captures, agreed_budgets, executor.check_own)
         self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)

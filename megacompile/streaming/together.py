@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,11 @@ from megacompile.streaming.programs.shared_plans import compiled_by_all
 
 class Together:
     """`ranks`: None where this process trains alone. `agreed_budgets`: options for memory that the user has not given, and that
-    the ranks have agreed on."""
+    the ranks have agreed on. `check_lanes` raises the failure of this process's lanes that is not another rank's."""
 
-    def __init__(self, ranks: Ranks | None, captures: ModelCaptures, agreed_budgets: Sequence[str] = ()) -> None:
-        self.ranks, self.captures, self.agreed_budgets = ranks, captures, agreed_budgets
+    def __init__(self, ranks: Ranks | None, captures: ModelCaptures, agreed_budgets: Sequence[str],
+                 check_lanes: Callable[[], None]) -> None:
+        self.ranks, self.captures, self.agreed_budgets, self.check_lanes = ranks, captures, agreed_budgets, check_lanes
 
     def asked(self, config: StreamConfig) -> StreamConfig:
         """The options that plans are made with, without budgets that the user has not given."""
@@ -44,9 +45,14 @@ class Together:
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """A context around what all ranks do together: a rank that fails tells the others, which would wait for it. A norm that
-        is not finite fails on all of them, and training can go on."""
+        is not finite fails on all of them, and training can go on. A failure of this rank's lanes says more than that another
+        rank has ended."""
         try:
-            yield
+            try:
+                yield
+            except RankError:
+                self.check_lanes()
+                raise
         except NonFiniteError:
             raise
         except BaseException as error:

@@ -16,7 +16,7 @@ import ctypes, json, os, signal, sys, time
 from pathlib import Path
 import torch
 import megacompile
-from megacompile.ir.program import OPS, op_of
+from megacompile.ir.program import OPS, nodes, op_of
 from jobs import LR, even, qwen2
 from transformers import Qwen2Config, AutoModelForCausalLM
 
@@ -47,8 +47,39 @@ try:
     model = megacompile.stream(model, device="cpu", compile=False, **options)
     optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
     loop = fault.startswith("loop")
+
+    def wait_for(name):
+        while not (folder / name).exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+
+    def last_update_fails(node):  # while an instruction of the next forward takes longer than rank 0 lives
+        if op_of(node).name == "gather":
+            (folder / "gathers").touch()
+            wait_for("failed")
+            time.sleep(2)
+        if node is last:
+            wait_for("gathers")
+            (folder / "failed").touch()
+            raise RuntimeError("power cut")
+
+    def ends(node):
+        if op_of(node).name == "gather":
+            wait_for("failed")
+            os._exit(0)
+
     for step in range(10**6):
         batch = even(rank, step)
+        if fault == "loop, update" and faulty and step == 2:
+            model.megacompile.synchronize()
+            (*_, last) = [each for each in nodes(model.megacompile.program().section("update")) if op_of(each).name == "adam"]
+            model(**batch).loss.backward()
+            model.megacompile.streamed.executor.probe = last_update_fails
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        if fault == "loop, update" and not faulty and step == 3:
+            model.megacompile.streamed.executor.probe = ends
         if faulty and step == 3:
             (folder / "begun").write_text(str(time.time()))
             if fault == "raises":
