@@ -267,7 +267,10 @@ class Streamed:
             with self.guarded(), self.together.failing():
                 batch_io.send_gradients(self.backend, forward.shape.plan, forward.batch, gradients)
                 update = self.optimizer_in_backward.request(forward)
+                of_loss = forward.shape.plan.output == "loss"
                 if update is not None:
+                    if of_loss:
+                        self.together.agree_on_factor(section, *gradients)
                     self.together.agree_on_update("update", update)
                     self.begin_update(forward.shape, update)
                 run = self.runner.submit(forward.shape, section, forward.batch, forward, update)
@@ -276,7 +279,10 @@ class Streamed:
                     return
                 run.wait()
                 self.drain()
-                self.together.agree("the end of backward")  # every rank's shards of gradients are there
+                if of_loss:  # late, since the device may have to compute the factor
+                    self.together.agree_on_factor("the end of backward", *gradients)
+                else:
+                    self.together.agree("the end of backward")  # every rank's shards of gradients are there
             self.gradients.hand_out()
             self.step.gradients_stored()
         except BaseException:

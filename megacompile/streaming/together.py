@@ -5,12 +5,15 @@ A process that trains alone agrees with itself, and waits for nobody.
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megacompile.errors import LaneError, MegacompileError, NonFiniteError, RankError, named_line
+from torch import Tensor
+
+from megacompile.errors import LaneError, MegacompileError, NonFiniteError, RankError, UnsupportedError, named_line
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.across_ranks import AllRows, joined, tell
 from megacompile.inputs.batch import BatchArguments
@@ -70,6 +73,15 @@ class Together:
             return [value]
         with self.failing():  # Ctrl-C: the others would wait
             return self.ranks.agree(doing, value)
+
+    def agree_on_factor(self, doing: str, gradient: Tensor) -> None:
+        """As `agree`, and checks that all ranks multiply their loss, which is that of the rows of all, by the same number.
+        `gradient`: that of the loss, 0-d. Raises `UnsupportedError`, `RankError`."""
+        factors = [1.0] if self.ranks is None else self.values(doing, float(gradient))
+        for rank, factor in enumerate(factors):
+            if not math.isclose(factor, factors[0], rel_tol=1e-6) and not (math.isnan(factor) and math.isnan(factors[0])):
+                raise UnsupportedError(f"rank {rank} multiplies its loss by {factor:g} and rank 0 by {factors[0]:g}, and the "
+                                       "loss is that of all ranks' rows: multiply it by one number on every rank")
 
     def all_agree(self, doing: str, yes: bool) -> bool:
         """Whether the answer of every rank is yes. Raises `RankError`."""

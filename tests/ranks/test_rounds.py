@@ -27,7 +27,7 @@ RANKS = 2
 FEW, ALL = 30, 200
 #: What a round may be refused for.
 NO_ROWS, ONE_DENOMINATOR = "at least one token", "num_items_in_batch is passed on rank"
-LEFT_TARGET = "padding on the left predicts a target"
+LEFT_TARGET, TWO_FACTORS = "padding on the left predicts a target", "multiplies its loss by"
 Batch = dict[str, Any]
 
 
@@ -47,10 +47,12 @@ MODELS = {"qwen2": jobs.qwen2, "gpt2": jobs.gpt2, "opt": opt}
 
 @dataclass(frozen=True)
 class Round:
-    """`batches`: one for each rank. `how`: the loss is the model's ("loop", "step"), or that of each rank's own logits
-    ("logits") or of values of its tokens ("tokens"). `refused`: what it must be refused for, or ""."""
+    """`batches`: one for each rank. `factors`: what each rank multiplies its loss by. `how`: the loss is the model's ("loop",
+    "step"), or that of each rank's own logits ("logits") or of values of its tokens ("tokens"). `refused`: what it must be
+    refused for, or ""."""
 
     batches: list[Batch]
+    factors: list[float]
     how: str
     refused: str
 
@@ -89,7 +91,10 @@ def drawn(seed: int) -> Round:
     refused = NO_ROWS if 0 in rows else ONE_DENOMINATOR if (items[0] is None) != (items[1] is None) else ""
     if any(length and length < max(batch["labels"].shape[1] for batch in batches) for length in before):
         refused = refused or LEFT_TARGET
-    return Round(batches, how, refused)
+    factors = draw.choice([[1.0, 1.0], [1.0, 1.0], [0.5, 0.5], [1.0, 0.25]])
+    if how == "loop" and len({*factors}) > 1:
+        refused = refused or TWO_FACTORS
+    return Round(batches, factors, how, refused)
 
 
 def log_probabilities(logits: Tensor, following: Tensor) -> Tensor:
@@ -114,9 +119,10 @@ def run(model: Any, of: Round, rank: int, optimizer: Any) -> Any:
         if of.how == "step":
             return [float(model.megacompile.train_step(batch, optimizer)), []]
         loss = model(**batch).loss if of.how == "loop" else loss_of_outputs(model, batch, of.how)
+        (loss * of.factors[rank]).backward()
     except UnsupportedError as error:
+        assert all(p.grad is None for p in model.parameters()), "no rank has gradients of a refused round"
         return str(error).splitlines()[0]
-    loss.backward()
     found = [loss.item(), [checked(p.grad) for p in model.parameters()]]
     model.zero_grad()
     return found
@@ -135,9 +141,11 @@ def native(model: Any, of: Round) -> list[Any]:
         given = [{"num_items_in_batch": targets, **batch} for batch in of.batches]
         total = torch.stack([model(**batch).loss for batch in given]).sum()
         losses = [total.item()] * RANKS
+        total = total * of.factors[0]
     else:
         each = [loss_of_outputs(model, batch, of.how) for batch in of.batches]
-        total, losses = torch.stack(each).mean(), [loss.item() for loss in each]
+        total = torch.stack([loss * factor for loss, factor in zip(each, of.factors, strict=True)]).mean()
+        losses = [loss.item() for loss in each]
     total.backward()
     return [[loss, [] if of.how == "step" else [checked(p.grad) for p in model.parameters()]] for loss in losses]
 
