@@ -67,9 +67,17 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         if not self.losses_are_models:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.aux_loss_enabled and num_items_in_batch is not None:
+            # TRL divides the tokens' loss by all items, and the router loss by the number of batches in the step.
+            batches = self.current_gradient_accumulation_steps
+            processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch / (batches * processes))
+            loss = outputs.loss / batches
+            return (loss, outputs) if return_outputs else loss
         return transformers.Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
     own_losses = (compute_loss,)
+    router_loss_of_each_process = False
 
     def steps_are_whole(self) -> bool:
         return self.losses_are_models and super().steps_are_whole()

@@ -13,7 +13,6 @@ The model adds up gradients over them, so that it is not wrapped in DistributedD
 """
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +52,9 @@ class Trainer(transformers.Trainer):
     whole_steps: bool = True
     #: Implementations of `compute_loss` that return the model's own loss, the one that a whole step computes.
     own_losses: tuple[Any, ...] = (transformers.Trainer.compute_loss,)
+    #: Whether the router loss counts once for each process, as with `transformers.Trainer.compute_loss`, which multiplies the
+    #: whole loss by the number of processes.
+    router_loss_of_each_process: bool = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._gathered: list[Mapping[str, Any]] = []  # batches of the current step that have not run yet
@@ -144,40 +146,22 @@ class Trainer(transformers.Trainer):
         return model.megacompile.train_step({**batch, "num_items_in_batch": denominator}, self._streamed_optimizer)
 
     def _separate_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """Trainer's own step: forward and backward of one batch."""
-        if not self.loss_is_of_all_processes():
+        """Trainer's own step: forward and backward of one batch. Whatever computes the loss, the mean of the losses of all
+        processes is trained, as with DistributedDataParallel."""
+        with check_model(self.model).together.averaging_losses():
             return super().training_step(model, inputs, num_items_in_batch)
-        denominator = self._loss_denominator(num_items_in_batch)
-        with self._without_loss_factor():
-            return super().training_step(model, inputs, denominator)
-
-    def loss_is_of_all_processes(self) -> bool:
-        """Whether the loss is the model's, which is that of the rows of all processes. A loss that is computed from outputs is
-        that of one process's rows; gradients are then those of the mean of these losses, as with DistributedDataParallel."""
-        return self.compute_loss_func is None and self.label_smoother is None
 
     def _loss_denominator(self, num_items_in_batch: Any) -> Any:
-        """What divides the model's loss. With `average_tokens_across_devices=False`, Trainer counts the items of this process
-        alone, and the mean of the losses of all processes is trained."""
-        if num_items_in_batch is None or self.args.average_tokens_across_devices:
-            return num_items_in_batch
-        return num_items_in_batch * self.args.world_size
-
-    @contextlib.contextmanager
-    def _without_loss_factor(self) -> Iterator[None]:
-        """A context in which Trainer does not multiply losses by the number of processes. It does so because
-        DistributedDataParallel averages gradients, which a streamed model adds up."""
-        asked = self.args.average_tokens_across_devices
-        self.args.average_tokens_across_devices = False
-        try:
-            yield
-        finally:
-            self.args.average_tokens_across_devices = asked
+        """What divides the loss of a whole step, a sum over all processes. With `average_tokens_across_devices=False`, Trainer
+        counts the items of this process alone, and the mean of the losses of all processes is trained."""
+        return num_items_in_batch * (1 if self.args.average_tokens_across_devices else self.args.world_size)
 
     def steps_are_whole(self) -> bool:
         """Whether steps run as one program. That requires that the loss is the model's own and nothing changes it."""
+        multiplied = (self.router_loss_of_each_process and self.args.average_tokens_across_devices and self.args.world_size > 1
+                      and check_model(self.model).captured.is_averaged)
         return (self.whole_steps and type(self).compute_loss in self.own_losses and self.compute_loss_func is None
-                and self.label_smoother is None and isinstance(self.model_wrapped, StreamedModule))
+                and self.label_smoother is None and isinstance(self.model_wrapped, StreamedModule) and not multiplied)
 
     # ---------------------------------------------------------------- checkpoints
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

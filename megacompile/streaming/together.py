@@ -34,6 +34,7 @@ class Together:
     def __init__(self, ranks: Ranks | None, captures: ModelCaptures, agreed_budgets: Sequence[str],
                  check_lanes: Callable[[], None]) -> None:
         self.ranks, self.captures, self.agreed_budgets, self.check_lanes = ranks, captures, agreed_budgets, check_lanes
+        self._averages_losses = False
 
     def asked(self, config: StreamConfig) -> StreamConfig:
         """The options that plans are made with, without budgets that the user has not given."""
@@ -121,6 +122,24 @@ class Together:
                         "on every rank")
 
     @contextlib.contextmanager
+    def averaging_losses(self) -> Iterator[None]:
+        """A context in which the model's loss is the mean of the losses that ranks have for their own rows, each divided by the
+        rank's own denominator. It is the loss that is trained with DistributedDataParallel. Otherwise the loss is a sum."""
+        self._averages_losses = True
+        try:
+            yield
+        finally:
+            self._averages_losses = False
+
+    def _averaged(self, given: BatchArguments) -> BatchArguments:
+        """The batch with this rank's share of the mean over ranks, if losses are averaged."""
+        if not self._averages_losses or given.loss_denominator is None:
+            return given
+        again = given.read_again
+        return replace(given, loss_denominator=given.loss_denominator * self.size, counted=False,
+                       read_again=None if again is None else lambda rounding: self._averaged(again(rounding)))
+
+    @contextlib.contextmanager
     def told(self, doing: str) -> Iterator[None]:
         """A context around what a rank does alone before it calls `joined`. If it fails, `joined` raises an `UnsupportedError`
         that names the rank and the cause on the other ranks."""
@@ -142,7 +161,7 @@ class Together:
         capture that serves all ranks. Raises what `across_ranks.joined` raises."""
         if self.ranks is None:
             return given, given, None, output
-        padded, alone, all_rows = joined(self.ranks, self.captures, given, doing)
+        padded, alone, all_rows = joined(self.ranks, self.captures, self._averaged(given), doing)
         if output != "loss" and padded.key != given.key:
             own = self.captures.serve(given.key).captured.require_heads()
             output = self.captures.serve(padded.key).captured.require_heads().like(own, output)

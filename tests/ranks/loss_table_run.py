@@ -1,0 +1,184 @@
+"""Trains tiny models with every trainer and loss in as many processes as there are, streamed or not, and writes losses and norms.
+
+Arguments: "native" or "streamed", and then cases, each `trainer/loss/even|uneven/all|each`: whether rows have one length, and
+whether tokens are averaged over all processes."""
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}
+
+import tiny_models
+import torch
+import trained
+import transformers
+import trl
+from datasets import Dataset
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import MixtralConfig, AutoModelForCausalLM
+from trl.trainer import dpo_trainer, grpo_trainer, rloo_trainer
+from trl_run import RANK, SIZE, tokenizer
+
+import megacompile
+import megacompile.dpo
+import megacompile.grpo
+import megacompile.rloo
+import megacompile.sft
+import megacompile.trainer
+from megacompile.errors import MegacompileError
+
+NUMBERS = tiny_models.VOCABULARY - 3
+SHARED = {**trained.ARGUMENTS, "bf16": False, "max_steps": 2, "per_device_train_batch_size": 2, "warmup_steps": 0,
+          "learning_rate": 5e-3, "dataloader_drop_last": True, "seed": 1}
+STEP_ROWS = 2 * 2 * 2  # of two processes
+
+
+def lengths(uneven: bool) -> list[int]:
+    """Lengths of rows, which differ between processes and batches."""
+    return [(2, 9, 3, 7, 12, 2, 5, 10)[row % 8] if uneven else 6 for row in range(STEP_ROWS * 2)]
+
+
+def count(*span: int) -> str:
+    return " ".join(str(n % NUMBERS) for n in range(*span))
+
+
+def router_model() -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MixtralConfig(
+        vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, num_local_experts=4, output_router_logits=True,
+        router_aux_loss_coef=0.5), attn_implementation="eager").train()
+
+
+def loss_of_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The mean of squared negative log-likelihoods."""
+    each = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return each.square().sum() / (labels[:, 1:] != -100).sum() if num_items_in_batch is None else \
+        each.square().sum() / num_items_in_batch
+
+
+def trainer_of(base: type, loss: str) -> type:
+    """A subclass as users write it."""
+    class OfLogits(base):  # type: ignore[misc, valid-type]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            labels = inputs.pop("labels")
+            found = loss_of_logits(model(**inputs), labels, num_items_in_batch)
+            return found * self.accelerator.num_processes if self.args.average_tokens_across_devices else found
+
+    class OfModels(base):  # type: ignore[misc, valid-type]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class Uncounted(base):  # type: ignore[misc, valid-type]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            return model(**inputs).loss / self.current_gradient_accumulation_steps
+
+    class Separate(base):  # type: ignore[misc, valid-type]
+        whole_steps = False
+
+    return {"of_logits": OfLogits, "of_models": OfModels, "uncounted": Uncounted, "separate": Separate}.get(loss, base)
+
+
+def plain(streamed: bool, model: Any, loss: str, uneven: bool, settings: dict[str, Any]) -> Any:
+    base: Any = megacompile.trainer.Trainer if streamed else transformers.Trainer
+    given: dict[str, Any] = {"compute_loss_func": loss_of_logits} if loss == "loss_func" else {}
+    if loss == "smoothed":
+        settings["label_smoothing_factor"] = 0.2
+    rows = [{"input_ids": (torch.arange(length) + row * 7) % NUMBERS} for row, length in enumerate(lengths(uneven))]
+    return trainer_of(base, loss)(model=model, args=transformers.TrainingArguments(**settings), train_dataset=rows,
+                                  data_collator=trained.padded, **given)
+
+
+def sft(streamed: bool, model: Any, loss: str, uneven: bool, settings: dict[str, Any]) -> Any:
+    given: dict[str, Any] = {"compute_loss_func": loss_of_logits} if loss == "loss_func" else {}
+    if loss == "smoothed":
+        settings["label_smoothing_factor"] = 0.2
+    settings["loss_type"] = "dft" if loss == "dft" else "nll"
+    if loss in ("packed", "padding_free"):
+        settings |= {"packing": True, "max_length": 16} if loss == "packed" else {"padding_free": True, "max_length": None}
+        model.config.use_cache = False
+    rows = Dataset.from_list([{"prompt": count(row, row + 3), "completion": " " + count(row + 3, row + 3 + length)}
+                              for row, length in enumerate(lengths(uneven) * 2)])
+    kind = megacompile.sft.SFTTrainer if streamed else trl.SFTTrainer
+    return kind(model=model, args=trl.SFTConfig(**settings), train_dataset=rows, processing_class=tokenizer(), **given)
+
+
+def dpo(streamed: bool, model: Any, loss: str, uneven: bool, settings: dict[str, Any]) -> Any:
+    rows = Dataset.from_list([{"prompt": count(row, row + 3), "chosen": " " + count(row + 3, row + 3 + length),
+                               "rejected": " " + count(row + 20, row + 20 + (length if not uneven else 13 - length))}
+                              for row, length in enumerate(lengths(uneven))])
+    settings |= {"loss_type": loss.split("+"), "label_smoothing": 0.1 if loss in ("exo_pair", "robust") else 0.0}
+    kind = megacompile.dpo.DPOTrainer if streamed else trl.DPOTrainer
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.2)
+    reference = megacompile.stream(other, device="cpu", compile=False) if streamed else other
+    return kind(model=model, ref_model=reference, args=trl.DPOConfig(**settings), train_dataset=rows,
+                processing_class=tokenizer())
+
+
+def reward(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(sum(int(word) % 2 == 0 for word in text.split() if word.isdigit())) for text in completions]
+
+
+def online(name: str, streamed: bool, model: Any, loss: str, uneven: bool, settings: dict[str, Any]) -> Any:
+    rows = Dataset.from_list([{"prompt": count(row, row + length)} for row, length in enumerate(lengths(uneven))])
+    settings |= dict(num_generations=2, max_completion_length=4, beta=0.0)
+    if name == "grpo":
+        settings["loss_type"] = loss
+        if loss == "luspo":
+            settings["importance_sampling_level"] = "sequence"
+    theirs, ours = {"grpo": (trl.GRPOTrainer, megacompile.grpo.GRPOTrainer),
+                    "rloo": (trl.RLOOTrainer, megacompile.rloo.RLOOTrainer)}[name]
+    config = trl.GRPOConfig if name == "grpo" else trl.RLOOConfig
+    return (ours if streamed else theirs)(model=model, reward_funcs=reward, args=config(**settings), train_dataset=rows,
+                                          processing_class=tokenizer())
+
+
+def run(streamed: bool, case: str) -> Any:
+    name, loss, rows, averaged = case.split("/")
+    model = router_model() if loss.startswith("router") else tiny_models.build(num_hidden_layers=1)
+    settings = {**SHARED, "output_dir": tempfile.mkdtemp(), "average_tokens_across_devices": averaged == "all"}
+    if loss.endswith("@1"):
+        loss, settings["gradient_accumulation_steps"] = loss[:-2], 1
+    if streamed:
+        model = megacompile.stream(model, device="cpu", compile=False)
+    try:
+        match name:
+            case "trainer":
+                made = plain(streamed, model, loss, rows == "uneven", settings)
+            case "sft":
+                made = sft(streamed, model, loss, rows == "uneven", settings)
+            case "dpo":
+                made = dpo(streamed, model, loss, rows == "uneven", settings)
+            case _:
+                made = online(name, streamed, model, loss, rows == "uneven", settings)
+        made.train()
+    except MegacompileError as error:
+        return str(error)
+    finally:
+        if streamed:
+            model.megacompile.close()
+    if streamed and getattr(made, "ref_model", None) is not None:
+        made.ref_model.megacompile.close()
+    return [[entry["loss"], entry["grad_norm"]] for entry in made.state.log_history if "grad_norm" in entry]
+
+
+if __name__ == "__main__":
+    how, *cases = sys.argv[1:]
+    results = {}
+    for case in cases:
+        results[case] = run(how == "streamed", case)
+        if SIZE > 1:
+            torch.distributed.barrier()
+    Path(os.environ["RESULTS"], f"{RANK}.json").write_text(json.dumps(results))
+    if SIZE > 1:
+        torch.distributed.barrier()
