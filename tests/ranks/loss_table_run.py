@@ -1,7 +1,8 @@
-"""Trains tiny models with every trainer and loss in as many processes as there are, streamed or not, and writes losses and norms.
+"""Trains tiny models with trainers and losses in as many processes as there are, without and with streaming, and writes the
+losses and norms of both.
 
-Arguments: "native" or "streamed", and then cases, each `trainer/loss/even|uneven/all|each`: whether rows have one length, and
-whether tokens are averaged over all processes."""
+Arguments: cases, each `trainer/loss/even|uneven/all|each`: whether rows have one length, and whether losses are divided by the
+tokens of all processes or of each. A loss that ends in "@1" has no gradient accumulation."""
 from __future__ import annotations
 
 import copy
@@ -22,9 +23,8 @@ import trl
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import MixtralConfig, AutoModelForCausalLM
-from trl.trainer import dpo_trainer, grpo_trainer, rloo_trainer
-from trl_run import RANK, SIZE, tokenizer
+from transformers import AutoModelForCausalLM, MixtralConfig
+from trl_run import RANK, tokenizer
 
 import megacompile
 import megacompile.dpo
@@ -32,17 +32,15 @@ import megacompile.grpo
 import megacompile.rloo
 import megacompile.sft
 import megacompile.trainer
-from megacompile.errors import MegacompileError
 
 NUMBERS = tiny_models.VOCABULARY - 3
 SHARED = {**trained.ARGUMENTS, "bf16": False, "max_steps": 2, "per_device_train_batch_size": 2, "warmup_steps": 0,
           "learning_rate": 5e-3, "dataloader_drop_last": True, "seed": 1}
-STEP_ROWS = 2 * 2 * 2  # of two processes
 
 
 def lengths(uneven: bool) -> list[int]:
     """Lengths of rows, which differ between processes and batches."""
-    return [(2, 9, 3, 7, 12, 2, 5, 10)[row % 8] if uneven else 6 for row in range(STEP_ROWS * 2)]
+    return [(2, 9, 3, 7, 12, 2, 5, 10)[row % 8] if uneven else 6 for row in range(16)]
 
 
 def count(*span: int) -> str:
@@ -60,8 +58,7 @@ def router_model() -> Any:
 def loss_of_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """The mean of squared negative log-likelihoods."""
     each = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    return each.square().sum() / (labels[:, 1:] != -100).sum() if num_items_in_batch is None else \
-        each.square().sum() / num_items_in_batch
+    return each.square().sum() / num_items_in_batch
 
 
 def trainer_of(base: type, loss: str) -> type:
@@ -77,6 +74,8 @@ def trainer_of(base: type, loss: str) -> type:
             return 2 * super().compute_loss(*args, **kwargs)
 
     class Uncounted(base):  # type: ignore[misc, valid-type]
+        """Leaves out num_items_in_batch."""
+
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
             return model(**inputs).loss / self.current_gradient_accumulation_steps
 
@@ -143,7 +142,7 @@ def online(name: str, streamed: bool, model: Any, loss: str, uneven: bool, setti
                                           processing_class=tokenizer())
 
 
-def run(streamed: bool, case: str) -> Any:
+def run(streamed: bool, case: str) -> list[list[float]]:
     name, loss, rows, averaged = case.split("/")
     model = router_model() if loss.startswith("router") else tiny_models.build(num_hidden_layers=1)
     settings = {**SHARED, "output_dir": tempfile.mkdtemp(), "average_tokens_across_devices": averaged == "all"}
@@ -151,34 +150,28 @@ def run(streamed: bool, case: str) -> Any:
         loss, settings["gradient_accumulation_steps"] = loss[:-2], 1
     if streamed:
         model = megacompile.stream(model, device="cpu", compile=False)
-    try:
-        match name:
-            case "trainer":
-                made = plain(streamed, model, loss, rows == "uneven", settings)
-            case "sft":
-                made = sft(streamed, model, loss, rows == "uneven", settings)
-            case "dpo":
-                made = dpo(streamed, model, loss, rows == "uneven", settings)
-            case _:
-                made = online(name, streamed, model, loss, rows == "uneven", settings)
-        made.train()
-    except MegacompileError as error:
-        return str(error)
-    finally:
-        if streamed:
-            model.megacompile.close()
-    if streamed and getattr(made, "ref_model", None) is not None:
-        made.ref_model.megacompile.close()
+    match name:
+        case "trainer":
+            made = plain(streamed, model, loss, rows == "uneven", settings)
+        case "sft":
+            made = sft(streamed, model, loss, rows == "uneven", settings)
+        case "dpo":
+            made = dpo(streamed, model, loss, rows == "uneven", settings)
+        case _:
+            made = online(name, streamed, model, loss, rows == "uneven", settings)
+    made.train()
+    for each in (model, getattr(made, "ref_model", None)):
+        if streamed and each is not None:
+            each.megacompile.close()
     return [[entry["loss"], entry["grad_norm"]] for entry in made.state.log_history if "grad_norm" in entry]
 
 
 if __name__ == "__main__":
-    how, *cases = sys.argv[1:]
-    results = {}
-    for case in cases:
-        results[case] = run(how == "streamed", case)
-        if SIZE > 1:
+    results: dict[str, Any] = {}
+    for case in sys.argv[1:]:
+        results[case] = []
+        for streamed in (False, True):
+            results[case].append(run(streamed, case))
             torch.distributed.barrier()
     Path(os.environ["RESULTS"], f"{RANK}.json").write_text(json.dumps(results))
-    if SIZE > 1:
-        torch.distributed.barrier()
+    torch.distributed.barrier()
