@@ -27,6 +27,7 @@ from megacompile.checkpoint import load_checkpoint, save_checkpoint
 from megacompile.errors import MegacompileError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch_concat import join
+from megacompile.inputs.padding_arguments import without_bounds
 from megacompile.inputs.token_counts import TokenRate
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.statistics import compiled_variants
@@ -76,6 +77,9 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         # Accelerate would move optimizer state to the device, and wrap forward in an autocast to the model's own dtype.
         self.accelerator.device_placement = self.accelerator.native_amp = False
+        if self.accelerator.dispatch_batches:  # batches that one process reads are sent from device to device
+            prepare = self.accelerator.prepare_data_loader
+            self.accelerator.prepare_data_loader = lambda loader, **_: prepare(loader, device_placement=True)
         # All versions of Trainer clip through this function. AdamW clips in its update by the same rule.
         self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: math.nan
         # With several processes, Accelerate would wrap a model that is prepared for training in DistributedDataParallel.
@@ -137,6 +141,8 @@ class Trainer(transformers.Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._gathered = self._gathered, []
         captured = streamed.captured
+        if len(batches) > 1:
+            batches = [without_bounds(type(self.model).__name__, captured, batch) for batch in batches]
         apart = len(batches) > 1 and _are_apart(captured, batches)
         batch = None if apart else join(batches, captured.labels, captured.causal)
         if not streamed.together.all_agree("training_step", batch is not None) or batch is None:

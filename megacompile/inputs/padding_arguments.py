@@ -30,12 +30,12 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
     first = next(iter(inputs.values()))
     rest = dict(given)
     further: dict[str, Tensor] = {}
+    _check_bounds(name, captured, rest, first)
     if "position_ids" in rest:
         positions = _rows(name, captured, "position_ids", rest.pop("position_ids"), first)
         if not torch.equal(positions, torch.arange(first.shape[1], device=positions.device).expand(first.shape[:2])):
             further["position_ids"] = positions
     mask = rest.pop("attention_mask", None)
-    _check_bounds(name, captured, rest, further.get("position_ids"))
     for key, value in rest.items():
         if key not in captured.forward_arguments:
             raise _refused(name, captured, key)
@@ -87,9 +87,20 @@ def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
         label.shape[:2] == mask.shape and not (array_of(label)[~present] != IGNORED).any() for label in labels)
 
 
-def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], positions: Tensor | None) -> None:
-    """Removes from `rest` the arguments that repeat where the sequences of packed rows begin. Raises `UnsupportedError` if they
-    contradict the position IDs, or if the model may use them for something else."""
+def without_bounds(name: str, captured: CapturedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch without the arguments that repeat where its sequences begin, which hold only for this batch. Raises
+    `UnsupportedError` as the model would."""
+    rest = dict(batch)
+    first = next((value for key in captured.batch_inputs if isinstance(value := batch.get(key), Tensor)), None)
+    if first is not None and first.dim() >= 2:
+        _check_bounds(name, captured, rest, first)
+    return rest
+
+
+def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], first: Tensor) -> None:
+    """Removes from `rest` the arguments that repeat where the sequences of packed rows begin. `first`: an argument [batch,
+    length, ...]. Raises `UnsupportedError` if they contradict the position IDs, or if the model may use them for something
+    else."""
     said = {key: rest.pop(key) for key in (*_BOUNDS, *_LONGEST) if key in rest}
     sequences = rest.get("seq_idx")
     if sequences is not None and captured.fused_attention:
@@ -97,10 +108,12 @@ def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], posi
     if not said:
         return
     names = ", ".join(said)
-    if positions is None or not captured.fused_attention:
-        why = ("without position_ids that start again with each sequence" if positions is None else
-               "by a model whose layers are not all attention")
-        raise UnsupportedError(f"{name}: {names} cannot be used {why}: leave {names} out")
+    if not captured.fused_attention:
+        raise UnsupportedError(f"{name}: {names} cannot be used by a model whose layers are not all attention: leave {names} "
+                               "out")
+    given = rest.get("position_ids")
+    implied = torch.arange(first.shape[1], device=first.device).expand(first.shape[:2])  # each row is one sequence
+    positions = implied if given is None else _rows(name, captured, "position_ids", given, first)
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     starts = begins.flatten().nonzero().squeeze(1)
@@ -113,6 +126,9 @@ def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], posi
         numbers = _rows(name, captured, "seq_idx", said["seq_idx"], positions)
         changes[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         agree &= torch.equal(changes, begins)
+    if not agree and given is None:
+        raise UnsupportedError(f"{name}: {names} cannot be used without position_ids that start again with each sequence: pass "
+                               f"them, or leave {names} out")
     if not agree:
         raise UnsupportedError(f"{name}: {names} and position_ids disagree about where sequences begin: restart position_ids "
                                "at 0 with each sequence")

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import transformers
 import trl
 from datasets import Dataset
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForCausalLM, MixtralConfig
 from trl_run import RANK, tokenizer
 
@@ -36,6 +37,18 @@ import megacompile.trainer
 NUMBERS = tiny_models.VOCABULARY - 3
 SHARED = {**trained.ARGUMENTS, "bf16": False, "max_steps": 2, "per_device_train_batch_size": 2, "warmup_steps": 0,
           "learning_rate": 5e-3, "dataloader_drop_last": True, "seed": 1}
+
+
+#: How processes get their rows.
+ACCELERATORS = {"dispatched": {"dispatch_batches": True}, "split": {"split_batches": True},
+                "dispatched_split": {"dispatch_batches": True, "split_batches": True},
+                "unseeded": {"use_seedable_sampler": False, "even_batches": False, "non_blocking": True}}
+
+
+def padded_to_one_length(rows: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Batches that can be concatenated, to be sent by one process."""
+    return {key: pad(value, (0, 12 - value.shape[1]), value=-100 if key == "labels" else 0)
+            for key, value in trained.padded(rows).items()}
 
 
 def lengths(uneven: bool) -> list[int]:
@@ -90,9 +103,13 @@ def plain(streamed: bool, model: Any, loss: str, uneven: bool, settings: dict[st
     given: dict[str, Any] = {"compute_loss_func": loss_of_logits} if loss == "loss_func" else {}
     if loss == "smoothed":
         settings["label_smoothing_factor"] = 0.2
+    collate = trained.padded
+    if loss in ACCELERATORS:
+        settings["accelerator_config"] = ACCELERATORS[loss]
+        collate = padded_to_one_length
     rows = [{"input_ids": (torch.arange(length) + row * 7) % NUMBERS} for row, length in enumerate(lengths(uneven))]
     return trainer_of(base, loss)(model=model, args=transformers.TrainingArguments(**settings), train_dataset=rows,
-                                  data_collator=trained.padded, **given)
+                                  data_collator=collate, **given)
 
 
 def sft(streamed: bool, model: Any, loss: str, uneven: bool, settings: dict[str, Any]) -> Any:

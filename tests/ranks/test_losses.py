@@ -11,10 +11,10 @@ pytest.importorskip("trl")
 
 RUN = Path(__file__).with_name("loss_table_run.py")
 #: `own` to `router`: the model's own loss, with and without whole steps; of a function and of a method that users write; with a
-#: router loss.
+#: router loss. `dispatched` to `unseeded`: how processes get their rows.
 LOSSES = {
     "trainer": ("own", "own@1", "separate", "loss_func", "smoothed", "of_logits", "of_models", "uncounted", "router",
-                "router@1"),
+                "router@1", "dispatched", "split", "dispatched_split", "unseeded"),
     "sft": ("nll", "dft", "smoothed", "loss_func", "packed", "padding_free", "router", "router@1"),
     "dpo": ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
             "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", "sigmoid+sft"),

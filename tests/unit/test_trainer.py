@@ -73,6 +73,33 @@ def test_batches_that_cannot_be_joined_are_trained_one_by_one(model: Any, native
     torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(("rows", "options"), [
+    (3, dict(return_seq_idx=True)), (3, dict(return_flash_attn_kwargs=True)),
+    (1, dict(return_seq_idx=True, return_flash_attn_kwargs=True)), (2, dict(return_position_ids=True))], ids=str)
+def test_flattened_batches_are_accumulated_as_one_program(rows: int, options: dict[str, Any], model: Any, native: Any,
+                                                          tmp_path: Path) -> None:
+    """What the collator says of the sequences of each batch does not hold for the joined batches."""
+    native.config.use_cache = False  # with a cache transformers lets the sequences of a row see each other
+    given = dict(data_collator=transformers.DataCollatorWithFlattening(**options))
+    curves = [trained.curve(trained.run(trainer, tmp_path, each, given=given, per_device_train_batch_size=rows), *LOGGED)
+              for trainer, each in ((transformers.Trainer, native), (Trainer, model))]
+    torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
+    assert model.megacompile.compiled().shape.whole_step
+
+
+@pytest.mark.parametrize("options", [
+    dict(dispatch_batches=True), dict(split_batches=True), dict(split_batches=True, dispatch_batches=True),
+    dict(use_seedable_sampler=False), dict(even_batches=False, non_blocking=True)], ids=str)
+def test_data_are_read_as_the_accelerator_is_configured(options: dict[str, Any], model: Any, native: Any,
+                                                        tmp_path: Path) -> None:
+    curves = []
+    for trainer, each in ((transformers.Trainer, native), (Trainer, model)):
+        torch.manual_seed(5)  # the sampler that is not seedable draws from it
+        made = trained.run(trainer, tmp_path, each, accelerator_config=options)
+        curves.append(trained.curve(made, *LOGGED))
+    torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
+
+
 def test_no_step_waits_for_an_update(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are waits at the start and the end of a training: as many with nine steps as with three."""
     streamed, waits = model.megacompile.streamed, []
