@@ -1,7 +1,8 @@
 """TRL's `SFTTrainer` for streamed models (needs trl)."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -23,8 +24,8 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
 
     With `loss_type="nll"` the loss is computed by the model itself: the mean negative log-likelihood of a step's tokens, the
     same value that TRL computes from log-probabilities. A step then runs as one program. It logs `num_tokens`, but not
-    `entropy` and `mean_token_accuracy`, which would need a second pass. Other losses are computed by TRL's code, which logs
-    all of these.
+    `entropy` and `mean_token_accuracy`, which would need a second pass. Evaluations, and other losses, are computed by TRL's
+    code, which logs all of these; with a router loss, evaluations log the loss alone.
 
     With a `peft_config`, the streamed model is closed, wrapped with the adapter, and streamed again with the same options
     (`trainer.model`).
@@ -39,6 +40,7 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         def load(name: str, options: Mapping[str, Any]) -> Any:
             loaded = load_named(name, args, options, peft_config)
             coefficients.append(_router_coefficient(loaded))
+            models.append(loaded)
             return loaded
 
         if isinstance(model, str):
@@ -48,11 +50,10 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
                 check_model(model)
                 model = add_adapter(model, peft_config)
             coefficients.append(_router_coefficient(model))
-        with streamed_heads(sft_trainer), loaded_as(sft_trainer, model, load):
+        with streamed_heads(sft_trainer, model) as models, loaded_as(sft_trainer, model, load):
             super().__init__(model, args, *more, **kwargs)
         streamed_with = coefficients[0]
-        if self.losses_are_models:
-            self.model.__dict__.pop("forward", None)
+        self._head = self.model.__dict__.pop("forward") if self.losses_are_models else None
         wanted = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         if wanted != streamed_with or (wanted and not self.losses_are_models):
             raise UnsupportedError(
@@ -65,8 +66,9 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         return bool(self.args.loss_type == "nll")
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        if not self.losses_are_models:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not self.losses_are_models or (not self.model.training and self._evaluates_tokens()):
+            with self._with_head():
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.aux_loss_enabled and num_items_in_batch is not None:
             # TRL divides the tokens' loss by all items, and the router loss by the number of batches in the step.
             batches = self.current_gradient_accumulation_steps
@@ -75,6 +77,27 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
             loss = outputs.loss / batches
             return (loss, outputs) if return_outputs else loss
         return transformers.Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    @contextlib.contextmanager
+    def _with_head(self) -> Iterator[None]:
+        """A context in which the model's forward takes `fused_lm_head`."""
+        given = self.model.__dict__
+        given |= {} if self._head is None else {"forward": self._head}
+        try:
+            yield
+        finally:
+            if self._head is not None:
+                del given["forward"]
+
+    def _evaluates_tokens(self) -> bool:
+        """Whether TRL can evaluate the model, which it does by values of each token, without a loss of the user."""
+        captured = check_model(self.model).captured
+        return captured.heads is not None and not captured.token_loss and not captured.output.records_routers
+
+    def metrics_of_evaluations(self) -> Sequence[str]:
+        if self.losses_are_models and not self._evaluates_tokens():
+            return ()
+        return ("entropy", "mean_token_accuracy", "num_tokens")
 
     own_losses = (compute_loss,)
     router_loss_of_each_process = False

@@ -34,7 +34,13 @@ from megacompile.streaming.statistics import compiled_variants
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.system.long_lived import LongLived
 from megacompile.trainers.read_ahead import ReadAhead
-from megacompile.trainers.trainer_arguments import check_arguments, check_model, optimizer_asked, refuse_other_forwards
+from megacompile.trainers.trainer_arguments import (
+    check_arguments,
+    check_metric,
+    check_model,
+    optimizer_asked,
+    refuse_other_forwards,
+)
 from megacompile.weights.quantized_linear import weights_of_codes
 
 #: The folder of the training state in one of Trainer's checkpoints.
@@ -68,6 +74,7 @@ class Trainer(transformers.Trainer):
         streamed = check_model(self.model)
         # A loss that is not a sum over tokens is a mean over each batch, and takes no such argument.
         self.model_accepts_loss_kwargs &= streamed.captured.has_loss_denominator
+        check_metric(self, self.metrics_of_evaluations())
 
     def create_accelerator_and_postprocess(self) -> None:
         if self.model is not None:  # otherwise `model_init` creates it later
@@ -168,6 +175,10 @@ class Trainer(transformers.Trainer):
                       and check_model(self.model).captured.is_averaged)
         return (self.whole_steps and type(self).compute_loss in self.own_losses and self.compute_loss_func is None
                 and self.label_smoother is None and isinstance(self.model_wrapped, StreamedModule) and not multiplied)
+
+    def metrics_of_evaluations(self) -> Sequence[str]:
+        """What each evaluation logs beside the loss and times, as far as this class knows."""
+        return ()
 
     # ---------------------------------------------------------------- checkpoints
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -69,10 +69,11 @@ def token_fields(logits: Tensor, targets: Tensor, temperature: float, fields: tu
 
 
 @contextlib.contextmanager
-def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
+def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[list[Any]]:
     """A context in which one of TRL's trainer modules gives streamed models our head instead of its own, and streams a model
     again after adding an adapter to it. TRL has no hooks for this, and some trainers need it before their constructor returns.
-    `policy`: the model that the trainer is given."""
+    `policy`: the model that the trainer is given. A streamed model with an adapter that comes from elsewhere is appended to the
+    list of the context."""
     theirs = trainer.add_fused_lm_head
     wrappers = [policy]
 
@@ -93,7 +94,7 @@ def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
 
     adapting = {"get_peft_model": adapt} if hasattr(trainer, "get_peft_model") else {}  # missing without peft
     with replaced(trainer, add_fused_lm_head=add, **adapting):
-        yield
+        yield wrappers
 
 
 def refuse_copied_adapter(model: Any, wanted: bool) -> None:

@@ -1,7 +1,7 @@
 """Refuses trainer arguments that a streamed model does not support, before the first step, with the reason and the remedy."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,33 @@ def check_arguments(args: Any, streamed: Streamed) -> None:
         if asked(args, streamed):
             raise UnsupportedError(reason)
     optimizer_asked(args)
+
+
+#: What Trainer logs of each evaluation, without `compute_metrics`.
+_EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+#: Methods that may log more, and the modules whose methods are known not to, or say what they log.
+_LOGGING = ("evaluate", "evaluation_loop", "prediction_step", "compute_loss", "log")
+_KNOWN = ("transformers.trainer", "trl.trainer.base_trainer", "trl.trainer.sft_trainer", "megacompile.trainer",
+          "megacompile.sft")
+
+
+def check_metric(trainer: Any, logged: Sequence[str]) -> None:
+    """Raises `ArgumentError` if no evaluation logs `metric_for_best_model`, where that can be known. transformers would fail at
+    the first evaluation. `logged`: what the trainer logs of each evaluation beside the loss, for all data sets together."""
+    args = trainer.args
+    if args.metric_for_best_model is None or args.eval_strategy == "no" or not args.skip_memory_metrics:
+        return
+    owners = [kind for kind in type(trainer).__mro__ if any(name in vars(kind) for name in _LOGGING)]
+    callbacks = {type(each).__module__.partition(".")[0] for each in trainer.callback_handler.callbacks}
+    if trainer.compute_metrics is not None or any(kind.__module__ not in _KNOWN for kind in owners) or (
+            callbacks - {"transformers", "trl"}):
+        return
+    data = trainer.eval_dataset
+    prefixes = [f"eval_{name}_" for name in data] if isinstance(data, Mapping) else ["eval_"]
+    names = [prefix + metric for prefix in prefixes for metric in _EVALUATED] + [f"eval_{metric}" for metric in logged]
+    if f"eval_{args.metric_for_best_model.removeprefix('eval_')}" not in names:
+        raise ArgumentError(f"metric_for_best_model={args.metric_for_best_model!r} is not among what evaluations log: choose "
+                            f"one of {', '.join(names)}, or pass compute_metrics")
 
 
 def optimizer_asked(args: Any) -> tuple[type[StreamedOptimizer], dict[str, Any]]:

@@ -84,6 +84,26 @@ def test_losses_of_trls_own_are_trained_alike(model: Any, native: Any, tokenizer
     del model.forward
 
 
+@pytest.mark.parametrize("loss", ["nll", pytest.param("dft", marks=pytest.mark.on_demand)])
+def test_evaluations_log_what_trl_logs_and_choose_the_best_model_by_it(loss: str, model: Any, native: Any, tokenizer: Any,
+                                                                       tmp_path: Path) -> None:
+    """From the evaluation before the first step."""
+    best, evaluations = [], []
+    for trainer, each in ((trl.SFTTrainer, native), (SFTTrainer, model)):
+        made = make(trainer, tmp_path / trainer.__module__, each, tokenizer, max_steps=4, eval_strategy="steps", eval_steps=2,
+                    save_strategy="steps", save_steps=2, load_best_model_at_end=True, loss_type=loss, eval_on_start=True,
+                    metric_for_best_model="eval_mean_token_accuracy", per_device_eval_batch_size=2)
+        made.train()
+        best.append(made.state.best_metric)
+        evaluations.append([{key: value for key, value in entry.items() if not key.endswith(("runtime", "second", "time"))}
+                            for entry in made.state.log_history if "eval_loss" in entry])
+    vars(model).pop("forward", None)
+    assert best[1] == pytest.approx(best[0], abs=1e-5)
+    assert len(evaluations[0]) == 3 and {"eval_entropy", "eval_mean_token_accuracy"} <= evaluations[0][0].keys()
+    for ours, theirs in zip(*reversed(evaluations), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
 @pytest.mark.parametrize("how", [
     dict(packing=True, packing_strategy="wrapped", max_length=16), dict(packing=True, packing_strategy="bfd", max_length=16),
     dict(padding_free=True, max_length=None)], ids=["wrapped", "bfd", "padding-free"])
@@ -116,10 +136,11 @@ def randomize_adapter(model: Any) -> None:
             torch.nn.init.normal_(parameter, 0, 0.3, generator)
 
 
-def test_an_adapter_is_trained_as_it_is_by_an_unstreamed_trainer(tokenizer: Any, tmp_path: Path) -> None:
-    """With a `peft_config`; and a checkpoint of the adapter is loaded when training is resumed."""
+@pytest.mark.parametrize("loss", ["nll", pytest.param("dft", marks=pytest.mark.on_demand)])
+def test_an_adapter_is_trained_as_it_is_by_an_unstreamed_trainer(loss: str, tokenizer: Any, tmp_path: Path) -> None:
+    """With a `peft_config`, and evaluated; and a checkpoint of the adapter is loaded when training is resumed."""
     peft = pytest.importorskip("peft")
-    curves = []
+    curves, evaluated = [], []
     for trainer in (trl.SFTTrainer, SFTTrainer):
         model = tiny_models.build(num_hidden_layers=1)
         if trainer is SFTTrainer:
@@ -127,10 +148,13 @@ def test_an_adapter_is_trained_as_it_is_by_an_unstreamed_trainer(tokenizer: Any,
         config = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"])
         folder = tmp_path / trainer.__module__
         made = make(trainer, folder, model, tokenizer, dict(peft_config=config), max_steps=4, learning_rate=1e-2,
-                    save_strategy="steps", save_steps=2)
+                    save_strategy="steps", save_steps=2, loss_type=loss)
         randomize_adapter(made.model)
         made.train()
         curves.append(trained.curve(made, "loss", "grad_norm"))
+        found = made.evaluate()
+        evaluated.append([found[f"eval_{name}"] for name in ("loss", "entropy", "mean_token_accuracy")])
+    assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-4)
     torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
     assert (folder / "checkpoint-2" / "adapter_model.safetensors").exists()
     final = [p.detach().clone() for p in made.model.parameters()]

@@ -315,6 +315,31 @@ def test_arguments_that_are_not_supported_are_refused_at_once(changes: Any, kind
         Trainer(model=model, args=trained.arguments(tmp_path, **changes))
 
 
+def test_a_metric_that_no_evaluation_logs_is_refused_at_once(model: Any, tmp_path: Path) -> None:
+    """Unless something that the trainer does not know may log it."""
+    def make(metric: str, kind: type = Trainer, **given: Any) -> Any:
+        arguments = trained.arguments(tmp_path, eval_strategy="steps", metric_for_best_model=metric)
+        return kind(model=model, args=arguments, **{"eval_dataset": trained.sequences(5), **given})
+
+    with pytest.raises(ArgumentError, match=r"'eval_accuracy' is not among .* one of eval_loss, .* pass compute_metrics"):
+        make("eval_accuracy")
+    with pytest.raises(ArgumentError, match=r"'loss' is not among .* choose one of eval_one_loss, "):
+        make("loss", eval_dataset={"one": trained.sequences(5)})
+
+    class Logging(Trainer):
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            super().log(logs | {"eval_accuracy": 1.0}, *args, **kwargs)
+
+    class Callback(transformers.TrainerCallback):
+        def on_evaluate(self, *args: Any, metrics: Any, **kwargs: Any) -> None:
+            metrics["eval_accuracy"] = 1.0
+
+    for given in (dict(metric="one_loss", eval_dataset={"one": trained.sequences(5)}),
+                  dict(metric="eval_accuracy", kind=Logging), dict(metric="accuracy", compute_metrics=len),
+                  dict(metric="accuracy", callbacks=[Callback()])):
+        make(**given)
+
+
 def test_models_that_are_not_streamed_or_got_an_adapter_afterwards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MegacompileError, match=r"is not streamed: call model = megacompile.stream"):
         Trainer(model=tiny_models.build(), args=trained.arguments(tmp_path))
