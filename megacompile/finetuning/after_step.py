@@ -27,14 +27,19 @@ class AfterStep:
         self._late(entry)
         self._display(entry)
         due = step.number % self._settings.eval_interval == 0 or step.number == self._steps
-        evaluated = self._evaluated if due else None
-        if evaluated is not None or step.number % self._settings.save_interval == 0:  # both wait for the update anyway
+        due &= self._evaluated is not None
+        if due or step.number % self._settings.save_interval == 0:  # both wait for the update anyway
             self.wait()
-        if evaluated is not None:
-            loss = evaluated()
-            self._reports.evaluation(step.number, loss)
-            self._say(f"step {step.number}/{self._steps}  evaluation loss {loss:.4f}")
+        if due:
+            self.evaluate(step.number)
         self._saves.after(step.number)
+
+    def evaluate(self, number: int) -> None:
+        """Evaluates the rows held out, if there are any, and reports the loss after this number of steps."""
+        if self._evaluated is not None:
+            loss = self._evaluated()
+            self._reports.evaluation(number, loss)
+            self._say(f"step {number}/{self._steps}  evaluation loss {loss:.4f}")
 
     def wait(self) -> None:
         """Waits for the gradient norm of the last step, and reports the step."""

@@ -129,6 +129,8 @@ class Settings:
     eval_interval: Annotated[int, typer.Option(
         "--eval-interval", "--eval-steps", min=1, rich_help_panel=_RUN,
         help="Number of steps between evaluations. The last step is always evaluated.")] = 100
+    eval_on_start: Annotated[bool, typer.Option(
+        "--eval-on-start", rich_help_panel=_RUN, help="Also evaluate before the first step.")] = False
     log_interval: Annotated[int, typer.Option(
         "--log-interval", "--logging-steps", min=1, rich_help_panel=_RUN,
         help="Number of steps between printed lines.")] = 10

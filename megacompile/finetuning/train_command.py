@@ -90,6 +90,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         evaluated = (lambda: _evaluated(model, prepared, padding)) if len(prepared.held_out) else None
         after_step = stack.enter_context(AfterStep(settings, steps, optimizer, progress, reports, display, saves, evaluated,
                                                    console.print))
+        if settings.eval_on_start and done == 0:
+            after_step.evaluate(0)
         batches = (_of_rank(rows, each, padding) for each in prepared.order.batches(done))
         trained = done + len(training.train(
             model, optimizer, batches, steps, done=done, schedule=schedule, on_step=after_step,

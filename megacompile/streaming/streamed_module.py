@@ -171,6 +171,11 @@ class StreamedPretrained(StreamedModule):
 
     activation_checkpointing_enable = gradient_checkpointing_enable
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """As in transformers, without its warning that the name is deprecated: trainers of TRL read it in every generation."""
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+
     def enable_input_require_grads(self) -> None:
         """Does nothing: trainers call this when parameters are frozen, to give PyTorch's checkpointing a gradient."""
 

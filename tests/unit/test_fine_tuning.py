@@ -106,18 +106,19 @@ def test_a_run_has_the_losses_of_native_pytorch_and_leaves_all_it_says(
     monkeypatch.setattr(preparation, "split", kept_split)
     output = tmp_path / "run"
     result = command("train", model, "--data", data, *FLAGS, "--steps", STEPS, "--warmup", 2, "--weight-decay", 0.1, "--seed",
-                     5, "--eval-share", 0.25, "--eval-interval", 4, "--save-interval", 4, "--output", output)
+                     5, "--eval-share", 0.25, "--eval-interval", 4, "--eval-on-start", "--save-interval", 4, "--output", output)
     assert result.exit_code == 0, result.output
     expected, evaluated = native(model, *kept[0])
     assert list(losses(output).values()) == pytest.approx(expected, rel=1e-4)
     evaluations = [(e["step"], e["eval_loss"]) for e in read_log(output / "log.jsonl") if "eval_loss" in e]
-    assert [step for step, _ in evaluations] == [4, 6] and evaluations[-1][1] == pytest.approx(evaluated, rel=1e-3)
+    assert [step for step, _ in evaluations] == [0, 4, 6] and evaluations[-1][1] == pytest.approx(evaluated, rel=1e-3)
     assert {path.name for path in output.iterdir()} == {"checkpoints", "log.jsonl", "loss.svg", "model", "settings.yaml"}
     assert [path.name for path in sorted((output / "checkpoints").iterdir())] == ["000001-step-4", "000002-step-6"]
     assert "</svg>" in (output / "loss.svg").read_text()
-    saved = AutoModelForCausalLM.from_pretrained(output / "model")
-    with torch.no_grad():
-        assert float(saved(**collate(kept[0][1], range(5))).loss) == pytest.approx(evaluations[-1][1], rel=1e-3)
+    for weights, (_, evaluated) in ((model, evaluations[0]), (output / "model", evaluations[-1])):
+        with torch.no_grad():
+            loss = AutoModelForCausalLM.from_pretrained(weights)(**collate(kept[0][1], range(5))).loss
+        assert float(loss) == pytest.approx(evaluated, rel=1e-3)
     assert AutoTokenizer.from_pretrained(output / "model").chat_template == tiny_tokenizer.CHATML
 
 

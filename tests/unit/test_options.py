@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -131,6 +132,8 @@ def test_gradient_checkpointing_that_was_enabled_before_changes_nothing() -> Non
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     model = megacompile.stream(model, device="cpu")
+    with warnings.catch_warnings(action="error"):
+        assert model.is_gradient_checkpointing
     loss, ours = native(**batch(1)).loss, model(**batch(1)).loss
     loss.backward()
     ours.backward()

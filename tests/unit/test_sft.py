@@ -15,7 +15,7 @@ import tiny_models
 import trained
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, PreTrainedTokenizerFast
 
 import megacompile.trainer
 from megacompile.errors import UnsupportedError
@@ -126,6 +126,24 @@ def test_what_is_not_supported_is_refused_at_once(changes: Any, remedy: str, mod
                                                      tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=remedy):
         make(SFTTrainer, tmp_path, model, tokenizer, **changes)
+
+
+@pytest.mark.on_demand  # (tests/ranks/test_losses.py has it with two processes)
+def test_a_router_loss_is_divided_among_accumulated_batches(tokenizer: Any, tmp_path: Path) -> None:
+    curves = []
+    for trainer in (trl.SFTTrainer, SFTTrainer):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(MixtralConfig(
+            vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64, num_local_experts=4, output_router_logits=True,
+            router_aux_loss_coef=0.5), attn_implementation="eager")
+        if trainer is SFTTrainer:
+            model = megacompile.stream(model, device="cpu", compile=False)
+        made = make(trainer, tmp_path, model, tokenizer, max_steps=3)
+        made.train()
+        curves.append(trained.curve(made, "loss", "grad_norm"))
+    torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
+    made.model.megacompile.close()
 
 
 def randomize_adapter(model: Any) -> None:
