@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,9 +41,37 @@ class ByteTokenizer:
         return bytes(tokens.tolist()).decode("utf-8", errors="replace")
 
 
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The token ids that a tokenizer of transformers itself puts `before` and `after` a text, such as a beginning-of-sequence
+    token. Most models were trained with them."""
+
+    before: list[int]
+    after: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> SpecialTokens:
+        """Raises `MegacompileError` if the tokenizer encodes a text differently between special tokens."""
+        whole, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+        for start in range(len(whole) - len(bare), -1, -1):
+            if whole[start:start + len(bare)] == bare:
+                return cls(whole[:start], whole[start + len(bare):])
+        raise MegacompileError("the tokenizer encodes a text differently if it adds special tokens, so they cannot be told "
+                               "from the text: use another tokenizer")
+
+    def begin(self, tokens: list[int]) -> list[int]:
+        """A text's tokens after those that come before it, once: some texts begin with them."""
+        return tokens if tokens[:len(self.before)] == self.before else [*self.before, *tokens]
+
+    def around(self, tokens: list[int]) -> list[int]:
+        """A text's tokens between those that come before and after it, once each."""
+        ended = tokens[len(tokens) - len(self.after):] == self.after
+        return self.begin(tokens if ended else [*tokens, *self.after])
+
+
 class PretrainedTokenizer:
-    """A tokenizer from transformers, read from a model's folder or from the Hugging Face Hub. It adds no special tokens.
-    `pretrained`: the tokenizer object of transformers.
+    """A tokenizer from transformers, read from a model's folder or from the Hugging Face Hub. `pretrained`: the tokenizer
+    object of transformers.
 
     Raises `ArgumentError` if there is no such folder, `MegacompileError` if the tokenizer cannot be read."""
 
@@ -62,10 +92,16 @@ class PretrainedTokenizer:
                    "name and the network")
             raise MegacompileError(f"{why}\n{type(error).__name__}: {error}") from error
 
+    @cached_property
+    def special(self) -> SpecialTokens:
+        return SpecialTokens.of(self.pretrained)
+
     def encode(self, text: bytes) -> Tensor:
-        decoded = text.decode("utf-8", errors="replace")
-        ids = self.pretrained(decoded, add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int32)
+        return torch.tensor(self.document(text.decode("utf-8", errors="replace")), dtype=torch.int32)
+
+    def document(self, text: str) -> list[int]:
+        """The token ids of a whole text, between the special tokens that the tokenizer itself adds."""
+        return self.special.around(list(self.pretrained(text, add_special_tokens=False, verbose=False)["input_ids"]))
 
     def decode(self, tokens: Tensor) -> str:
         return str(self.pretrained.decode(tokens.tolist()))

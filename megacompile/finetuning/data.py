@@ -10,7 +10,7 @@ from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, check_vocabul
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import ChatEncoder, Encoded
 from megacompile.finetuning.data_files import begins_with_object, files_of, is_text, placed, read_rows
-from megacompile.finetuning.document_packing import join, pack, pack_conversations
+from megacompile.finetuning.document_packing import begun, join, pack, pack_conversations
 from megacompile.finetuning.formats import Format, Row, detect, messages_of, text_of
 from megacompile.finetuning.settings import TooLong
 from megacompile.finetuning.tools import tools_of
@@ -38,7 +38,7 @@ def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer,
     combined, or if a tokenizer is missing."""
     files = [file for source in sources for file in files_of(source)]
     if is_text(sources[0]):
-        rows = _cut(read_text(files, tokenizer), length, say)
+        rows = _cut(read_text(files, tokenizer), tokenizer, length, say)
         for file in files:
             if begins_with_object(file):
                 say(f"warning: {file} is read as TEXT, but begins with a JSON object: if it holds rows, rename it to .jsonl")
@@ -56,13 +56,23 @@ def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, leng
     if len({each is Format.TEXT for each in formats}) > 1:
         raise ArgumentError("texts and conversations cannot be combined: give only one kind of --data, or --format")
     if formats[0] is Format.TEXT:
-        return _cut(join(_texts(sources, tokenizer.pretrained), _end_of(tokenizer.pretrained)), length, say)
-    found = _fitted(Rows.of(_conversations(sources, formats, ChatEncoder(tokenizer.pretrained))), length, too_long, say)
+        return _cut(join(_texts(sources, tokenizer), _end_of(tokenizer.pretrained)), tokenizer, length, say)
+    encoder = ChatEncoder(tokenizer.pretrained)
+    rows, begin = Rows.of(_conversations(sources, formats, encoder)), tokenizer.special.before
+    if rows.tokens[:len(begin)].tolist() != begin:
+        say(f"warning: the tokenizer puts {tokenizer.pretrained.decode(begin)} before texts, but its chat template does not, "
+            "and conversations are trained as the template renders them: add it to the template if the model expects it")
+    if encoder.unasked:
+        say(f"warning: {encoder.unasked:,} answers come before any message of a user, where the chat template has no prompt: "
+            "they are read, but not learned")
+    found = _fitted(rows, length, too_long, say)
     return pack_conversations(found, length) if packed else found
 
 
-def _cut(tokens: Tensor, length: int, say: Say) -> Rows:
+def _cut(tokens: Tensor, tokenizer: ByteTokenizer | PretrainedTokenizer, length: int, say: Say) -> Rows:
     """Text in sequences of `length` tokens. Says how many tokens do not fill a last one."""
+    if isinstance(tokenizer, PretrainedTokenizer):
+        tokens = begun(tokens, length, tokenizer.special.before)
     rows = pack(tokens, length)
     if left := tokens.numel() % length:
         say(f"the last {left:,} of {tokens.numel():,} tokens do not fill a sequence of {length:,} and are left out")
@@ -112,11 +122,11 @@ def _conversations(sources: Sequence[str], formats: Sequence[Format], encoder: C
         yield from encoded
 
 
-def _texts(sources: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
+def _texts(sources: Sequence[str], tokenizer: PretrainedTokenizer) -> Iterator[list[int]]:
     for _, source, number, row in _numbered(sources):
         with placed(source, number):
             text = text_of(row)
-        yield list(tokenizer(text, verbose=False)["input_ids"])  # with special tokens at the start, if the tokenizer adds any
+        yield tokenizer.document(text)
 
 
 def _end_of(tokenizer: Any) -> int:

@@ -1,7 +1,8 @@
 """Puts several documents into one sequence, to reduce padding.
 
-Texts are joined with the end token and cut into sequences. Tokens of a text see those of the text before it, as is usual in
-pretraining. Conversations are packed whole and do not see each other: their positions restart at 0.
+Texts are joined with the end token and cut into sequences, which all begin as a text does. Tokens of a text see those of the
+text before it, as is usual in pretraining. Conversations are packed whole and do not see each other: their positions restart
+at 0.
 """
 from __future__ import annotations
 
@@ -26,6 +27,27 @@ def pack(tokens: Tensor, length: int) -> Rows:
                                "a smaller --length")
     starts = torch.arange(count) * length
     return Rows(tokens, torch.stack([starts, starts + length], dim=1))
+
+
+def begun(tokens: Tensor, length: int, begin: Sequence[int]) -> Tensor:
+    """The tokens, 1-D, with those of `begin` inserted so that every sequence of `length` begins with them, once. Models that
+    were trained with a beginning-of-sequence token predict badly without it.
+
+    Raises `MegacompileError` if `begin` fills a sequence."""
+    if not begin or not tokens.numel():
+        return tokens
+    if len(begin) >= length:
+        raise MegacompileError(f"a sequence of {length} has no room beside the {len(begin)} special tokens that the tokenizer "
+                               "puts before a text: give a larger --length")
+    parts, start, first = list[Tensor](), 0, torch.tensor(begin, dtype=tokens.dtype)
+    while start < tokens.numel():
+        # Of a text that begins here, or just before, only what is cut off is missing.
+        missing = next((cut for cut in range(min(len(begin), start + 1))
+                        if torch.equal(tokens[start - cut:start - cut + len(begin)], first)), len(begin))
+        end = start + length - missing
+        parts += [first[:missing], tokens[start:end]]
+        start = end
+    return torch.cat(parts)
 
 
 def join(documents: Iterable[list[int]], end: int) -> Tensor:

@@ -17,6 +17,10 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assist
          "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool"}
 #: ShareGPT's speaker for function calls, whose text is JSON.
 _CALLS = "function_call"
+#: In a message that is not learned: False. Chat templates do not see it.
+TRAINED = "train"
+#: Keys by which data sets of other trainers say whether a message is learned: 1 or true, 0 or false.
+_LEARNED = (TRAINED, "training", "trainable", "loss", "loss_mask", "step_loss_mask", "loss_scale", "loss_weight", "weight")
 #: Columns that cannot be expressed as text. A row in which one of them is not empty is refused.
 _UNHEARD = ("history", "images", "image", "videos", "audios", "documents")
 #: Columns of rows with two answers, and the column of rows that says whether their answer is good (KTO).
@@ -79,12 +83,28 @@ def text_of(row: Row) -> str:
 def messages_of(row: Row, format: Format) -> list[Message]:
     """The messages of a conversation, at least one of them by the assistant. A column `system` becomes the first message.
     Raises `MegacompileError` with the reason if the row is invalid."""
+    _refuse_unwanted(row)
     messages = _read(row, _READERS[format])
-    if not any(message["role"] == "assistant" for message in messages):
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
         roles = listed(sorted({str(message["role"]) for message in messages}))
         raise MegacompileError(f"no message is by the assistant (roles: {roles}), so there is nothing to learn: add one, or "
                                "remove the row")
+    if not any(message.get(TRAINED, True) for message in answers):
+        raise MegacompileError("the row says of every message by the assistant that it is not to be learned, so there is "
+                               "nothing to learn: remove the row")
     return messages
+
+
+def _refuse_unwanted(row: Row) -> None:
+    """Raises `MegacompileError` for a row that says of itself that it is not to be learned."""
+    if str(row.get(_VERDICT)).lower() == "false":
+        raise MegacompileError(f"{_VERDICT} is false, so the answer is one to avoid: train with TRL's KTOTrainer "
+                               "(docs/trainers.md), or keep only the good rows")
+    unwanted = next((key for key in _LEARNED if str(row.get(key)).lower() in ("0", "0.0", "false")), None)
+    if unwanted is not None:
+        raise MegacompileError(f"{unwanted} is {row[unwanted]}, so the row is not to be learned: remove it, or rename the "
+                               "column if it means something else")
 
 
 def prompt_of(row: Row) -> list[Message]:
@@ -133,12 +153,11 @@ def _sharegpt(row: Row) -> list[Message]:
     for number, each in enumerate(_list(row, "conversations"), start=1):
         try:
             speaker = _string(each, "from")
-            if speaker == _CALLS:
-                messages.append(call_of(_string(each, "value")))
-                continue
-            if speaker not in ROLES:
+            if speaker not in (*ROLES, _CALLS):
                 raise MegacompileError(f"from is {speaker!r}, but must be one of {', '.join((*ROLES, _CALLS))}")
-            messages.append({"role": ROLES[speaker], "content": _string(each, "value")})
+            text = _text(each, "value")
+            message = call_of(text) if speaker == _CALLS else {"role": ROLES[speaker], "content": text}
+            messages.append(message | _trained(message["role"], each))
         except MegacompileError as error:
             raise MegacompileError(f"message {number}: {error}") from error
     return messages
@@ -152,12 +171,34 @@ def _messages(row: Row) -> list[Message]:
             calls = each.get("tool_calls")
             if calls:  # then content may be missing
                 named["tool_calls"] = [with_arguments(call) for call in _list(each, "tool_calls")]
-            named["content"] = "" if calls and each.get("content") is None else _string(each, "content")
+            named["content"] = "" if calls and each.get("content") in (None, []) else _text(each, "content")
+            named |= _trained(named["role"], each)
         except MegacompileError as error:
             raise MegacompileError(f"message {number}: {error}") from error
         # Some data sets give every message every key, so empty ones are left out. The chat template may read the others.
-        messages.append({key: value for key, value in each.items() if value not in (None, [])} | named)
+        heard = {key: value for key, value in each.items() if value not in (None, []) and key not in _LEARNED}
+        messages.append(heard | named)
     return messages
+
+
+def _trained(role: str, each: Row) -> Message:
+    """`TRAINED`, if an answer is not to be learned. Raises `MegacompileError` if only a part of it is, or if it has a weight
+    between."""
+    if role != "assistant":  # never learned
+        return {}
+    if each.get("train_detail"):
+        raise MegacompileError("train_detail is not empty, but parts of a message cannot be left out: leave it out, or write "
+                               "train: false to leave out the whole message")
+    learned = [_is_learned(each, key) for key in _LEARNED if each.get(key) is not None]
+    return {} if all(learned) else {TRAINED: False}
+
+
+def _is_learned(each: Row, key: str) -> bool:
+    """Whether the value of the key says so. Raises `MegacompileError` for any other than yes and no."""
+    value = each[key]
+    if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+        raise MegacompileError(f"{key} is {value!r}, but must be 1 or true (learned), or 0 or false (not learned)")
+    return bool(value)
 
 
 _READERS: dict[Format, Callable[[Row], list[Message]]] = {
@@ -176,6 +217,19 @@ def _string(row: Any, column: str) -> str:
     if not isinstance(value, str):
         raise MegacompileError(f"{column} is a {type(value).__name__}, not text")
     return value
+
+
+def _text(row: Any, column: str) -> str:
+    """A text, or the parts of one: [{"type": "text", "text": ...}, ...]."""
+    parts = row.get(column) if isinstance(row, Mapping) else None
+    if not isinstance(parts, list) or not parts:
+        return _string(row, column)
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = f"of type {part.get('type')!r}" if isinstance(part, Mapping) else f"a {type(part).__name__}"
+            raise MegacompileError(f"{column} has a part that is {kind}, but only parts of type 'text' can be read: "
+                                   "leave it out")
+    return "".join(_string(part, "text") for part in parts)
 
 
 def _list(row: Row, column: str) -> list[Any]:

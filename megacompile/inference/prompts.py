@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megacompile.corpus import SpecialTokens
 from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.finetuning.chat import ChatTemplate
 from megacompile.finetuning.data_files import files_of, is_text, placed, read_lines, read_rows
 from megacompile.finetuning.formats import Message, prompt_of
+from megacompile.finetuning.tools import tools_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, raw: bool, check: Callable[[int], None] = lambda tokens: None) -> None:
         self._tokenizer, self._raw, self._check = tokenizer, raw or tokenizer.chat_template is None, check
+        self._template, self._special = ChatTemplate(tokenizer), SpecialTokens.of(tokenizer)
 
     def read(self, source: str) -> Iterator[Prompt]:
         """The prompts of a file. Raises `MegacompileError` for a row without one, with its number."""
@@ -46,20 +50,17 @@ class PromptEncoder:
         """The tokens that an answer follows."""
         text = row.get("prompt")
         if isinstance(text, str) and self._raw:
-            return self._checked(self._tokenizer(text)["input_ids"])
-        return self.of_messages(prompt_of(row))
+            return self._checked(self._special.begin(self._template.tokens(text)))
+        return self.of_messages(prompt_of(row), tools_of(row))
 
-    def of_messages(self, messages: list[Message]) -> list[int]:
-        """The tokens of a conversation that the assistant answers. Raises `MegacompileError` if the template refuses it."""
+    def of_messages(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+        """The tokens of a conversation that the assistant answers. Raises `MegacompileError` if the template refuses it or
+        leaves out a part of it."""
         if self._tokenizer.chat_template is None:
             raise MegacompileError("the tokenizer has no chat template: give prompts as text (a column prompt), or a tokenizer "
                                    "that has one (--tokenizer)")
-        try:
-            ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except Exception as error:  # templates may raise anything
-            raise MegacompileError(f"the chat template refuses the conversation ({error}): correct it, or use another "
-                                   "template") from error
-        return self._checked(ids)
+        heard = self._template.readable(messages, tools)
+        return self._checked(self._template.tokens(self._template.text(heard, tools, add_generation_prompt=True)))
 
     def _checked(self, tokens: list[int]) -> list[int]:
         if not tokens:

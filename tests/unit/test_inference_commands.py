@@ -126,6 +126,34 @@ def test_prompts_are_taken_as_people_write_them(model: Path, tokenizer: Any, tmp
     assert [prompt.tokens for prompt in encoder.read(str(lines))] == [user, chatted(tokenizer, ("user", "one"))]
 
 
+@pytest.mark.parametrize("around", ["<s> $A", "<s> $A </s>", "$A </s>"])
+def test_prompts_begin_as_texts_do_once_and_do_not_end_as_texts_do(around: str) -> None:
+    tokenizer = tiny_tokenizer.build(None, around=around)
+    before, inside = tokenizer.convert_tokens_to_ids(around.split("$A")[0].split()), [*range(7, 11)]
+    text = tokenizer.decode(inside)
+    for prompt in (text, "<s>" * len(before) + text):
+        assert PromptEncoder(tokenizer, raw=False).encode({"prompt": prompt}) == [*before, *inside]
+    tokenizer.chat_template = "{{ bos_token }}" + tiny_tokenizer.CHATML
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
+    for encoded in (PromptEncoder(tokenizer, raw=False).encode({"prompt": "x"}),
+                    PromptEncoder(tokenizer, raw=True).encode({"prompt": rendered})):
+        assert encoded == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_tools_and_calls_of_a_prompt_are_told_and_marks_of_what_is_learned_are_not(tokenizer: Any) -> None:
+    asked, tool = [{"role": "user", "content": "x"}], {"name": "add"}
+    marking = copy.deepcopy(tokenizer)
+    marking.chat_template = "{% for m in messages %}{{ m.content }}{{ m.keys() | join(',') }}{% endfor %}"
+    row = {"messages": [asked[0], {"role": "assistant", "content": "y", "train": False}, asked[0]]}
+    assert "train" not in tokenizer.decode(PromptEncoder(marking, raw=False).encode(row))
+    told = copy.deepcopy(tokenizer)
+    told.chat_template = tiny_tokenizer.TOOLS
+    assert PromptEncoder(told, raw=False).encode({"messages": asked, "tools": json.dumps([tool])}) == (
+        told.apply_chat_template(asked, tools=[tool], add_generation_prompt=True)["input_ids"])
+    with pytest.raises(MegacompileError, match="the chat template ignores tools"):
+        PromptEncoder(tokenizer, raw=False).encode({"messages": asked, "tools": [tool]})
+
+
 def test_a_stop_text_ends_an_answer_and_is_left_out(model: Path, tokenizer: Any, tmp_path: Path) -> None:
     prompt = tmp_path / "one.jsonl"
     prompt.write_text(json.dumps({"prompt": "one"}) + "\n")
@@ -353,6 +381,42 @@ def test_the_loss_of_a_text_is_that_of_the_plain_model(batch: int, model: Path, 
     assert float(words[1].rstrip(",")) == pytest.approx(sum(losses) / len(losses), abs=2e-4)
     assert float(words[3].rstrip(",")) == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
     assert int(words[5].replace(",", "")) == 31 * len(whole)
+
+
+def test_base_models_that_begin_texts_with_a_token_are_evaluated_and_continued_with_it(
+        model: Path, text: Path, tmp_path: Path) -> None:
+    """The tokenizer has no chat template."""
+    tokenizer = tiny_tokenizer.build(None, around="<s> $A")
+    folder = tmp_path / "base"
+    build(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    plain, bos = AutoModelForCausalLM.from_pretrained(folder), tokenizer.bos_token_id
+
+    def measured(data: Path) -> float:
+        result = command("evaluate", folder, "--data", data, "--length", 128, "--batch", 3, "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        return float(result.stdout.split()[1].rstrip(","))
+
+    def native(asked: list[int], answer: list[int]) -> tuple[float, int]:
+        ids, labels = torch.tensor([[*asked, *answer]]), torch.tensor([[-100] * len(asked) + answer])
+        with torch.no_grad():
+            return float(plain(input_ids=ids, labels=labels).loss) * len(answer), len(answer)
+
+    ids = tokenizer(text.read_text(), add_special_tokens=False)["input_ids"]
+    losses = [native([bos], ids[start:start + 127]) for start in range(0, len(ids) - 126, 127)]
+    assert measured(text) == pytest.approx(sum(nats for nats, _ in losses) / sum(count for _, count in losses), abs=2e-4)
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"instruction": asked, "output": said}) + "\n" for asked, said in UNEVEN))
+    losses = [native(tokenizer(f"### User:\n{asked}\n\n### Assistant:\n")["input_ids"],
+                     tokenizer(f"{said}<|im_end|>", add_special_tokens=False)["input_ids"]) for asked, said in UNEVEN]
+    assert measured(path) == pytest.approx(sum(nats for nats, _ in losses) / sum(count for _, count in losses), abs=2e-4)
+
+    path.write_text("".join(json.dumps({"prompt": asked}) + "\n" for asked, _ in UNEVEN))
+    found = rows(command("generate", folder, "--prompts", path, *GREEDY))
+    assert [row["completion"] for row in found] == [
+        answer(plain, tokenizer, tokenizer(asked)["input_ids"])[0] for asked, _ in UNEVEN]
+    assert tokenizer("x")["input_ids"][0] == bos
 
 
 UNEVEN = [("one", "a"), ("two words", "an answer that is much longer than all of the others are, by far, and goes on"),

@@ -252,9 +252,9 @@ def test_a_missing_path_is_not_taken_for_a_data_set(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- data
-def tokenizer_of(template: str | None = tiny_tokenizer.CHATML) -> PretrainedTokenizer:
+def tokenizer_of(template: str | None = tiny_tokenizer.CHATML, around: str = "$A") -> PretrainedTokenizer:
     found = PretrainedTokenizer.__new__(PretrainedTokenizer)
-    found.pretrained = tiny_tokenizer.build(template)
+    found.pretrained = tiny_tokenizer.build(template, around=around)
     return found
 
 
@@ -326,6 +326,55 @@ def test_text_files_are_cut_into_sequences(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "abcdefgh")
     assert [bytes(tokens.tolist()) for tokens, _ in map(data(path, length=3, tokenizer=ByteTokenizer()).row, range(2))] == [
         b"abc", b"def"]
+
+
+@pytest.mark.parametrize("around", ["<s> $A", "<s> $A </s>", "<s> <lang> $A", "$A </s>", "$A"])
+@pytest.mark.parametrize("kind", ["files", "rows", "rows with special tokens"])
+def test_every_sequence_begins_as_the_tokenizer_begins_a_text_once_and_nothing_else_changes(
+        kind: str, around: str, tmp_path: Path) -> None:
+    """The special tokens may be two, of which the end of a sequence cuts off one."""
+    tokenizer, documents = tokenizer_of(around=around), ["abcdefghij" * 3, "klm", "nopqrstuvwxyz" * 5]
+    native = tokenizer.pretrained
+    before, after = (native.convert_tokens_to_ids(side.split()) for side in around.split("$A"))
+    if kind == "files":
+        sources = [write(tmp_path / f"{number}.txt", text) for number, text in enumerate(documents)]
+    else:
+        sides = [side.replace(" ", "") if kind == "rows with special tokens" else "" for side in around.split("$A")]
+        sources = [write(tmp_path / "a.jsonl", lines([{"text": text.join(sides)} for text in documents]))]
+    rows = data(*sources, length=8, tokenizer=tokenizer)
+    found, left = [rows.row(index)[0].tolist() for index in range(len(rows))], [
+        token for text in documents for token in [
+            *native(text, add_special_tokens=False)["input_ids"], *after, *([] if kind == "files" else [native.eos_token_id])]]
+    assert {len(each) for each in found} == {8}
+    for each in found:
+        assert each[:len(before)] == before
+        starts = [at for at, token in enumerate(each) if token in before[:1]]
+        assert [at for at, token in enumerate(each) if token in before] == [
+            at + which for at in starts for which in range(len(before)) if at + which < 8], "whole, unless the sequence ends"
+        assert all(second - first > len(before) for first, second in itertools.pairwise(starts)), "once"
+    kept = [token for each in found for token in each if token not in before]
+    assert kept == left[:len(kept)] and len(left) - len(kept) < 8
+    if before:
+        with pytest.raises(MegacompileError, match=rf"a sequence of {len(before)} has no room beside the {len(before)}"):
+            data(*sources, length=len(before), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(("template", "warned"), [
+    (tiny_tokenizer.CHATML, True), ("{{ bos_token }}" + tiny_tokenizer.CHATML, False), (None, False)])
+def test_a_template_that_begins_otherwise_than_texts_is_noticed(template: str | None, warned: bool, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines(ALPACA))
+    rows = data(path, tokenizer=tokenizer_of(template, "<s> $A"))
+    assert [each for each in said if "puts <s> before texts, but its chat template does not" in each] == said
+    bos = tokenizer_of(template, "<s> $A").pretrained.bos_token_id
+    assert bool(said) == warned and int((rows.tokens == bos).sum()) == (0 if warned else len(rows))
+
+
+def test_answers_that_the_template_has_no_prompt_for_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines(2 * [{"messages": [
+        {"role": role, "content": "x"} for role in ("system", "assistant", "user", "assistant")]}]))
+    data(path, length=200, tokenizer=tokenizer_of(tiny_tokenizer.DEMANDING + tiny_tokenizer.THINKING))
+    (warning,) = said
+    assert "2 answers come before any message of a user" in warning
 
 
 @pytest.mark.parametrize(("files", "options", "reason"), [
