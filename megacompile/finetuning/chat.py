@@ -101,7 +101,8 @@ class ChatEncoder:
                 raise MegacompileError("the tokenizer has neither a chat template nor an end-of-sequence token: set its "
                                        "chat_template or its eos_token, and save it again")
             before = "".join(tokenizer.convert_ids_to_tokens(SpecialTokens.of(tokenizer).before))
-            tokenizer.chat_template = f"{{{{- {json.dumps(before, ensure_ascii=False)} -}}}}{PLAIN_TEMPLATE}"
+            begin = f"{{{{- {json.dumps(before, ensure_ascii=False)} -}}}}" if before else ""
+            tokenizer.chat_template = begin + PLAIN_TEMPLATE
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
         # Marks are character positions, which only fast tokenizers can map to tokens.
         self._marked = tokenizer.is_fast and bool(_MARKER.search(tokenizer.get_chat_template()))
