@@ -175,6 +175,11 @@ def _inverse(maximum: Tensor) -> Tensor:
     return torch.where(maximum > 0, 1 / maximum, 0)
 
 
+def is_finite(weights: Tensor) -> bool:
+    """Whether all weights are finite. A scale that is not finite makes all weights that share it NaN."""
+    return bool(torch.isfinite(weights).all())
+
+
 def as_bytes(*floats: Tensor) -> Tensor:
     """FP32 numbers, one tensor after the other, as uint8 [bytes] on the CPU."""
     return torch.cat([each.detach().float().cpu().flatten() for each in floats]).view(torch.uint8)

@@ -15,7 +15,7 @@ from megacompile import schema
 from megacompile.errors import CheckpointError, UnsupportedError
 from megacompile.frontend.tracing.layers import Layers
 from megacompile.weights.bitsandbytes import four_bits
-from megacompile.weights.codes import EightBits, Format, as_bytes
+from megacompile.weights.codes import EightBits, Format, as_bytes, is_finite
 from megacompile.weights.quantized_linear import QuantizedLinear, shape_of
 from megacompile.weights.quantizing import frozen_linears
 from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
@@ -79,6 +79,9 @@ class CodedPart:
         for start in range(0, count, size):
             piece = torch.empty(min(size, count - start), dtype=DTYPES[self.source.dtype])
             reader.read(self.source, start, piece)
+            if not is_finite(piece):
+                raise CheckpointError(f"{self.source.name} in {self.source.file} has values that are not finite, which codes "
+                                      "would spread to other weights: copy or download the checkpoint again")
             yield piece
 
 

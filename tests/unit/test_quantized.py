@@ -274,12 +274,28 @@ def test_an_adapter_is_saved_and_a_quantized_model_is_not(saved: Path, tmp_path:
     assert torch.equal(rounded(**batch()).loss, model(**batch()).loss)
 
 
-def test_an_adapter_is_merged_into_the_values_of_quantized_weights() -> None:
-    model = adapted("nf4").eval()
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_an_adapter_is_merged_into_the_values_of_quantized_weights_in_the_dtype_of_the_model(
+        bf16: bool, adapter_dtype: torch.dtype) -> None:
+    model = adapted("nf4", peft.get_peft_model(build(bf16), LORA).unload()).eval()
+    for parameter in trained(model):
+        parameter.data = parameter.data.to(adapter_dtype)
     with torch.no_grad():
         expected = model(**batch()).logits
-        merged = megacompile.dequantize(model, torch.float32).merge_and_unload()
-        torch.testing.assert_close(merged(**batch()).logits, expected)
+        merged = megacompile.dequantize(model).merge_and_unload()
+        assert {p.dtype for p in merged.parameters()} == {torch.bfloat16 if bf16 else torch.float32}
+        tolerance = 1e-2 if bf16 or adapter_dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(merged(**batch()).logits, expected, atol=tolerance * float(expected.abs().max()), rtol=0)
+
+
+def test_the_bias_of_an_expanded_layer_has_the_dtype_of_its_weight() -> None:
+    layers = quantized(model := adapted("int8"))
+    names = [name for name, module in model.named_modules() if module in layers and module.bias is not None]
+    megacompile.dequantize(model, torch.bfloat16)
+    assert names
+    for layer in map(model.get_submodule, names):
+        assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
 
 
 def test_dora_reads_the_values_of_quantized_weights() -> None:
@@ -338,3 +354,17 @@ def test_layers_of_bitsandbytes_that_cannot_be_adopted_are_refused() -> None:
     embedding: Any = type("Embedding4bit", (nn.Embedding,), {"__module__": "bitsandbytes.nn.modules"})
     with pytest.raises(UnsupportedError, match="Embedding4bit 0 of bitsandbytes cannot be streamed: only its linear layers"):
         adopt_bitsandbytes(nn.Sequential(embedding(4, 4)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("stored", FORMATS)
+def test_a_weight_that_is_not_finite_is_refused_by_name_and_the_model_stays_as_it_was(
+        stored: str, value: float, tmp_path: Path) -> None:
+    model = build(bf16=True).requires_grad_(False)
+    model.model.layers[1].mlp.up_proj.weight[5, 3] = value
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are not finite"):
+        megacompile.quantize(model, stored)
+    assert not quantized(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight in .* has values that are not finite"):
+        megacompile.from_pretrained(tmp_path, quantize=stored, trainable=False, device="cpu")
