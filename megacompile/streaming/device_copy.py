@@ -2,7 +2,7 @@
 
 It takes the memory that training leaves: slots give way while it lives and are made again afterwards. It is kept between uses,
 and only weights that have changed are copied again, as long as the streamed model does not need its memory. If not all layers
-fit, some take turns in two slots (`layer_slots.py`). On a CPU its weights are the tiles' own memory, so that it takes none.
+fit, some take turns in two slots (`layer_slots.py`). Its weights are copies on a CPU too: a user may write to them.
 """
 from __future__ import annotations
 
@@ -91,14 +91,16 @@ class Owner(Protocol):
 
 
 class DeviceCopy:
-    """State: the `native` model, None where there is none, with the `slots` of its layers that take turns, and the versions of
-    weights and of all tensors when it was current; and how many uses are open, during which the streamed model does not run."""
+    """State: the `native` model, None where there is none, with its `parameters` and the `slots` of its layers that take turns;
+    the versions of weights, of all tensors and of the native model's tensors when it was current; and how many uses are open,
+    during which the streamed model does not run."""
 
     def __init__(self, streamed: Owner) -> None:
         self._streamed = streamed
         self.native: nn.Module | None = None
         self.slots: LayerSlots | None = None
         self._version, self._versions, self._open = -1, [0], 0
+        self._parameters, self._native_versions = list[nn.Parameter](), list[int]()
         self._hooks, self._modules = CopiedHooks(), list[nn.Module]()
 
     @contextmanager
@@ -122,14 +124,16 @@ class DeviceCopy:
                 self._make_room(self._bytes_with(turning) + more_bytes, keep_tiles=more_bytes > 0)
                 try:
                     self.native = self._made(original, turning)
+                    self._parameters = list(self.native.parameters())
                 except BaseException:  # Ctrl-C, or too little memory: the slots would stay
                     self.release()
                     raise
             else:
                 self._make_room(self._taken + more_bytes, keep_tiles=more_bytes > 0)
-                if self._version != streamed.step.version:
+                if self._version != streamed.step.version or self._written(self.native):
                     self._copy_changed(self.native)
             self._version, self._versions = streamed.step.version, [tensor._version for tensor in _tensors(streamed.model)]
+            self._native_versions = [tensor._version for tensor in _tensors(self.native)]
             self._refresh(self.native)
             self._open += 1
         try:
@@ -137,6 +141,7 @@ class DeviceCopy:
         finally:
             if self.slots is not None:
                 self.slots.finish()
+                self.slots.forget()  # the user may have written to them
             self._open -= 1
 
     def give_way(self, needed: int) -> None:
@@ -154,6 +159,7 @@ class DeviceCopy:
 
     def release(self) -> None:
         self.native = self.slots = None
+        self._parameters = []
 
     # ---------------------------------------------------------------- memory
     @property
@@ -161,13 +167,9 @@ class DeviceCopy:
         return self._streamed.backend.device
 
     @property
-    def _takes_memory(self) -> bool:
-        return self._device.type != "cpu"
-
-    @property
     def bytes(self) -> int:
         """Bytes of device memory that it takes with all layers."""
-        return sum(tensor.nbytes for tensor in _tensors(self._streamed.model)) if self._takes_memory else 0
+        return sum(tensor.nbytes for tensor in _tensors(self._streamed.model))
 
     @property
     def _taken(self) -> int:
@@ -184,7 +186,7 @@ class DeviceCopy:
 
     def _holds(self, needed: int) -> bool:
         planner = self._streamed.planner
-        return not self._takes_memory or needed + planner.margin_bytes <= planner.device_bytes
+        return needed + planner.margin_bytes <= planner.device_bytes
 
     def arrangement(self, more_bytes: int, turns: Turns) -> Arrangement | None:
         """How it fits the budget, with `more_bytes` for what its use takes; None if it does not."""
@@ -211,9 +213,10 @@ class DeviceCopy:
         return layer_weights(streamed.model, names, streamed.store.tiles.values())
 
     def _is_alike(self) -> bool:
-        """Whether the model has the modules that it had when the copy was made."""
-        now = list(nn.Module.modules(self._streamed.model))
-        return len(now) == len(self._modules) and all(map(operator.is_, now, self._modules))
+        """Whether the model has the modules, and the copy the parameters, that they had when the copy was made."""
+        assert self.native is not None, "there is a copy"
+        now, then = [*nn.Module.modules(self._streamed.model), *self.native.parameters()], [*self._modules, *self._parameters]
+        return len(now) == len(then) and all(map(operator.is_, now, then))
 
     def _serves(self, more_bytes: int, turns: Turns) -> bool:
         """Whether the copy that is there can be used again."""
@@ -299,21 +302,27 @@ class DeviceCopy:
         return made
 
     def _there(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._device, non_blocking=True)
+        return tensor.detach().to(self._device, non_blocking=True, copy=True)
+
+    def _written(self, native: nn.Module) -> bool:
+        """Whether the user has written to the copy since it was current."""
+        in_slots = {} if self.slots is None else self.slots.views(self._streamed.model)
+        versions = zip(_tensors(self._streamed.model), _tensors(native), self._native_versions, strict=True)
+        return any(theirs._version != then for ours, theirs, then in versions if id(ours) not in in_slots)
 
     def _copy_changed(self, native: nn.Module) -> None:
         """Copies what may have changed since: trained parameters, and what was written from outside."""
         model, parameters = self._streamed.model, self._streamed.parameters
         # Not those that require a gradient now: PEFT freezes adapters while they are off.
         updated = {id(parameters[name]) for name in self._streamed.tiling.trained}
-        pairs = zip(_tensors(model), _tensors(native), self._versions, strict=True)
+        pairs = zip(_tensors(model), _tensors(native), self._versions, self._native_versions, strict=True)
         in_slots: Collection[int] = ()
         if self.slots is not None:
             self.slots.forget()
             in_slots = self.slots.views(model)
-        for ours, theirs, version in pairs:
-            changed = id(ours) not in in_slots and (id(ours) in updated or ours._version != version)
-            if changed and theirs.data_ptr() != ours.data_ptr():
+        for ours, theirs, version, native_version in pairs:
+            if id(ours) not in in_slots and (id(ours) in updated or ours._version != version
+                                             or theirs._version != native_version):
                 theirs.copy_(ours, non_blocking=True)
         self._finish_copies()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megacompile
-from megacompile.streaming.device_copy import Arrangement, DeviceCopy, Turns
+from megacompile.streaming.device_copy import Arrangement, Turns
 from megacompile.streaming.generation import ways
 from megacompile.streaming.generation.needed_bytes import cache_bytes, working_bytes
 from megacompile.streaming.generation.ways import Way, ways_to_generate
@@ -34,9 +34,7 @@ def generated(model: Any, **how: Any) -> Tensor:
 @pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.on_demand) for each in FAMILIES[1:])])
 def test_a_family_generates_what_it_generates_unstreamed(
         family: str, in_turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if in_turns:  # as on a device with memory of its own that holds two layers
-        monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
-        monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
+    if in_turns:  # as on a device that holds two layers
         monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
                             lambda model, given, arrange: iter([Way(Turns.ALL, 0, given)]))
     torch.manual_seed(0)

@@ -1,18 +1,9 @@
-"""The CPU as a device with memory of its own, where a streamed model's copy takes room, and layers may have to take turns."""
+"""How much room a streamed model's copy takes on its device, and which of its layers take turns there."""
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from megacompile.streaming.device_copy import DeviceCopy
 from megacompile.streaming.layer_slots import slot_bytes
-
-
-def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on copies take memory, and their tensors are not the tiles' own."""
-    monkeypatch.setattr(DeviceCopy, "_takes_memory", True)
-    monkeypatch.setattr(DeviceCopy, "_there", lambda self, tensor: tensor.detach().clone())
 
 
 def bytes_beside(model: Any, staying: int) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import own_memory
 import pytest
 import tiny_models
 import torch
@@ -57,9 +56,8 @@ def streamed() -> Iterator[Any]:
 
 
 @pytest.fixture
-def elsewhere(streamed: Any, monkeypatch: pytest.MonkeyPatch) -> DeviceCopy:
-    """The copy, as on a device with memory of its own."""
-    own_memory.patch(monkeypatch)
+def elsewhere(streamed: Any) -> DeviceCopy:
+    """The copy, not made yet."""
     found = streamed.megacompile.streamed.device_copy
     found.release()
     return found
@@ -199,7 +197,6 @@ def test_tiles_that_the_device_updates_stay_there_while_a_generation_fits_beside
         return tiny_models.state_of(model, optimizer)
 
     expected = trained(generating=False)
-    own_memory.patch(monkeypatch)
     assert tiny_models.same_bits(trained(generating=True), expected)
 
 
@@ -208,7 +205,6 @@ def test_a_larger_use_of_the_same_copy_frees_tiles_that_stayed_beside_a_smaller_
     streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
     planner = streamed.planner
     monkeypatch.setattr(type(streamed.shapes), "largest", property(lambda _: planner.device_bytes))
-    own_memory.patch(monkeypatch)
     model.megacompile.train_step(batch(), optimizer)
     there, weights = planner.device_bytes - planner.margin_bytes, streamed.device_copy.bytes
     with model.megacompile.on_device(more_bytes=1) as native:
@@ -364,7 +360,6 @@ def test_weights_that_several_layers_or_the_head_share_stay_on_the_device() -> N
 
 def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
-    own_memory.patch(monkeypatch)
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
                         lambda model, given, arrange: iter([Way(Turns.ALL, 0, given)]))
     adapter = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import own_memory
+import device_copies
 import pytest
 import tiny_models
 import torch
@@ -15,11 +15,6 @@ import megacompile
 
 TRAINED = ("model.layers.1.", "model.norm.")
 EVALUATED = batch(7)
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_memory.patch(monkeypatch)
 
 
 @pytest.fixture
@@ -129,10 +124,10 @@ def test_a_frozen_model_has_nothing_copied_again(forward: bool) -> None:
 
 
 def test_layers_in_slots_are_not_copied_by_a_refresh_but_when_their_turn_comes(partly: Any) -> None:
-    optimizer, more = optimizer_of(partly), own_memory.bytes_beside(partly, 0)
+    optimizer, more = optimizer_of(partly), device_copies.bytes_beside(partly, 0)
     partly.megacompile.train_step(batch(), optimizer)
     with partly.megacompile.on_device(in_turns=True, more_bytes=more) as native:
-        assert own_memory.turning(partly) == 3
+        assert device_copies.turning(partly) == 3
         before = versions(native)
     partly.megacompile.train_step(batch(1), optimizer)
     with partly.megacompile.on_device(in_turns=True, more_bytes=more) as again, torch.no_grad():
@@ -200,4 +195,22 @@ def test_weights_that_are_written_through_data_after_synchronize_are_copied(resi
         found = float(native(**EVALUATED).loss)
     with torch.no_grad():
         assert found == pytest.approx(float(model(**EVALUATED).loss), abs=1e-5)
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize("in_turns", [False, True], ids=["whole", "in turns"])
+def test_what_a_user_writes_to_a_copy_reaches_neither_training_nor_a_later_use(in_turns: bool) -> None:
+    model = megacompile.stream(tiny_models.build(bf16=True), device="cpu")
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    model(**batch()).loss.backward()
+    optimizer.step()
+    before = tiny_models.state_of(model, optimizer)
+    how = {"in_turns": True, "more_bytes": device_copies.bytes_beside(model, 0)} if in_turns else {}
+    with torch.no_grad(), model.megacompile.on_device(**how) as native:
+        expected = native(**EVALUATED).loss
+        for tensor in (*native.parameters(), *native.buffers()):
+            tensor.mul_(2)
+    assert tiny_models.same_bits(tiny_models.state_of(model, optimizer), before)
+    with torch.no_grad(), model.megacompile.on_device(**how) as native:
+        assert torch.equal(native(**EVALUATED).loss, expected)
     model.megacompile.close()

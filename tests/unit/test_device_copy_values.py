@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import own_memory
+import device_copies
 import peft
 import pytest
 import tiny_models
@@ -21,11 +21,6 @@ from megacompile.weights.quantized_linear import QuantizedLinear
 
 LAYERS = 4
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_memory.patch(monkeypatch)
 
 
 # ---------------------------------------------------------------- bf16
@@ -60,15 +55,15 @@ def further(model: nn.Module) -> float:
 
 def test_logits_of_a_bf16_copy_are_no_further_from_fp32_than_the_unstreamed_models(half: Any) -> None:
     with half.megacompile.on_device() as native:
-        assert own_memory.turning(half) == 0 and further(native) <= 1
+        assert device_copies.turning(half) == 0 and further(native) <= 1
 
 
 @pytest.mark.parametrize("staying", [0, 1])
 def test_logits_of_bf16_layers_that_take_turns_are_no_further_from_fp32_than_the_unstreamed_models(
         staying: int, half: Any) -> None:
-    more = own_memory.bytes_beside(half, staying)
+    more = device_copies.bytes_beside(half, staying)
     with half.megacompile.on_device(in_turns=True, more_bytes=more) as native:
-        assert own_memory.turning(half) == LAYERS - staying and further(native) <= 1
+        assert device_copies.turning(half) == LAYERS - staying and further(native) <= 1
     half.megacompile.streamed.device_copy.release()
 
 
@@ -150,9 +145,9 @@ def test_a_copy_of_quantized_layers_generates_the_tokens_of_the_dequantized_mode
         quantized.megacompile.train_step(batch(seed), optimizer)
         quantized.eval()
         plain = dequantized(quantized)
-        more = {} if staying is None else dict(in_turns=True, more_bytes=own_memory.bytes_beside(quantized, staying))
+        more = {} if staying is None else dict(in_turns=True, more_bytes=device_copies.bytes_beside(quantized, staying))
         with quantized.megacompile.on_device(**more) as native, torch.no_grad():
-            assert own_memory.turning(quantized) == (0 if staying is None else LAYERS - staying)
+            assert device_copies.turning(quantized) == (0 if staying is None else LAYERS - staying)
             assert sum(isinstance(module, QuantizedLinear) for module in native.modules()) == 7 * LAYERS
             tokens.append(native.generate(input_ids=prompt, **OPTIONS))
             torch.testing.assert_close(native(prompt).logits, plain(prompt).logits)

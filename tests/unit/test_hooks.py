@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import own_memory
+import device_copies
 import pytest
 import tiny_models
 import torch
@@ -54,10 +54,8 @@ def loss(model: Any) -> float:
     return float(model(**batch()).loss)
 
 
-@pytest.fixture(params=["tiles' own memory", "a copy"])
-def streamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    if request.param == "a copy":
-        own_memory.patch(monkeypatch)
+@pytest.fixture
+def streamed() -> Iterator[Any]:
     model = megacompile.stream(tiny_models.build().eval(), device="cpu")
     yield model
     model.megacompile.close()
@@ -177,14 +175,12 @@ def test_a_module_that_was_replaced_is_in_the_next_copy(streamed: Any) -> None:
         assert loss(native) == pytest.approx(before, abs=1e-6)
 
 
-def test_hooks_of_layers_that_take_turns_stay_beside_those_of_the_user(
-        streamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_memory.patch(monkeypatch)
-    more, expected, seen = own_memory.bytes_beside(streamed, 0), loss(tiny_models.build().eval()), list[Tensor]()
+def test_hooks_of_layers_that_take_turns_stay_beside_those_of_the_user(streamed: Any) -> None:
+    more, expected, seen = device_copies.bytes_beside(streamed, 0), loss(tiny_models.build().eval()), list[Tensor]()
     streamed.model.layers[0].register_forward_hook(lambda _, __, output: seen.append(output))
     for uses in (1, 2):
         with streamed.megacompile.on_device(in_turns=True, more_bytes=more) as native:
-            assert own_memory.turning(streamed) == 3 and loss(native) == pytest.approx(expected, abs=1e-6)
+            assert device_copies.turning(streamed) == 3 and loss(native) == pytest.approx(expected, abs=1e-6)
         assert len(seen) == uses
 
 
