@@ -77,6 +77,12 @@ class Batch:
     useful_tokens: int = 0  # in the caller's batch, without padding
     computed_tokens: int = 0
 
+    def release(self) -> None:
+        """Holds no tensors from now on."""
+        self.micro_batches = self.totals = self.output_gradients = ()
+        self.constants, self.results = {}, {}
+        self.loss_denominator = self.shares = self.random = self.scale = None
+
 
 def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], inputs: tuple[Activation, ...]) -> list[Any]:
     """The positional arguments of a kernel. An input whose batch argument is absent (labels, for example) is None."""

@@ -73,6 +73,12 @@ class OpenForwards:
     def add(self, forward: OpenForward) -> None:
         self._forwards.add(forward)
 
+    def release(self) -> None:
+        """The model is closed: no backward can run any more."""
+        for forward in self._forwards:
+            forward.end()
+            forward.batch.release()
+
     def open(self) -> list[OpenForward]:
         return [forward for forward in self._forwards if not forward.closed]
 

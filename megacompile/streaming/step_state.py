@@ -207,6 +207,11 @@ class StepState:
         yield
         self._half_loaded.difference_update(parts)
 
+    def release(self) -> None:
+        """The model is closed: no update reads its batches any more."""
+        for batch in self._batches:
+            batch.release()
+
     def programs_dropped(self) -> None:
         """All programs were discarded while no gradients were waiting."""
         self._trained = None

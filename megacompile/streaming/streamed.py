@@ -400,9 +400,19 @@ class Streamed:
 
     def close(self) -> None:
         """Releases everything, and only then raises the failure of an update in flight (`LaneError`, `TornError`)."""
-        try:
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._release)
+            ending.callback(self.store.preserve)  # a save reads the tiles; from now on the model's owner may change them
             self.copy_back()
-            self.store.preserve()  # from now on the owner of the model may change it
             self.step.check_whole()
-        finally:
+
+    def _release(self) -> None:
+        """Ends the lanes. Whoever still refers to this object, such as the graph of a loss, the handle, an optimizer or a
+        traceback, holds no memory of the model from now on."""
+        try:
             self._give_back()
+        finally:
+            self.writes.remainders.clear()
+            for part in (self.forwards, self.step, self.device_copy, self.constants, self.gradients, *self.states.values(),
+                         self.store):
+                part.release()

@@ -165,6 +165,16 @@ class Store:
         for tile in self.tiles.values():
             tile.sums = None
 
+    def release(self) -> None:
+        """Holds no memory and no file from now on, and neither does what still refers to this store: graphs of losses, handles,
+        tracebacks. Tensors that users have over tiles keep their memory. Nothing may use tiles any more."""
+        self._read, self._written = self.disk_bytes_read, self.disk_bytes_written
+        self.files.clear()
+        for tile in self.tiles.values():
+            tile.release()
+        for part in (*self.parts.values(), *self.shards.values()):
+            part.norm_bytes = None
+
     def preserve(self, *names: str) -> None:
         """Returns once these tiles (all, if none is named) may change. May wait for a checkpoint's writer."""
         if (snapshot := self.snapshot) is not None:  # the writer removes it when it is done

@@ -255,6 +255,13 @@ class TileLayout:
         return memory[self.weight_bytes:self.gradient_bytes].view(torch.float32)
 
 
+def own_storage(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor over this memory (contiguous) that has a storage of its own: flat, of this dtype."""
+    if not memory.numel():  # `frombuffer` raises for an empty buffer
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory.view(torch.uint8).numpy(), dtype=dtype)
+
+
 def aligned(count: int, ranks: int = 1) -> int:
     """So many elements, and the padding after them."""
     each = ALIGNMENT if ranks == 1 else SHARD_ALIGNMENT
@@ -331,7 +338,7 @@ class HostTile:
             # Pages of this process start as zeros again, and so does a new file. Those of shared memory do not.
             self._shared_written |= self.shared is not None and not self.moments_are_zero
             self.moments_written = file is None and self._shared_written
-            self.moments, self._prepared, self.moments_lent, self.begun = [], None, False, False
+            self.moments, self._prepared, self.begun = [], None, False
         if not layout.has_remainder:
             self.remainder = None
         elif self.remainder is None:
@@ -342,6 +349,12 @@ class HostTile:
     def allocate_sums(self) -> None:
         """Allocates the sums of gradients."""
         self.sums = self._memory("sums", self.layout.sum_bytes).view(torch.float32)
+
+    def release(self) -> None:
+        """Holds no memory and no file from now on. Tensors that others have over it keep theirs."""
+        self.weights, self.moments = torch.empty(0, dtype=torch.uint8), []
+        self.gradients = self.remainder = self.sums = self._prepared = self.shared = self.file = None
+        self.begun = False
 
     def _memory(self, part: str, size: int) -> Tensor:
         return host_memory(size) if self.shared is None else self.shared.piece(f"{self.layout.name} {part}")[:size]
@@ -355,10 +368,7 @@ class HostTile:
         storage, `torch.save` would write the whole tile and `save_pretrained` would clone everything."""
         s = self.layout.slices[index]
         size = self.layout.dtype.itemsize
-        part = memory[s.start * size:s.stop * size]
-        if not part.numel():  # `frombuffer` raises for an empty buffer
-            return torch.empty(s.shape, dtype=self.layout.dtype)
-        return torch.frombuffer(part.numpy(), dtype=self.layout.dtype).view(s.shape)
+        return own_storage(memory[s.start * size:s.stop * size], self.layout.dtype).view(s.shape)
 
     @property
     def home(self) -> HostTile:

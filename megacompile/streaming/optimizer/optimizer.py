@@ -165,6 +165,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
             raise MegacompileError(f"an optimizer updates one streamed model, not {len(models)}: make one optimizer for each")
         return models[0]
 
+    def release(self) -> None:
+        """The model is closed, and frees the state."""
+        self.ownership.release()
+        self._update = None
+
     def _take_over(self, parameters: Iterable[Tensor]) -> None:
         self.ownership.take_over((parameter, memory) for parameter in parameters
                                  if (memory := self.memory(parameter)) is not None)
@@ -329,7 +334,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Views of tiles, and copies of what is on disk: save or copy them before the next step. Works after `close()` too."""
+        """Views of tiles, and copies of what is on disk: save or copy them before the next step. Call this before `close()`,
+        which frees the state. What was returned before stays."""
         self.settle()
         saved = super().state_dict()
         saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # plain dicts, which unpickle anywhere

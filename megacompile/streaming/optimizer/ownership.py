@@ -13,12 +13,13 @@ from megacompile.streaming.optimizer.state import OptimizerState, StateMemory
 
 
 class Ownership:
-    """State: the `states` of the parameters that an optimizer updates, and the parameter that it lost to a newer one."""
+    """State: the `states` of the parameters that an optimizer updates, the parameter that it lost to a newer one, and whether
+    its model was closed."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)  # an optimizer that the user drops is gone at once
         self.states = OptimizerState(optimizer)
-        self._lost = ""
+        self._lost, self._closed = "", False
 
     @property
     def optimizer(self) -> Any:
@@ -27,7 +28,10 @@ class Ownership:
         return found
 
     def check(self) -> None:
-        """Raises `MegacompileError` if another optimizer has taken over."""
+        """Raises `MegacompileError` if another optimizer has taken over, or if the model was closed."""
+        if self._closed:
+            raise MegacompileError("the model of this optimizer was closed, which frees the optimizer's state: call "
+                                   "state_dict() before close(), and make a new optimizer after stream()")
         if self._lost:
             raise MegacompileError(f"another optimizer, made later, updates {self._lost} now, and has taken its state: use "
                                    "that one, or make a new optimizer")
@@ -53,6 +57,10 @@ class Ownership:
     def lose(self, parameter: str) -> None:
         """Another optimizer updates the parameter of this name from now on."""
         self._lost, self.states = parameter, OptimizerState(self.optimizer)
+
+    def release(self) -> None:
+        """The model is closed, and the state with it."""
+        self._closed, self.states = True, OptimizerState(self.optimizer)
 
     def check_alone(self, doing: str) -> None:
         """Raises `MegacompileError` if another optimizer updates parameters of the model. `doing`: what needs a single

@@ -24,6 +24,7 @@ from torch import Tensor
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.runtime.memory.state_layout import ElementState, scale_of
 from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tiles import own_storage
 from megacompile.runtime.optimizer.state_format import BFLOAT16
 from megacompile.streaming.optimizer.hyper_parameters import is_number
 from megacompile.streaming.optimizer.state_on_disk import Fetched, OnDisk, StaleTensor
@@ -63,6 +64,9 @@ class StateHolder(Protocol):
 
     def memory_of(self, parameter: Any) -> StateMemory | None:
         """The memory of a parameter's state; None if the optimizer does not update it."""
+
+    def release(self) -> None:
+        """The model is closed: holds no state from now on."""
 
 
 class StateMemory:
@@ -145,6 +149,14 @@ class StateMemory:
         if former is not None:
             former.detach()
         self._state, state.memory = weakref.ref(state), self
+
+    def release(self) -> None:
+        """The model is closed. A state that a user holds keeps its values, which nothing else reads any more."""
+        if (optimizer := self.optimizer) is not None:
+            optimizer.release()
+        if (state := self._state() if self._state is not None else None) is not None:
+            state.memory = None
+        self._lent.clear()
 
     def restart(self, state: ParameterState) -> None:
         """Starts as an optimizer's first step does: zero moments, step 0."""

@@ -134,6 +134,10 @@ class Constants:
             self.seen |= dict.fromkeys(names, (0, 0))
             self.refresh()
 
+    def release(self) -> None:
+        """The model is closed. Buffers on the device are freed."""
+        self.on_device, self.seen = {}, {}
+
     def stale(self) -> bool:
         """Whether any buffer was written or replaced since it was sent."""
         buffers = dict(self.model.named_buffers()) if self.seen else {}

@@ -59,6 +59,10 @@ class Gradients(Mapping[str, Tensor]):
         """Tiles hold gradients from now on."""
         self._stored = dict(named_gradients(self._store))
 
+    def release(self) -> None:
+        """The model is closed. What is in `.grad` stays there."""
+        self._stored, self._lent, self._noted, self._sampled, self._sampled_indexes = {}, {}, {}, {}, {}
+
     @property
     def waiting(self) -> bool:
         """Whether any parameter has a gradient that waits for a step."""
