@@ -93,8 +93,8 @@ def test_options_in_text_count_more_than_settings() -> None:
     ("sgd", "lr=0.1, momentum=1", "'momentum=1' is out of range: give a number of at least 0 and below 1"),
     ("sgd", "nesterov=yes", "'nesterov=yes' is out of range: give True or False"),
     ("sgd", "nesterov=1", "'nesterov=1' is out of range: give True or False"),
-    ("adamw", "eps=tiny", "'eps=tiny' is out of range: give a number of at least 0"),
-    ("adamw", "weight_decay=nan", "'weight_decay=nan' is out of range: give a number of at least 0"),
+    ("adamw", "eps=tiny", "'eps=tiny' is out of range: give a finite number of at least 0"),
+    ("adamw", "weight_decay=nan", "'weight_decay=nan' is out of range: give a finite number of at least 0"),
     ("adamw", "betas=0.9", "'betas=0.9' is out of range: give two numbers of at least 0 and below 1"),
     ("adamw", "master=float16", "'master=float16' is out of range: give one of float32, bfloat16"),
     ("adamw", "state_dtype=4bit", "'state_dtype=4bit' is out of range: give one of float32, bfloat16, 8bit")])

@@ -1,6 +1,8 @@
 """Every optimizer and format of state: the same bits under every plan, after every pause, and after a resume."""
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from resumable import Streamed, steps
+from resumable import Decoder, Streamed, steps
 from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,6 +20,7 @@ import megacompile
 from megacompile import load_checkpoint, save_checkpoint
 from megacompile.errors import CheckpointError, InsufficientMemoryError, MegacompileError
 from megacompile.ir.program import Lane
+from megacompile.runtime.optimizer.state_format import FORMATS
 
 Make = Callable[..., Any]
 
@@ -172,6 +175,83 @@ def test_a_state_dict_restores_the_state(kind: str, one: Streamed, expected: Any
     again.load_state_dict(state)
     steps(one.model, again, range(2, 4))
     assert same_bits(state_of(one.model, again), expected(kind, False))
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+@pytest.mark.parametrize("stored", list(itertools.permutations(FORMATS, 2)), ids=" beside ".join)
+@pytest.mark.parametrize("make", [megacompile.AdamW, megacompile.Lion, megacompile.SGD, megacompile.Muon])
+def test_a_state_of_groups_in_several_formats_is_saved_and_loaded_by_torch_to_the_bit(
+        make: Make, stored: tuple[str, str], stepped: bool, one: Streamed, tmp_path: Path) -> None:
+    def optimizer() -> Any:
+        parameters = list(one.fresh().parameters())
+        groups = [{"params": parameters[number::2], "state_dtype": stored[number]} for number in range(2)]
+        return make(groups, lr=1e-2, **({"momentum": 0.9} if make is megacompile.SGD else {}))
+
+    saved = optimizer()
+    if stepped:
+        steps(one.model, saved, range(2))
+    expected = state_of(one.model, saved)
+    torch.save((one.model.state_dict(), saved.state_dict()), tmp_path / "state.pt")
+    kept = sum(tensor.nbytes for tensor in expected.values())
+    assert (tmp_path / "state.pt").stat().st_size < kept + 100_000, "no more than the state is written"
+    again = optimizer()
+    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
+    one.model.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert same_bits(state_of(one.model, again), expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+def test_a_state_of_sgd_that_torch_has_saved_trains_on_as_there(stepped: bool, momentum: float) -> None:
+    native = Decoder()
+    ours = megacompile.stream(copy.deepcopy(native), layers="layers", device="cpu")
+    theirs = torch.optim.SGD([p for p in native.parameters() if p.requires_grad], lr=0.1, momentum=momentum, dampening=0.2)
+    for seed in range(2 * stepped):
+        native(**batch(seed)).backward()
+        theirs.step()
+        theirs.zero_grad()
+    ours.load_state_dict(native.state_dict())
+    made = megacompile.SGD([p for p in ours.parameters() if p.requires_grad], lr=0.1, momentum=momentum, dampening=0.2)
+    made.load_state_dict(theirs.state_dict())
+    for seed in (3, 4):
+        for model, optimizer in ((native, theirs), (ours, made)):
+            model(**batch(seed)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, a), b in zip(ours.named_parameters(), native.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)
+    ours.megacompile.close()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), torch.tensor(float("inf"))])
+@pytest.mark.parametrize(("make", "option"), [
+    *((make, option) for make in (megacompile.AdamW, megacompile.Lion, megacompile.SGD, megacompile.Muon)
+      for option in ("lr", "weight_decay")),
+    (megacompile.AdamW, "eps"), (megacompile.SGD, "momentum"), (megacompile.SGD, "dampening"), (megacompile.Muon, "ns_eps"),
+    (megacompile.AdamW, "betas"), (megacompile.Lion, "betas"), (megacompile.Muon, "ns_coefficients")])
+def test_an_option_that_is_not_finite_is_refused_whenever_it_is_set(make: Make, option: str, value: Any, one: Streamed) -> None:
+    given = {"betas": (0.9, value), "ns_coefficients": (1.0, value, 1.0)}.get(option, value)
+    with pytest.raises(MegacompileError, match=f"{option}=.* is out of range"):
+        make(one.fresh().parameters(), **{option: given})
+    optimizer = make(one.model.parameters(), lr=1e-2)
+    before = state_of(one.model, optimizer)
+    one.model(**batch()).backward()
+    optimizer.param_groups[0][option] = given
+    with pytest.raises(MegacompileError, match=f"{option}=.* is out of range"):
+        optimizer.step()
+    assert same_bits(state_of(one.model, optimizer), before)
+
+
+@pytest.mark.parametrize("overlap", [None, "backward"])
+def test_a_maximum_norm_of_0_or_infinity_clips_nothing(overlap: str | None, one: Streamed) -> None:
+    found = []
+    for limit in (None, 0, 0.0, float("inf")):
+        optimizer = megacompile.AdamW(one.fresh().parameters(), lr=1e-2, max_grad_norm=limit, overlap=overlap)
+        steps(one.model, optimizer, range(2))
+        assert optimizer.max_grad_norm is None
+        found.append(state_of(one.model, optimizer))
+    assert all(same_bits(each, found[0]) for each in found)
 
 
 # ---------------------------------------------------------------- what is kept

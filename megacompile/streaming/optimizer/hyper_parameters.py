@@ -4,6 +4,7 @@ A tensor or a list in a group may change after `step()` has returned, while the 
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple, cast
@@ -37,7 +38,7 @@ def _are_betas(value: Any) -> bool:
             and all(is_number(beta) and 0 <= beta < 1 for beta in value))
 
 
-NON_NEGATIVE = Check("a number of at least 0", lambda value: is_number(value) and bool(value >= 0))
+NON_NEGATIVE = Check("a finite number of at least 0", lambda value: is_number(value) and 0 <= value < math.inf)
 BELOW_ONE = Check("a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1)
 TWO_BETAS = Check("two numbers of at least 0 and below 1", _are_betas)
 FLAG = Check("True or False", lambda value: isinstance(value, bool))
@@ -79,12 +80,13 @@ def checked_overlap(overlap: Any) -> str | None:
 
 
 def checked_norm(value: Any, overlap: str | None) -> float | None:
-    """The global norm that gradients are clipped to; None: no clipping. Raises `MegacompileError`."""
-    if value is not None and not (is_number(value) and value > 0):
-        raise MegacompileError(f"max_grad_norm={value!r} is out of range: give a number above 0, or None")
-    if overlap is not None and value is not None:
+    """The global norm that gradients are clipped to; None, 0 and infinity: no clipping. Raises `MegacompileError`."""
+    if value is not None and not (is_number(value) and value >= 0):
+        raise MegacompileError(f"max_grad_norm={value!r} is out of range: give a number above 0, or None or 0 for no clipping")
+    limit = None if value is None or float(value) in (0.0, math.inf) else float(value)
+    if overlap is not None and limit is not None:
         raise MegacompileError("overlap='backward' updates before the global norm is known: leave max_grad_norm out")
-    return None if value is None else float(value)
+    return limit
 
 
 def state_of_group(group: Mapping[str, Any], rule: Rule) -> ElementState:

@@ -165,8 +165,8 @@ class Muon(StreamedOptimizer):
     checks: ClassVar[Mapping[str, Check]] = {
         "lr": NON_NEGATIVE, "weight_decay": NON_NEGATIVE, "momentum": BELOW_ONE, "nesterov": FLAG, "betas": TWO_BETAS,
         "eps": NON_NEGATIVE, "ns_eps": NON_NEGATIVE, "matrices": FLAG, "split": _SPLIT,
-        "ns_coefficients": Check("three numbers", lambda value: isinstance(value, tuple | list) and len(value) == 3
-                                 and all(map(is_number, value))),
+        "ns_coefficients": Check("three finite numbers", lambda value: isinstance(value, tuple | list) and len(value) == 3
+                                 and all(is_number(each) and math.isfinite(each) for each in value)),
         "ns_steps": Check("a whole number from 1 to 99", lambda value: isinstance(value, int) and 1 <= value < 100),
         "adjust_lr_fn": Check(f"one of {', '.join(_RATIOS)}", lambda value: value in _RATIOS)}
 

@@ -41,7 +41,7 @@ def check_saved(optimizer: Any, state_dict: dict[str, Any]) -> tuple[list[dict[s
                 raise MegacompileError(f"the saved optimizer has {option}={group[option]!r}, and this one {here[option]!r}: "
                                        f"make it with the {option} that it was saved with")
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    states = [(parameter, memory, state_dict["state"].get(index, {}))
+    states = [(parameter, memory, memory.of_torch(state_dict["state"].get(index, {})))
               for index, parameter in zip(itertools.chain(*indices), parameters, strict=True)
               if (memory := optimizer.memory(parameter)) is not None]
     for _, memory, saved in states:

@@ -25,8 +25,8 @@ class Options:
 
 
 def _values(options: Options, step: int) -> tuple[float, ...]:
-    """The first buffer of torch.optim.SGD is the gradient itself, without dampening."""
-    momentum, gradient = (options.momentum, 1 - options.dampening) if step > 1 else (0.0, 1.0)
+    """The first buffer of torch.optim.SGD is the gradient itself, without dampening, and so is every one without momentum."""
+    momentum, gradient = (options.momentum, 1 - options.dampening) if step > 1 and options.momentum else (0.0, 1.0)
     return options.lr, momentum, gradient, options.momentum if options.nesterov else 0.0, options.weight_decay
 
 

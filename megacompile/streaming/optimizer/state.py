@@ -185,16 +185,26 @@ class StateMemory:
             raise MegacompileError(f"the {key} of {self.name} must be uint8, codes of 8-bit moments, not {value.dtype}: assign "
                                    "codes, or remove the state (optimizer.state.pop(parameter)) to restart it")
 
+    def of_torch(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A saved state, as one of ours. Optimizers of torch.optim that keep a `momentum_buffer` count no steps. They make it
+        at the first step, and have None or nothing before."""
+        if "momentum_buffer" not in saved or "step" in saved or "momentum_buffer" not in self.kept.moments:
+            return saved
+        if saved["momentum_buffer"] is None:
+            return {key: value for key, value in saved.items() if key != "momentum_buffer"}
+        return {**saved, "step": 1}
+
     def check_saved(self, saved: Mapping[str, Any]) -> None:
         """Raises `MegacompileError` for a saved state that does not fit. It may be empty, or have only a remainder."""
         wanted = self.keys if saved.keys() - {"remainder"} else []
         if self.remainder is not None and "remainder" in saved:
             wanted.append("remainder")
         for key in wanted:
-            shape = self._part.shape if key in ("step", "remainder") else self.shape_of(key)
+            shape = () if key == "step" else self._part.shape if key == "remainder" else self.shape_of(key)
             if key not in saved or (key != "step" and getattr(saved[key], "shape", None) != shape):
-                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(shape)}: load one that was "
-                                       "saved with this model and an optimizer of the same kind and state_dtype")
+                what = key if key == "step" else f"{key} of shape {list(shape)}"
+                raise MegacompileError(f"the saved optimizer state of {self.name} has no {what}: load one that was saved with "
+                                       "this model and an optimizer of the same kind and state_dtype")
             self.check(key, saved[key])
         if "remainder" in wanted and saved["remainder"].dtype != torch.int16:
             raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
@@ -236,11 +246,8 @@ class StateMemory:
             dtype = state.format.dtype if key in state.moments else torch.float32
             return OnDisk(tile.file, self._tile_name, self._position, key, shape, dtype)
         found = dict(tile.layout.state_layout.named(tile.moments, self._position))[key]
-        part = found[:math.prod(shape)]
-        if part.dtype != tile.moments[0].dtype and self.kept.format.scaled:
-            # Scales have a storage of their own: `torch.save` takes no storage that has two dtypes.
-            part = torch.frombuffer(part.numpy(), dtype=part.dtype)
-        tensor = part.view(shape)
+        # With the tile's storage, `torch.save` would write the whole tile, and it takes no storage that has two dtypes.
+        tensor = own_storage(found[:math.prod(shape)], found.dtype).view(shape)
         self._lent[key] = Lent(tensor, found)
         return tensor
 
