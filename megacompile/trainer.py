@@ -29,6 +29,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch_concat import join
 from megacompile.inputs.padding_arguments import without_bounds
 from megacompile.inputs.token_counts import TokenRate
+from megacompile.streaming.optimizer.hyper_parameters import checked_norm
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.statistics import compiled_variants
 from megacompile.streaming.streamed_module import StreamedModule
@@ -106,6 +107,7 @@ class Trainer(transformers.Trainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         self._count_parameters()  # before the first update
         self._streamed_optimizer.max_grad_norm = _max_grad_norm(self._streamed_optimizer, self.args.max_grad_norm)
+        self._streamed_optimizer.norm_of_model = True  # Trainer clips all parameters of the model together
         return optimizer
 
     @property
@@ -248,8 +250,8 @@ def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) ->
 
 
 def _max_grad_norm(optimizer: StreamedOptimizer, argument: float) -> float | None:
-    """The maximum norm that the optimizer and TrainingArguments agree on. `argument`: 0 and infinity mean no clipping."""
-    wanted = argument if argument and argument < math.inf else None
+    """The maximum norm that the optimizer and TrainingArguments agree on."""
+    wanted = checked_norm(argument, None)
     if optimizer.overlap is not None and wanted is not None:
         raise MegacompileError(f"max_grad_norm={argument} cannot be applied with overlap='backward', which updates before "
                                "the global norm is known: pass TrainingArguments(max_grad_norm=0), or leave overlap out")

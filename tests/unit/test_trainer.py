@@ -284,6 +284,20 @@ def test_optimizers_that_contradict_the_arguments_are_refused(of_optimizer: Any,
         trained.run(Trainer, tmp_path, model, given=dict(optimizers=(optimizer, None)))
 
 
+@pytest.mark.parametrize("trainer", [Trainer, Loop])
+def test_gradients_of_parameters_that_the_optimizer_does_not_have_count_in_the_norm(
+        trainer: type, model: Any, native: Any, tmp_path: Path) -> None:
+    curves, weights = [], []
+    for kind, make, each in ((transformers.Trainer, torch.optim.SGD, native), (trainer, megacompile.SGD, model)):
+        some = [p for name, p in each.named_parameters() if "lm_head" not in name and "layers.1" not in name]
+        given = dict(optimizers=(make(some, lr=0.5), None))
+        curves.append(trained.curve(trained.run(kind, tmp_path, each, given=given), *LOGGED))
+        weights.append(tiny_models.weights(each))
+    assert (curves[0][:, 1] > trained.ARGUMENTS["max_grad_norm"]).all(), "clipping is at work"
+    torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-4)
+
+
 def _focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """A loss of logits."""
     known = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")

@@ -94,6 +94,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._overlap, self._made, self.ownership = checked_overlap(overlap), False, Ownership(self)
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self.max_grad_norm = max_grad_norm
+        #: Whether the norm is that of all gradients of the model, also of parameters that another optimizer, or none, updates.
+        self.norm_of_model = False
         self._update: Update | None = None
         super().__init__(params, defaults)
         # A former optimizer that is garbage in a reference cycle still holds its state. A copy for it may not fit in memory.
@@ -301,7 +303,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         with counting:
             before = self._update if self._update is not None and self._update.open else None
             segments = requested.segments_of(streamed.tiling, ready)
-        return Update(self.rule, segments, requested.counted_positions(segments), self.max_grad_norm, before=before,
+        counted = ([name for name in streamed.gradients if wanted(streamed.parameters[name])] if self.norm_of_model
+                   else [memory.name for _, memory, _ in ready])
+        return Update(self.rule, segments, requested.positions_of(streamed.tiling, counted), self.max_grad_norm, before=before,
                       on_arrival=self.overlap is not None, states=[state for _, _, state in ready],
                       report=functools.partial(self.non_finite.report, streamed.step.skipped),
                       matrix_rule=self.matrix_rule, matrices=requested.matrix_positions(streamed.tiling, segments))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,13 @@ def segments_of(tiling: Tiling, ready: Sequence[Ready]) -> dict[str, list[Segmen
     return found
 
 
-def counted_positions(segments: Mapping[str, Sequence[Segment]]) -> dict[str, list[int]]:
-    """For each tile, the positions of the parameters whose gradients count in the norm."""
-    return {tile: sorted(s.position for s in each) for tile, each in segments.items()}
+def positions_of(tiling: Tiling, names: Iterable[str]) -> dict[str, list[int]]:
+    """The positions of the parameters with these names in each tile, ascending."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        for tile, position in tiling.streamed_at[name]:
+            found.setdefault(tile, []).append(position)
+    return {tile: sorted(positions) for tile, positions in found.items()}
 
 
 def matrix_positions(tiling: Tiling, segments: Mapping[str, Sequence[Segment]]) -> dict[str, frozenset[int]]:
