@@ -22,6 +22,7 @@ from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.inputs.repacking import Wanted, present_tokens
 from megacompile.losses import IGNORED
 from megacompile.streaming.statistics import compiled_variants
+from megacompile.system.host_memory import resident_bytes
 from megacompile.system.long_lived import LongLived
 from megacompile.system.regular_files import refuse_irregular
 from megacompile.tools.decay import Decay
@@ -114,7 +115,8 @@ class Step:
     """The results of one step. `loss`: nats per token. `lr`: learning rate of the step. `rate`: tokens per second without
     padding. `padding`: fraction of computed tokens that are padding. `tflops`: 6 x parameters x `rate`, without recomputation
     and padding. `seconds`: duration. `norm` returns the norm of all gradients before clipping, without waiting: None until the
-    update has begun, or if it is never known. `disk_bytes_written`: by updates of optimizer state on disk so far."""
+    update has begun, or if it is never known. `disk_bytes_written`: by updates of optimizer state on disk so far. `host_bytes`:
+    what the model and its training take; `process_bytes`: all host memory of the process, also of Python and libraries."""
 
     number: int
     loss: float
@@ -127,6 +129,7 @@ class Step:
     seconds: float
     norm: Callable[[], float | None] = _unknown
     disk_bytes_written: int = 0
+    process_bytes: int = 0
 
 
 def _write_at_once(text: str) -> None:
@@ -207,7 +210,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
             norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
             rate = useful / taken
             on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes,
-                         taken, norm, _written(model)))
+                         taken, norm, _written(model), resident_bytes()))
     return losses
 
 

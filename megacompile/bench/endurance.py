@@ -34,10 +34,11 @@ from torch import Tensor
 import megacompile
 from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
-from megacompile.bench.step import gib, resident_bytes
+from megacompile.bench.step import gib
 from megacompile.corpus import ByteTokenizer, read_text
 from megacompile.errors import MegacompileError
 from megacompile.planning.process_group import process_count, rank_in_job
+from megacompile.system.host_memory import resident_bytes
 
 _EVALUATION, _OTHER_LENGTH = 10, 25
 _WARM_UP = 1 / 3

@@ -55,6 +55,7 @@ from megacompile.runtime.operations import OPERATIONS
 from megacompile.streaming.optimizer.names import OPTIMIZERS, optimizer_named
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.streamed import Streamed
+from megacompile.system.host_memory import resident_bytes
 from megacompile.timeline import save_trace
 from megacompile.weights.codes import FORMATS
 
@@ -336,12 +337,6 @@ def predicted_host_bytes(model: Any) -> int:
     parts, trained = streamed.planner.host_parts(plan), streamed.step.trained
     slabs = host_slab_bytes(trained.program) if trained is not None else 0
     return int(streamed.tiling.host_bytes(gradients=False) + parts["gradients"] + parts["sums"] + slabs)
-
-
-def resident_bytes() -> int:
-    """The resident set of this process in bytes."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def gib(count: int) -> float:

@@ -31,9 +31,10 @@ import torch.distributed as dist
 import megacompile
 from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
-from megacompile.bench.step import gib, resident_bytes
+from megacompile.bench.step import gib
 from megacompile.checkpoint.writer import CheckpointWriter
 from megacompile.planning.process_group import join_group, process_count, rank_in_job
+from megacompile.system.host_memory import resident_bytes
 from megacompile.weights.filling import READERS
 
 _CHUNK_BYTES = 16 << 20

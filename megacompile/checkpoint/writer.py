@@ -12,7 +12,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -215,7 +215,8 @@ class _Save:
 
     def _join(self, together: Together) -> None:
         """Settles with the other ranks what each of them writes, and where."""
-        tiles, randoms = self.store.tiles, [self.random]
+        # As they are now: a model that is closed meanwhile empties its own.
+        tiles, randoms = {name: replace(tile) for name, tile in self.store.tiles.items()}, [self.random]
         self.of_ranks: ReadTiles | None = None
         if self.ranks is None:
             assert self.folder is not None

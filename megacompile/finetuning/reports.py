@@ -42,7 +42,8 @@ class Reports:
         self._write(step.number, epoch=entry.epoch, loss=step.loss, mean_loss=entry.mean_loss,
                     **{name: value for name, value in known.items() if value is not None}, lr=step.lr,
                     tokens_per_second=step.rate, padding_share=step.padding, tflops=step.tflops,
-                    device_bytes=step.device_bytes, host_bytes=step.host_bytes, seconds=step.seconds)
+                    device_bytes=step.device_bytes, host_bytes=step.host_bytes, process_bytes=step.process_bytes,
+                    seconds=step.seconds)
 
     def evaluation(self, number: int, loss: float) -> None:
         self._write(number, eval_loss=loss)

@@ -36,7 +36,8 @@ class Entry:
         left = "" if self.seconds_left is None else f"  {format_seconds(self.seconds_left)} left"
         return (f"step {step.number:>{len(str(steps))}}/{steps}  epoch {self.epoch:.2f}  loss {step.loss:.4f}  mean "
                 f"{self.mean_loss:.4f}{norm}  lr {step.lr:.2e}  {_rate(step)}  {step.tflops:.3g} TFLOPS  device "
-                f"{format_bytes(step.device_bytes)}  host {format_bytes(step.host_bytes)}{disk}{left}")
+                f"{format_bytes(step.device_bytes)}  host {format_bytes(step.host_bytes)}  process "
+                f"{format_bytes(step.process_bytes)}{disk}{left}")
 
 
 def _rate(step: Step) -> str:

@@ -40,6 +40,11 @@ def give_back_freed_memory() -> None:
         library.malloc_trim(0)
 
 
+def resident_bytes() -> int:
+    """Host memory that this process takes now: its resident set, with Python, libraries, and memory that it shares."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
+
+
 def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process may still take: what the system has available, or a control group (a container) if it has
     less."""
