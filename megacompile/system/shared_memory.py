@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -20,7 +21,8 @@ Address = tuple[int, int]
 
 
 class SharedMemory:
-    """Named pieces of one shared file. `sizes`: their bytes by name, the same in every process."""
+    """Named pieces of one shared file. `sizes`: their bytes by name, the same in every process. The system frees the pages of
+    all pieces together: once no process has this object, or has mapped a piece."""
 
     def __init__(self, sizes: Mapping[str, int], address: Address | None = None) -> None:
         """Makes the memory, zeros, or opens that of another process. Raises `InsufficientMemoryError`, and `RankError` if the
@@ -32,6 +34,7 @@ class SharedMemory:
             end += max(PAGE, -(-size // PAGE) * PAGE)
         if address is None:
             self._file = os.memfd_create("megacompile", os.MFD_CLOEXEC)
+            self._close = weakref.finalize(self, os.close, self._file)
             os.ftruncate(self._file, end)
             return
         try:
@@ -39,6 +42,7 @@ class SharedMemory:
         except OSError as error:
             raise RankError(f"the memory of process {address[0]} cannot be opened ({error.strerror}): run all ranks of a host "
                             "as the same user and in the same container") from error
+        self._close = weakref.finalize(self, os.close, self._file)
 
     @property
     def address(self) -> Address:
@@ -58,6 +62,5 @@ class SharedMemory:
 
     def close(self) -> None:
         """Closes the file. Pieces that are mapped stay."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._close()
+        self._file = -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TypeVar
 
-from megacompile.runtime.memory.tiles import HostTile, TileLayout
+from megacompile.runtime.memory.tiles import HostTile, TileLayout, weights_piece
 from megacompile.runtime.ranks import Ranks
 
 T = TypeVar("T")
@@ -31,10 +31,14 @@ class SharedTileMemory(TileMemory):
         self._ranks = ranks
         self.writes = ranks.rank == 0
         ranks.agree_on("stream", "model", [repr(layout) for layout in layouts])
-        self._memory = ranks.shared_memory({name: size for layout in layouts for name, size in layout.shared_pieces().items()})
+        pieces = {name: size for layout in layouts for name, size in layout.shared_pieces().items()}
+        weights = {weights_piece(layout.name) for layout in layouts}
+        # Apart, since weights stay with the model when it is closed, and a file's pages are freed together.
+        self._weights = ranks.shared_memory({name: size for name, size in pieces.items() if name in weights})
+        self._training = ranks.shared_memory({name: size for name, size in pieces.items() if name not in weights})
 
     def allocate(self, layout: TileLayout) -> HostTile:
-        return HostTile.allocate(layout, self._memory)
+        return HostTile.allocate(layout, self._training, self._weights.piece(weights_piece(layout.name)))
 
     def share(self, work: Collection[T]) -> list[T]:
         hosts = self._ranks.hosts

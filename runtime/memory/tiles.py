@@ -255,6 +255,11 @@ class TileLayout:
         return memory[self.weight_bytes:self.gradient_bytes].view(torch.float32)
 
 
+def weights_piece(tile: str) -> str:
+    """The name of the piece of `SharedMemory` that has the weights of a tile."""
+    return f"{tile} weights"
+
+
 def own_storage(memory: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor over this memory (contiguous) that has a storage of its own: flat, of this dtype."""
     if not memory.numel():  # `frombuffer` raises for an empty buffer
@@ -288,10 +293,12 @@ class HostTile:
     _shared_written: bool = False  # shared memory has the values of former moments
 
     @classmethod
-    def allocate(cls, layout: TileLayout, shared: SharedMemory | None = None) -> HostTile:
-        """Makes a tile, zeros, without gradients and moments. `shared`: memory for the `shared_pieces` of its layout."""
-        weights = (host_memory(layout.weight_bytes, inherited=True) if shared is None
-                   else shared.piece(f"{layout.name} weights"))
+    def allocate(cls, layout: TileLayout, shared: SharedMemory | None = None, weights: Tensor | None = None) -> HostTile:
+        """Makes a tile, zeros, without gradients and moments. `shared`: memory for the `shared_pieces` of its layout, except
+        `weights` that are elsewhere."""
+        if weights is None:
+            weights = (host_memory(layout.weight_bytes, inherited=True) if shared is None
+                       else shared.piece(weights_piece(layout.name)))
         tile = cls(layout, weights, shared=shared)
         if layout.trainable and layout.dtype == torch.bfloat16:
             tile.remainder = tile._memory("remainder", 2 * layout.elements).view(torch.int16)

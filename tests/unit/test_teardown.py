@@ -5,12 +5,14 @@ import copy
 import gc
 import mmap
 import multiprocessing
+import os
 import statistics
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -23,7 +25,10 @@ from torch.utils import _pytree as pytree
 
 import megacompile
 from megacompile.errors import LaneError
+from megacompile.runtime.memory.tile_memory import SharedTileMemory
+from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.streaming import teardown
+from megacompile.system.shared_memory import SharedMemory
 
 BATCH = tiny_models.batch(1, rows=4, length=16)
 
@@ -171,3 +176,30 @@ def test_a_lost_device_does_not_keep_other_resources_from_being_released() -> No
         teardown.give_back(*arguments)
     for released in (checkpoints.close, store.files[0].stop_threads, ranks.close):
         released.assert_called_once()
+
+
+def test_a_closed_model_of_several_ranks_keeps_the_shared_memory_of_its_weights_alone() -> None:
+    def taken() -> int:
+        """Bytes of the shared files that this process has open: a mapping has its own descriptor."""
+        opened = [each for each in Path("/proc/self/fd").iterdir() if os.path.lexists(each)]
+        found = [each.stat() for each in opened if "/memfd:megacompile" in os.readlink(each)]
+        return sum({each.st_ino: 512 * each.st_blocks for each in found}.values())
+
+    gc.collect()
+    before = taken()
+    layout = TileLayout.of("tile", torch.bfloat16, [("weight", (64, 64), True)])
+    ranks: Any = SimpleNamespace(rank=0, agree_on=lambda *_: None, shared_memory=SharedMemory)
+    memory = SharedTileMemory([layout], ranks)
+    tile = memory.allocate(layout)
+    tile.allocate_gradients()
+    tile.allocate_moments()
+    for part in (tile.weights, tile.gradients, *tile.state()):
+        assert part is not None
+        part.fill_(1)
+    assert taken() - before > 5 * tile.weights.nbytes
+    weights, size = tile.parameter_view(tile.weights, 0), tile.weights.nbytes
+    values = weights.clone()
+    tile.release()
+    del memory, ranks, part
+    gc.collect()
+    assert taken() - before <= size and torch.equal(weights, values)
