@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,13 @@ from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
 
 R = TypeVar("R")
+
+
+class _Part(Protocol):
+    """A part that holds memory of the model."""
+
+    def release(self) -> None:
+        """The model is closed: holds none from now on."""
 
 
 class Streamed:
@@ -413,6 +420,7 @@ class Streamed:
             self._give_back()
         finally:
             self.writes.remainders.clear()
-            for part in (self.forwards, self.step, self.device_copy, self.constants, self.gradients, *self.states.values(),
-                         self.store):
+            parts: list[_Part] = [self.forwards, self.step, self.device_copy, self.constants, self.gradients,
+                                  *self.states.values(), self.store]
+            for part in parts:
                 part.release()
