@@ -348,7 +348,7 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 # ---------------------------------------------------------------- reports and saves
 def test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    step = training.Step(1, 2.0, 1e-3, 100.0, 0.25, 0.5, 10, 20, 0.75, disk_bytes_written=30)
+    step = training.Step(1, 2.0, 1e-3, 100.0, 0.25, 0.5, 10, 20, 0.75, disk_bytes_written=30, process_bytes=40)
     with started([Tracker.TENSORBOARD], tmp_path, 0, {}, print) as trackers, Reports(tmp_path, 0, trackers) as reports:
         for number in (1, 2, 3):
             reports.step(Entry(dataclasses.replace(step, number=number), 0.5, 2.5, 9.0, 0.75))
@@ -361,7 +361,7 @@ def test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same(tmp_path
     assert [(entry["step"], entry["loss"]) for entry in entries] == [(1, 2.0), (2, 2.0), (3, 1.0)]
     assert entries[0].items() >= {"epoch": 0.5, "mean_loss": 2.5, "grad_norm": 0.75, "seconds_left": 9.0}.items()
     assert entries[0].items() >= {"lr": 1e-3, "tokens_per_second": 100.0, "padding_share": 0.25, "seconds": 0.75}.items()
-    assert entries[0].items() >= {"device_bytes": 10, "host_bytes": 20, "disk_bytes_written": 30}.items()
+    assert entries[0].items() >= {"device_bytes": 10, "host_bytes": 20, "process_bytes": 40, "disk_bytes_written": 30}.items()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]

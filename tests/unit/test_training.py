@@ -132,7 +132,7 @@ def test_an_evaluation_is_the_mean_over_labels_and_not_over_batches() -> None:
 
 
 def entry(number: int, **changes: Any) -> run_progress.Entry:
-    step = training.Step(number, 2.5, 1e-4, 1000.0, 0.25, 0.125, 2**20, 3 * 2**30, 0.5)
+    step = training.Step(number, 2.5, 1e-4, 1000.0, 0.25, 0.125, 2**20, 3 * 2**30, 0.5, process_bytes=5 * 2**30)
     return run_progress.Entry(step, **{**dict(epoch=0.5, mean_loss=2.75, seconds_left=7500.0, grad_norm=0.5), **changes})
 
 
@@ -145,7 +145,7 @@ def test_a_log_file_gets_the_first_the_last_and_every_nth_line() -> None:
     lines = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/7", "step 3/7", "step 6/7", "step 7/7"]
     assert lines[0] == ("step 1/7  epoch 0.50  loss 2.5000  mean 2.7500  norm 0.5  lr 1.00e-04  1,000 tokens/s (25% padding)  "
-                        "0.125 TFLOPS  device 1.00 MiB  host 3.00 GiB  2 h 05 min left")
+                        "0.125 TFLOPS  device 1.00 MiB  host 3.00 GiB  process 5.00 GiB  2 h 05 min left")
 
 
 def test_a_run_s_course_has_epoch_mean_loss_and_time_left() -> None:
