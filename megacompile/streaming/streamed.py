@@ -42,7 +42,7 @@ from megacompile.streaming.programs.shapes import CompiledShape, Shape, Shapes
 from megacompile.streaming.residency import Residency
 from megacompile.streaming.section_runner import SectionRunner
 from megacompile.streaming.step_state import StepState
-from megacompile.streaming.teardown import give_back
+from megacompile.streaming.teardown import each, give_back
 from megacompile.streaming.together import Together
 from megacompile.streaming.user_tensors.external_writes import Constants, ExternalWrites
 from megacompile.streaming.user_tensors.gradients import Gradients
@@ -416,11 +416,7 @@ class Streamed:
     def _release(self) -> None:
         """Ends the lanes. Whoever still refers to this object, such as the graph of a loss, the handle, an optimizer or a
         traceback, holds no memory of the model from now on."""
-        try:
-            self._give_back()
-        finally:
-            self.writes.remainders.clear()
-            parts: list[_Part] = [self.forwards, self.step, self.device_copy, self.constants, self.gradients,
-                                  *self.states.values(), self.store]
-            for part in parts:
-                part.release()
+        parts: list[_Part] = [self.forwards, self.step, self.device_copy, self.constants, self.gradients,
+                              *self.states.values(), self.store]
+        # PyTorch's allocator would keep the device's memory from other processes.
+        each(self._give_back, self.writes.remainders.clear, *(part.release for part in parts), self.backend.trim)

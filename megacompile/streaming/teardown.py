@@ -24,16 +24,17 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
             backend.unpin(part)
 
     def memory() -> None:
-        _each(store.first_touch.stop,
+        each(store.first_touch.stop,
               backend.synchronize,  # a garbage-collected model may have copies in flight
               arena.close, checkpoints.close, store.drop_sums, unpin,
               *(file.stop_threads for file in store.files),
               *([] if ranks is None else [ranks.close]))
 
-    _each(partial(executor.close, then=memory), forget_symbols, forget_generated_code)
+    each(partial(executor.close, then=memory), forget_symbols, forget_generated_code)
 
 
-def _each(*steps: Callable[[], object]) -> None:
+def each(*steps: Callable[[], object]) -> None:
+    """Takes all steps, though some fail, and then raises the first failure."""
     failures: list[Exception] = []
     for step in steps:
         try:

@@ -21,6 +21,7 @@ import tiny_models
 import torch
 from left_behind import objects_left
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 import megacompile
@@ -151,6 +152,19 @@ def test_a_closed_model_leaves_the_memory_of_its_weights_and_of_the_tensors_that
     gc.collect()
     assert sum(map(len, Mapping.alive)) - mapped_before < own + held_bytes + count / 5
     assert tensor_bytes() - tensors_before < own + held_bytes + count / 5
+
+
+def test_a_closed_model_gives_the_memory_of_the_device_back_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a user holds the loss: the backend is told once no slot and no activation is held any more."""
+    model = megacompile.stream(tiny_models.build(), device="cpu", resident_state="all", saved_layers=2)
+    loss, streamed = model(**BATCH).loss, model.megacompile.streamed
+    (forward,) = streamed.forwards.open()
+    slots = {name: StorageWeakRef(slot.untyped_storage()) for name, slot in streamed.arena.slots.items()}
+    held: list[str] = []
+    monkeypatch.setattr(streamed.backend, "trim", lambda: held.extend(
+        ["nothing", *(name for name, slot in slots.items() if not slot.expired())]), raising=False)
+    model.megacompile.close()
+    assert slots and held == ["nothing"] and not forward.values and loss.isfinite()
 
 
 def test_objects_in_the_process_do_not_grow_with_the_number_of_models() -> None:
