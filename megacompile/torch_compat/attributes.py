@@ -26,6 +26,7 @@ ATTRIBUTES = {
     "_optimizer_load_state_dict_pre_hooks": Attribute("", "the same, before it loads"),
     "_parameters": Attribute("", "copy a module's own parameters"),
     "_schema": Attribute("", "find the inputs that an op changes"),
+    "_set_replacement": Attribute("torch.fx.experimental.symbolic_shapes.ShapeEnv", "keep a size that is compared a symbol"),
     "_validate_args": Attribute("torch.distributions.Distribution", "switch off checks of values, which fakes lack"),
     "_version": Attribute("torch.Tensor", "see writes to weights from outside"),
 }

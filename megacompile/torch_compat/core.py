@@ -9,11 +9,12 @@ import torch
 from torch._decomp import get_decompositions  # writes losses as ops that are known to treat each token alone
 from torch._dispatch.python import enable_python_dispatcher  # runs ops with symbolic sizes outside of a trace
 from torch._guards import TracingContext, tracing  # what inductor asks for the fakes of the graph that it compiles
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # tensors without data: captures run on them
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # tensors without data
 from torch.fx import graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # writes its code when it is run or asked for it
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # lets PyTorch make such modules too
 from torch.fx.experimental.proxy_tensor import make_fx  # traces ops on fakes: variants for concrete sizes
+from torch.fx.operator_schemas import get_signature_for_torch_op  # the names of a torch function's parameters
 from torch.utils import _pytree as pytree  # flattens what models and functions return
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every op of a plain run on fakes
 
@@ -21,9 +22,10 @@ __all__ = [
     "DispatchKey", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "LazyGraphModule", "OpOverload",
     "OpOverloadPacket", "SetExcludeDispatchKeyGuard", "TorchDispatchMode", "TracingContext", "builtin_linear",
     "clear_cublas_workspaces", "enable_python_dispatcher", "foreach_norm", "generated_code", "get_decompositions",
+    "get_signature_for_torch_op",
     "graph_is_kept", "grouped_mm", "lazy_graph_modules", "make_fx", "node_will_run", "parse_to", "pytree",
     "reported_as_export", "set_allocator_settings", "set_grad_enabled", "sleep_on_device", "torch_check", "tracing",
-    "without_cache",
+    "unset_fake_temporarily", "without_cache",
 ]
 
 #: States that two sizes are equal, inside of code that is traced.

@@ -1,6 +1,7 @@
 """What graphs of custom models assume: independent rows, one mode, constant Python state, grad modes."""
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import capture
+from megacompile.frontend.tracing.model_graph import order_arguments
 from megacompile.inputs.padding_arguments import further_arguments
+from megacompile.ir.plan import CaptureKey
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 
@@ -130,12 +133,56 @@ class Pools(Decoder):
         return F.cross_entropy(self.head(x + pooled).flatten(0, 1), labels.flatten())
 
 
+class Named(Decoder):
+    """Calls functions with arguments by name."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        x = self.through(F.embedding(weight=self.embed.weight, input=input_ids))
+        x = torch.cat(dim=-1, tensors=x.split(dim=-1, split_size=2))
+        logits = F.linear(bias=self.head.bias, weight=self.head.weight, input=x)
+        total = F.cross_entropy(target=labels.flatten(), input=logits.flatten(0, 1), reduction="sum")
+        return torch.mul(other=2.0, input=torch.div(total, other=(labels != -100).sum()))
+
+
+def test_arguments_by_name_are_those_by_place() -> None:
+    torch.manual_seed(0)
+    native = Named()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", example={"input_ids": IDS, "labels": IDS})
+    assert model.megacompile.streamed.captured.has_loss_denominator
+    given = {"input_ids": IDS, "labels": IDS.masked_fill(IDS == 5, -100)}
+    loss, expected = model(**given), native(**given)
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    loss.backward()
+    expected.backward()
+    tiny_models.assert_same_gradients(model, native)
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: F.embedding(weight=x, input=x), lambda x: torch.div(other=x, input=x, rounding_mode="floor"),
+    lambda x: x.sum(keepdim=True, dim=1), lambda x: torch.add(x, alpha=2, other=x), lambda x: x.add(alpha=2, other=1),
+    lambda x: torch.where(condition=x, other=x, input=x), lambda x: torch.ops.aten.mm(self=x, mat2=x),
+    lambda x: F.linear(bias=None, weight=x, input=x), lambda x: x.reshape(shape=(2, 3)),
+], ids=range(9))
+def test_only_what_has_a_place_is_put_there(call: Any) -> None:
+    """The ordered call does the same, and gives by name only what cannot be given by place."""
+    graph = torch.fx.symbolic_trace(call)
+    order_arguments(graph)
+    (node,) = (node for node in graph.graph.nodes if node.op.startswith("call"))
+    assert len(node.args) >= 2 and set(node.kwargs) <= {"rounding_mode", "alpha"}
+    if "embedding" not in str(node.target):
+        x = torch.arange(9).view(3, 3)
+        x = x % 2 == 0 if "where" in str(node.target) else x[:2] if "reshape" in str(node.target) else x + 1.0
+        torch.testing.assert_close(graph(x), call(x))
+
+
 def test_a_model_of_ones_own_is_given_padding_on_the_right() -> None:
     captured = capture(Pools())
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
     inputs = {"input_ids": IDS, "labels": IDS.masked_fill(mask == 0, -100)}
     assert captured.causal
-    assert "attention_mask" in further_arguments("Pools", captured, {"attention_mask": mask}, inputs)
+    assert "attention_mask" in further_arguments(
+        "Pools", captured, {"attention_mask": mask}, inputs, lambda further: CaptureKey(tuple(further)))
 
 
 def counting(self: Any, x: Tensor) -> Tensor:

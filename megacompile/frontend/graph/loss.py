@@ -76,7 +76,7 @@ def _normalize(model: ModelGraph, node: fx.Node) -> TargetCount | None:
         return _normalize_mean(model, node)
     if node.target in _OF_ELEMENTS:
         return _normalize_elements(model, node)
-    if node.target in (operator.truediv, torch.div) and isinstance(node.args[1], fx.Node):
+    if node.target in (operator.truediv, torch.div) and isinstance(node.args[1], fx.Node) and not node.kwargs:
         return _normalize_sum(model, *node.args)  # type: ignore[arg-type]
     return None
 
@@ -144,7 +144,8 @@ def _scaled(node: fx.Node) -> fx.Node | None:
     """What a node casts, or multiplies by a number; sums over micro-batches commute with this."""
     if node.op == "call_method" and node.target in ("to", "float"):
         return node.args[0]  # type: ignore[return-value]
-    if node.target not in (operator.mul, operator.truediv, torch.mul, torch.div) or len(node.all_input_nodes) != 1:
+    if (node.target not in (operator.mul, operator.truediv, torch.mul, torch.div) or node.kwargs
+            or len(node.all_input_nodes) != 1):
         return None
     (scaled,) = node.all_input_nodes
     numbers = [a for a in node.args if a is not scaled]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import operator
 import os
@@ -30,7 +31,13 @@ from megacompile.frontend.tracing.peft_tracing import traceable_adapters
 from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
 from megacompile.frontend.tracing.trace_caches import release_tracked_fakes
 from megacompile.torch_compat import dynamo
-from megacompile.torch_compat.core import FakeTensorMode, torch_check
+from megacompile.torch_compat.core import (
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    get_signature_for_torch_op,
+    torch_check,
+)
 from megacompile.torch_compat.dynamo import LazySymNodeFormatString, dynamo_graph_capture_for_export
 from megacompile.torch_compat.symbols import PythonReferenceAnalysis, ShapeEnv, sympy_interp
 
@@ -116,6 +123,7 @@ def capture_model_graph(
         returned = graph._dynamo_bytecode_unflatten(  # type: ignore[operator]
             tuple(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in results), tensors)  # type: ignore[union-attr]
     for module in (graph, *(m for m in graph.modules() if isinstance(m, fx.GraphModule))):
+        order_arguments(module)
         _name_squeezed(module)
         _read_sizes(module)
     sources = _sources(model, graph, flat, dict(batch))
@@ -167,6 +175,36 @@ def sizes_unread_by_messages() -> Iterator[None]:
         yield
     finally:
         LazySymNodeFormatString.__repr__ = written  # type: ignore[method-assign]
+
+
+def order_arguments(module: fx.GraphModule) -> None:
+    """Puts arguments that a call gives by name at their places, as far as no earlier place is left out: whoever reads a node
+    finds `F.embedding(input=x, weight=w)` as `F.embedding(x, w)`."""
+    for node in module.graph.nodes:
+        if node.kwargs and node.op in ("call_function", "call_method"):
+            args, named = list(node.args), dict(node.kwargs)
+            for name in _places(node)[len(args):]:
+                if name not in named:
+                    break
+                args.append(named.pop(name))
+            node.args, node.kwargs = tuple(args), named
+    module.recompile()
+
+
+def _places(node: fx.Node) -> list[str]:
+    """The names of the parameters that a call may give by place, in order. Empty if they are not known."""
+    target: Any = getattr(torch.ops.aten, node.target, None) if isinstance(node.target, str) else node.target
+    if isinstance(target, types.FunctionType):
+        return [name for name, parameter in inspect.signature(target).parameters.items()
+                if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)]
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        overloads = [target] if isinstance(target, OpOverload) else [getattr(target, name) for name in target.overloads()]
+        schemas, first = [each._schema for each in overloads], "self"
+    else:  # the functions of torch name a schema's first parameter otherwise
+        schemas, first = get_signature_for_torch_op(target, return_schemas=True)[1] or [] if callable(target) else [], "input"
+    named = [{first if each.name == "self" else each.name: each.kwarg_only for each in schema.arguments} for schema in schemas]
+    fitting = [names for names in named if node.kwargs.keys() <= names.keys() and len(node.args) <= len(names)]
+    return [name for name in (fitting[0] if fitting else ()) if not any(names.get(name) for names in fitting)]
 
 
 def _name_squeezed(module: fx.GraphModule) -> None:
