@@ -132,5 +132,9 @@ class TornError(MegacompileError):
     """An update stopped halfway. Complete it or load a checkpoint before training or saving again."""
 
 
+class PackingWarning(UserWarning):
+    """Sequences that share a row of a batch read each other. Said once for each kind of batch."""
+
+
 class PaddingWarning(UserWarning):
     """A training batch is not packed, and much of it is padding. Said once for each reason."""

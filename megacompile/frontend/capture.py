@@ -4,21 +4,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.batches.argument_uses import is_implied, only_hides
 from megacompile.frontend.batches.image_patches import Patches, model_arguments
-from megacompile.frontend.batches.mask_uses import only_hides
+from megacompile.frontend.batches.pair_masks import argument
 from megacompile.frontend.captured import CapturedModel
 from megacompile.frontend.pipeline import CaptureState, Watch, run_steps
 from megacompile.frontend.steps import STEPS
 from megacompile.frontend.templates.template import TargetLike, TemplatePass
+from megacompile.frontend.tracing.fake_model import capture_shape
 from megacompile.frontend.tracing.layers import Layers, LayerStack, find_layers
 from megacompile.frontend.tracing.model_options import refuse_options
+from megacompile.frontend.tracing.rounded_sizes import sizes_stay_symbols
 from megacompile.frontend.tracing.trace import our_attention, subject
 from megacompile.frontend.tracing.validity import Validity, recording
 from megacompile.ir.plan import PLAIN, CaptureKey
@@ -71,7 +74,8 @@ def capture(
 def _captured(state: CaptureState, watch: Watch | None = None) -> CapturedModel:
     """The result of all steps."""
     started = time.perf_counter()
-    with collections_paused(), lazy_graph_modules():
+    one_length = sizes_stay_symbols() if state.key.traced_length else contextlib.nullcontext()
+    with collections_paused(), lazy_graph_modules(), one_length:
         run_steps(STEPS, state, watch)
     others = Recapture(state.plain, state.layers, state.example, state.traced_example, state.template_passes, state.target,
                        state.loss, state.patches, state.validity)
@@ -88,7 +92,7 @@ class Recapture:
     """Captures the same model for other keys (see `OtherBatches`), from the copy that the first capture traced: by then the
     model itself may be streamed. The copy's experts are divided already.
 
-    State: captures by key."""
+    State: captures by key; what is known of constant arguments."""
 
     plain: nn.Module
     layers: tuple[str, ...]
@@ -100,6 +104,7 @@ class Recapture:
     patches: tuple[Patches, ...]
     validity: Validity
     known: dict[CaptureKey, CapturedModel] = field(default_factory=dict)
+    implied: dict[tuple[CaptureKey, str], bool] = field(default_factory=dict)
 
     def holds(self, training: bool, size: tuple[int, int]) -> bool:
         return self.validity.holds(training, size)
@@ -115,6 +120,18 @@ class Recapture:
 
     def only_hides(self, key: CaptureKey, name: str) -> bool:
         attention = our_attention(self.plain, self.traced_example, key)
-        fakes, fake_model, given, options = subject(self.plain, self.layers, self.traced_example, key, attention)
-        with fakes:
-            return only_hides(fake_model, model_arguments(given, key.images), options, name)
+        _, fake_model, given, options = subject(self.plain, self.layers, self.traced_example, key, attention)
+        return only_hides(fake_model, model_arguments(given, key.images), options, name)
+
+    def is_implied(self, key: CaptureKey, name: str, values: Callable[[int], Tensor]) -> bool:
+        if (key, name) not in self.implied:
+            without = replace(key, further=tuple(each for each in key.further if argument(each) != name))
+            length = capture_shape(key)[1]
+
+            def holds(attention: str | None) -> bool:
+                _, fake_model, given, options = subject(
+                    self.plain, self.layers, self.traced_example, key, attention, (1, length))
+                return is_implied(fake_model, model_arguments(given, key.images), options, name, values(length)[None])
+
+            self.implied[key, name] = any(map(holds, {our_attention(self.plain, self.traced_example, without): 0, None: 0}))
+        return self.implied[key, name]

@@ -39,6 +39,10 @@ class OtherBatches(Protocol):
         """Whether the model makes nothing but bool of the batch argument `name` of a key. Does not capture; False if this
         cannot be known without a capture."""
 
+    def is_implied(self, key: CaptureKey, name: str, values: Callable[[int], Tensor]) -> bool:
+        """Whether a batch of a key means the same without the batch argument `name`, if each of its rows is `values(length)`.
+        Does not capture; False if this cannot be known without a capture."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
@@ -200,6 +204,11 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         """Whether it is known, without capturing for `key`, that the model makes nothing but bool of its batch argument
         `name`."""
         return self.others.only_hides(key, name)
+
+    def is_implied(self, key: CaptureKey, name: str, values: Callable[[int], Tensor]) -> bool:
+        """Whether it is known that the model, given a batch of `key` without the argument `name`, assumes these values in each
+        row: `values(length)`."""
+        return self.others.is_implied(key, name, values)
 
     def check_shape(self, batch: int, length: int, output: str = "loss") -> None:
         """Raise `UnsupportedError` if the captured graphs, including those of `output`, do not hold at this batch size and

@@ -26,13 +26,17 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch import BatchArguments, RepackedCaptures
 from megacompile.inputs.capture_protocols import Captures
 from megacompile.inputs.packed_layout import Layout, Span
-from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, padded, predicts_before_first_token
+from megacompile.inputs.rounded_lengths import (
+    MASK,
+    POSITIONS,
+    USUALLY_IMPLIED,
+    RightPadding,
+    padded,
+    predicts_before_first_token,
+)
 from megacompile.ir.plan import CaptureKey
 from megacompile.losses import IGNORED
 from megacompile.runtime.ranks import Ranks
-
-#: Arguments that only some ranks may pass, and what stands for them on the others.
-_IMPLIED = (MASK, POSITIONS)
 
 
 @dataclass(frozen=True)
@@ -189,12 +193,18 @@ def _common_key(all_ranks: list[_Summary]) -> CaptureKey | None:
     most = max(further, key=len)
     alike = {replace(key, further=()) for key in keys}
     if len(alike) > 1 or any(other not in ((), most) for other in further) or (
-            len(further) > 1 and not set(most) <= set(_IMPLIED)) or len({each.has_labels for each in all_ranks}) > 1:
+            len(further) > 1 and not set(most) <= USUALLY_IMPLIED.keys()) or len({each.has_labels for each in all_ranks}) > 1:
         return None
     return replace(alike.pop(), further=most)
 
 
 def _check(captured: CapturedModel, all_ranks: list[_Summary], key: CaptureKey) -> None:
+    of_some = key.further if len({each.key.further for each in all_ranks}) > 1 else ()
+    for name in of_some:
+        known = name == MASK and captured.masks_hide
+        if not known and not captured.is_implied(replace(key, further=(name,)), name, USUALLY_IMPLIED[name]):
+            raise UnsupportedError(f"only some ranks pass {name}, and the model assumes other values without it: pass {name} "
+                                   "on every rank")
     uneven = len({each.rows for each in all_ranks}) > 1
     sizes = ", ".join(f"{each.rows} x {each.length}" for each in all_ranks)
     if captured.across_rows:
@@ -222,8 +232,7 @@ def _with_implied(given: BatchArguments, captures: Captures, key: CaptureKey) ->
     served, inputs = captures.serve(key), dict(given.inputs)
     for name in set(key.further) - inputs.keys():
         dtype = served.types[name].dtype
-        values = torch.arange(given.length) if name == POSITIONS else torch.ones(given.length)
-        inputs[name] = values.to(dtype).expand(given.rows, -1).contiguous()
+        inputs[name] = USUALLY_IMPLIED[name](given.length).to(dtype).expand(given.rows, -1).contiguous()
     return {name: inputs[name] for name in (*(n for n in served.captured.batch_inputs if n in inputs),
                                             *(n for n in inputs if n not in served.captured.batch_inputs))}
 

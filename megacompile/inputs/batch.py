@@ -20,19 +20,22 @@ from megacompile.inputs.capture_protocols import Capture, Captures
 from megacompile.inputs.grouped_rows import GroupedRows
 from megacompile.inputs.images import arrange_images, images_of_each
 from megacompile.inputs.packed_layout import BoolArray, Layout
-from megacompile.inputs.padding_arguments import further_arguments
+from megacompile.inputs.padding_arguments import further_arguments, zeros_and_ones
 from megacompile.inputs.pair_mask_arguments import hidden_as_bool, read_typed_mask
 from megacompile.inputs.patch_alignment import align_patches
 from megacompile.inputs.repacking import OTHERS_NOT_PACKED, Repacking, Wanted, present_tokens
-from megacompile.inputs.rounded_lengths import RightPadding, padded, padding_for
+from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, padded, padding_for
 from megacompile.inputs.vocabulary import check_ids
 from megacompile.ir.plan import CaptureKey
 
-#: Arguments that do not affect a streamed model when they have one of these values.
+#: Arguments that do not affect a streamed model of transformers when they have one of these values. A model of one's own may
+#: have other meanings for all but the first: it is captured with `use_cache=False`.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False), "return_dict": (None, True), "output_attentions": (None, False),
     "output_hidden_states": (None, False), "past_key_values": (None,), "cache_position": (None,),
 }
+
+_COUNTED = "its attention_mask has other values than 0 and 1, which the model may count"
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
     captures.check_modes(served.captured)
     inputs = rows.inputs | {argument: value if of_pairs(served.types.get(argument)) else
                             _checked(name, argument, value, served.types.get(argument)) for argument, value in further.items()}
+    if rows.layout is None and POSITIONS in rows.further and MASK not in rows.further:
+        captures.repacking.warn_across_sequences(name, served.captured, inputs[POSITIONS])
     for table in served.captured.tables:
         table.check(name, inputs)
     if rows.layout is None and captures.repacking.enabled and rounding:
@@ -172,9 +177,13 @@ def _bind(name: str, plain: CapturedModel, forward: Callable[..., Any], args: tu
         given = dict(signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in of_loss}).arguments)
     except TypeError as error:
         raise UnsupportedError(f"{name}: {error}; a streamed model takes {', '.join(plain.batch_inputs)}") from error
-    for parameter in signature.parameters.values():
+    for name_of, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            given |= given.pop(parameter.name, {})
+            given |= given.pop(name_of, {})
+        elif name_of in given and (given[name_of] is parameter.default or _equal(given[name_of], parameter.default)):
+            del given[name_of]
+        elif name_of in given and given[name_of] is None and parameter.default is not parameter.empty:
+            raise UnsupportedError(f"{name}: {name_of}=None is not supported: leave it out, which means {parameter.default!r}")
     if given.get("use_cache") is True:  # a decoding loop would pass only the newest token to its next call
         raise UnsupportedError(f"{name}: use_cache=True is not supported, since a streamed model keeps no cache: leave it "
                                "out and pass all tokens, or call generate")
@@ -223,16 +232,26 @@ def _plain_inputs(name: str, captured: CapturedModel, types: Mapping[str, Templa
 def _pack(name: str, captures: RepackedCaptures, given: Mapping[str, Any], inputs: dict[str, Tensor], training: bool,
           wanted: Wanted, packing: bool) -> _Rows:
     """Packs the rows of a batch if that changes no result, and reads the arguments that not every batch of the model has."""
+    def key_of(further: Mapping[str, Tensor]) -> CaptureKey:
+        key = captures.capture_key(_described(further), True, images_of_each(captures.first.types, inputs))
+        return replace(key, evaluating=not training)
+
     plain = captures.first.captured
-    others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _is_neutral(key, value)}
-    further = further_arguments(name, plain, others, inputs)
-    mask = others.get("attention_mask")
-    present = present_tokens(inputs, mask, plain.labels, wanted)
-    packed = captures.repacking.pack(inputs, present, mask, further, training, wanted) if packing else OTHERS_NOT_PACKED
+    others = {key: value for key, value in given.items()
+              if key not in plain.batch_inputs and not _is_neutral(plain, key, value)}
+    others[MASK], only_shows = zeros_and_ones(name, plain, others.get(MASK), lambda mask: key_of({MASK: mask}))
+    further = further_arguments(name, plain, others, inputs, key_of)
+    present = present_tokens(inputs, others[MASK], plain.labels, wanted)
+    packed = (OTHERS_NOT_PACKED if not packing else _COUNTED if not only_shows else
+              captures.repacking.pack(inputs, present, others[MASK], further, training, wanted))
     if isinstance(packed, str):
         return _Rows(inputs, further, None, present, packed)
     inputs, layout = packed
-    return _Rows(inputs, {"position_ids": inputs.pop("position_ids")}, layout, present, "")
+    return _Rows(inputs, {POSITIONS: inputs.pop(POSITIONS)}, layout, present, "")
+
+
+def _described(further: Mapping[str, Tensor]) -> tuple[str, ...]:
+    return tuple(sorted(described(*argument) for argument in further.items()))
 
 
 def _choose_capture(captures: Captures, rows: _Rows, training: bool) -> tuple[CaptureKey, dict[str, Tensor]]:
@@ -240,7 +259,7 @@ def _choose_capture(captures: Captures, rows: _Rows, training: bool) -> tuple[Ca
     images = images_of_each(captures.first.types, rows.inputs)
 
     def key_of(further: Mapping[str, Tensor]) -> CaptureKey:
-        return captures.capture_key(tuple(sorted(described(*argument) for argument in further.items())), training, images)
+        return captures.capture_key(_described(further), training, images)
 
     further = hidden_as_bool(rows.further, captures.first.captured, lambda changed: captures.reads_masks(key_of(changed)))
     return key_of(further), further
@@ -314,10 +333,14 @@ def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) ->
     return value.to(dtype=dtype).contiguous()
 
 
-def _is_neutral(key: str, value: Any) -> bool:
-    if value is None:
-        return True
-    return any(value is v or (not isinstance(value, Tensor) and value == v) for v in _NEUTRAL.get(key, ()))
+def _is_neutral(captured: CapturedModel, key: str, value: Any) -> bool:
+    return value is None or any(_equal(value, each) for each in _NEUTRAL.get(
+        key if captured.masks_hide or key == "use_cache" else "", ()))
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Whether two values are the same number, text, flag or None."""
+    return type(value) is type(other) and isinstance(value, bool | int | float | str | None) and value == other
 
 
 def check_names(caller: str, batch: Any) -> None:

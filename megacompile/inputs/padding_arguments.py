@@ -4,9 +4,10 @@ Only those that change what is computed are passed to the model; a batch without
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.packed_layout import array_of
 from megacompile.inputs.pair_mask_arguments import read_attention_mask, read_mask
+from megacompile.inputs.rounded_lengths import MASK, POSITIONS, USUALLY_IMPLIED
+from megacompile.ir.plan import CaptureKey
 from megacompile.losses import IGNORED
 
 #: Arguments for kernels of packed rows that repeat what position IDs already say.
@@ -21,29 +24,35 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
-def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, Any],
-                      inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, Any], inputs: Mapping[str, Tensor],
+                      key_of: Callable[[Mapping[str, Tensor]], CaptureKey]) -> dict[str, Tensor]:
     """The arguments among `given` that change what is computed: int64 [batch, length], or masks of pairs (see `pairs.py`).
 
-    `given`: the arguments that plain batches do not have; `inputs`: those that they have. Raises
-    `UnsupportedError` for an argument that is not supported."""
+    `given`: the arguments that plain batches do not have; `inputs`: those that they have; `key_of(further)`: the key of a batch
+    with these arguments. Raises `UnsupportedError` for an argument that is not supported."""
+    def is_implied(argument: str, value: Tensor) -> bool:
+        return captured.is_implied(key_of({**further, argument: value}), argument, USUALLY_IMPLIED[argument])
+
     first = next(iter(inputs.values()))
     rest = dict(given)
     further: dict[str, Tensor] = {}
     _check_bounds(name, captured, rest, first)
-    if "position_ids" in rest:
-        positions = _rows(name, captured, "position_ids", rest.pop("position_ids"), first)
-        if not torch.equal(positions, torch.arange(first.shape[1], device=positions.device).expand(first.shape[:2])):
-            further["position_ids"] = positions
-    mask = rest.pop("attention_mask", None)
+    counted: Tensor | None = None
+    if POSITIONS in rest:
+        positions = _rows(name, captured, POSITIONS, rest.pop(POSITIONS), first)
+        if torch.equal(positions, torch.arange(first.shape[1], device=positions.device).expand(first.shape[:2])):
+            counted = positions
+        else:
+            further[POSITIONS] = positions
+    mask = rest.pop(MASK, None)
     for key, value in rest.items():
         if key not in captured.forward_arguments:
             raise _refused(name, captured, key)
         square = isinstance(value, Tensor) and value.dim() in (3, 4) and value.shape[-1] == value.shape[-2]
         further[key] = read_mask(name, key, value, first.shape) if square else _rows(name, captured, key, value, first)
-    takes_mask = "attention_mask" in captured.forward_arguments
+    takes_mask = MASK in captured.forward_arguments
     if takes_mask and isinstance(mask, Tensor) and (mask.dim() == 4 or (mask.dim() == 3 and not captured.masks_hide)):
-        further["attention_mask"] = read_attention_mask(name, captured, mask, first.shape)
+        further[MASK] = read_attention_mask(name, captured, mask, first.shape)
     elif mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != first.shape[:2]:
             what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
@@ -57,9 +66,34 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
         labels = () if captured.token_loss or captured.is_averaged else captured.labels
         # A model without such a parameter sees the padding anyway.
         right = (captured.causal and captured.masks_hide) or not takes_mask
-        if further or not _changes_nothing(mask, [inputs[key] for key in labels if key in inputs] if right else []):
-            further["attention_mask"] = (mask != 0).long()
+        targets = [inputs[key] for key in labels if key in inputs] if right else []
+        ones_mean_none = captured.masks_hide or not takes_mask
+        if further or not _changes_nothing(mask, targets) or not (ones_mean_none or is_implied(MASK, mask)):
+            further[MASK] = mask.long()
+    if counted is not None and not is_implied(POSITIONS, counted):
+        further[POSITIONS] = counted
     return further
+
+
+def zeros_and_ones(name: str, captured: CapturedModel, mask: Any,
+                   key_of: Callable[[Tensor], CaptureKey]) -> tuple[Any, bool]:
+    """An `attention_mask` of tokens on the host, as zeros and ones if it means the same, and whether it does. Other masks stay
+    as they are. `key_of(mask)`: the key of a batch with such a mask.
+
+    Most models only read whether a value is 0. Some count the values. Raises `UnsupportedError` for values that are not whole
+    numbers."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return mask, True
+    mask = mask.cpu()  # once: the host reads it several times
+    values = array_of(mask)
+    if ((values == 0) | (values == 1)).all():
+        return mask, True
+    if mask.is_floating_point() and not (np.isfinite(values) & (values == np.round(values))).all():
+        raise UnsupportedError(f"{name}: attention_mask holds other values than whole numbers: pass 1 where there is a token "
+                               "and 0 where there is padding")
+    if captured.only_hides(key_of(mask), MASK):
+        return mask != 0, True
+    return mask, False
 
 
 def _refused(name: str, captured: CapturedModel, key: str) -> UnsupportedError:
@@ -78,8 +112,11 @@ def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tenso
 
 def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
     """Whether a mask can be left out: it hides nothing, or only padding on the right whose `labels` are all -100. In a causal
-    model no real token sees such padding, and the loss does not count it."""
-    present = array_of(mask) != 0
+    model no real token sees such padding, and the loss does not count it. A mask with other values than 0 and 1 stays."""
+    values = array_of(mask)
+    present = values != 0
+    if (values[present] != 1).any():
+        return False
     if present.all():
         return True
     on_the_right = not (present[:, 1:] & ~present[:, :-1]).any()
@@ -109,11 +146,11 @@ def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], firs
         return
     names = ", ".join(said)
     if not captured.fused_attention:
-        raise UnsupportedError(f"{name}: {names} cannot be used by a model whose layers are not all attention: leave {names} "
-                               "out")
-    given = rest.get("position_ids")
+        raise UnsupportedError(f"{name}: {names} cannot be used by a model whose layers are not all attention: give "
+                               "each sequence a row of its own")
+    given = rest.get(POSITIONS)
     implied = torch.arange(first.shape[1], device=first.device).expand(first.shape[:2])  # each row is one sequence
-    positions = implied if given is None else _rows(name, captured, "position_ids", given, first)
+    positions = implied if given is None else _rows(name, captured, POSITIONS, given, first)
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     starts = begins.flatten().nonzero().squeeze(1)

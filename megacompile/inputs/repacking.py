@@ -9,22 +9,22 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from megacompile.errors import CaptureError, PaddingWarning, UnsupportedError, first_line, listed
+from megacompile.errors import CaptureError, PackingWarning, PaddingWarning, UnsupportedError, first_line, listed
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.across_rows import across_tokens
-from megacompile.frontend.templates.segment_sources import calls_blind_to
+from megacompile.frontend.templates.segment_sources import calls_across_sequences, calls_blind_to
 from megacompile.frontend.templates.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.templates.template import TemplateInput
 from megacompile.inputs.capture_protocols import Captures
 from megacompile.inputs.grouped_rows import GroupedRows, Grouping
 from megacompile.inputs.packed_layout import LENGTH, SHARES, BoolArray, Layout, Span, array_of, lay_out, power_of_two, spans_of
-from megacompile.inputs.rounded_lengths import MASK, POSITIONS, RightPadding, is_usual
+from megacompile.inputs.rounded_lengths import MASK, POSITIONS, USUALLY_IMPLIED, RightPadding, is_usual
 from megacompile.ir.plan import CaptureKey, Shape
 from megacompile.losses import IGNORED
 
@@ -61,9 +61,9 @@ class Repacking:
     packed rows. `usual`: the length of the longest rows that are not packed, which decides their widths (`rounded`); set it if
     it is known better than by the option `repack`.
 
-    State: for each capture key, why attention does not read its packed batches (`_unread`), and whether the model counts
-    positions from the start of a row (`_counted`). Both are found out when the first batch needs to know. `_told`: the reasons
-    that were warned of."""
+    State: for each capture key, why attention does not read its packed batches (`_unread`), which is found out when the first
+    batch needs to know; and the calls in which sequences of a row read each other (`_across`), until they were warned of.
+    `_told`: the reasons for padding that were warned of."""
 
     def __init__(self, captures: Captures, option: bool | int, any_length: bool, alone: bool = True) -> None:
         self.captures = captures
@@ -74,8 +74,8 @@ class Repacking:
         few_or_any = Grouping.ANY_NUMBER if any_length else Grouping.FEW_NUMBERS
         self.grouping = few_or_any if alone else Grouping.NONE
         self._unread: dict[CaptureKey, str] = {}
-        self._counted: dict[CaptureKey, bool] = {}
         self._told: set[str] = set()
+        self._across: dict[CaptureKey, list[str]] = {}
 
     def pack(self, inputs: Mapping[str, Tensor], present: BoolArray, mask: Tensor | None, further: Mapping[str, Tensor],
              training: bool, wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | str:
@@ -112,12 +112,12 @@ class Repacking:
         plain, of_packed = self.captures.first.captured, self.captures.serve(key).captured
         if not (plain.holds_at(length) and plain.holds_at(packed_length) and of_packed.holds_at(packed_length)):
             return f"the model's code branches on the length of rows, {length} or {packed_length}"
-        if any(not present[span.row, 0] for span in spans):
-            # The padding before a row's first token predicts that token, so the caller may read its values.
-            if wanted == Wanted.ALL and not labels:
-                return "it is padded on the left, and values of padding may be read"
-            if positions is None and not self._positions_are_counted(training):
-                return "it is padded on the left, and the model counts positions by the mask"
+        on_the_left = any(not present[span.row, 0] for span in spans)
+        # The padding before a row's first token predicts that token, so the caller may read its values.
+        if on_the_left and wanted == Wanted.ALL and not labels:
+            return "it is padded on the left, and values of padding may be read"
+        if positions is None and not self._positions_are_counted(training, masked=on_the_left):
+            return "the model counts positions in a way of its own"
         return {**packed, POSITIONS: layout.positions}, layout
 
     def lay_out_for(self, ranks: int, spans: Sequence[Span], size: tuple[int, int]) -> Layout:
@@ -133,6 +133,17 @@ class Repacking:
             remedy = _REMEDIES.get(reason, "group rows of similar length to compute less of it")
             warnings.warn(f"a training batch is computed with its padding, {share:.0%} of it, because {reason}: {remedy}",
                           PaddingWarning, stacklevel=2)
+
+    def warn_across_sequences(self, name: str, captured: CapturedModel, positions: Tensor) -> None:
+        """Call this for a batch with position IDs and no mask. Warns once if a row holds several sequences that read each
+        other: natively they do too. `captured`: the capture that serves it."""
+        if captured.key not in self._across:
+            self._across[captured.key] = calls_across_sequences(POSITIONS, captured.calls, captured.templates)
+        if self._across[captured.key] and (positions[:, 1:] == 0).any():
+            warnings.warn(f"{name}: position_ids begin again within a row, but sequences in one row read each other"
+                          f"{_named(self._across.pop(captured.key))}, as they do without streaming: give each sequence a row "
+                          "of its own, padded on the right", PackingWarning, stacklevel=2)
+            self._across[captured.key] = []
 
     def _packed(self, inputs: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
         labels = self.captures.first.captured.labels
@@ -218,17 +229,12 @@ class Repacking:
                 self._unread[key] = f"the model cannot be captured with position_ids: {first_line(error)}"
         return self._unread[key]
 
-    def _positions_are_counted(self, training: bool) -> bool:
-        """Whether the model counts positions from the start of a row, including padding. Some models count only tokens that the
-        mask shows."""
-        key = self.captures.capture_key((MASK,), training)
-        if key not in self._counted:
-            try:
-                self._counted[key] = self.captures.first.captured.only_hides(key, MASK) or _only_hides(
-                    self.captures.serve(key).captured)
-            except (CaptureError, UnsupportedError):
-                self._counted[key] = False
-        return self._counted[key]
+    def _positions_are_counted(self, training: bool, masked: bool) -> bool:
+        """Whether the model itself counts positions from 0 at the start of a row, including padding. Some models count only
+        tokens that the mask shows, or begin at another number."""
+        further = (MASK, POSITIONS) if masked else (POSITIONS,)
+        key = replace(self.captures.capture_key(further, True), evaluating=not training)
+        return self.captures.first.captured.is_implied(key, POSITIONS, USUALLY_IMPLIED[POSITIONS])
 
 
 def obstacle(captured: CapturedModel, types: Mapping[str, TemplateInput]) -> str:
@@ -291,15 +297,3 @@ def _until_last_target(labels: Sequence[Tensor]) -> BoolArray:
     """Positions up to and including the last target of their row, bool [rows, length]."""
     counts: BoolArray = np.logical_or.reduce([array_of(each) != IGNORED for each in labels])
     return np.logical_or.accumulate(counts[:, ::-1], axis=1)[:, ::-1]
-
-
-def _only_hides(captured: CapturedModel) -> bool:
-    """Whether the mask is only read as true and false, and never counted."""
-    for call in captured.calls:
-        for at, source in enumerate(call.sources):
-            if source.kind == "batch" and source.name == MASK:
-                graph = captured.templates[call.template].forward_graph()
-                placeholder = graph.find_nodes(op="placeholder")[at]
-                if any(user.meta["val"].dtype != torch.bool for user in placeholder.users):
-                    return False
-    return True

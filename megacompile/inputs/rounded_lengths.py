@@ -6,7 +6,8 @@ A width depends only on the batch and on the usual length of rows, so a resumed 
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ from megacompile.losses import IGNORED
 
 #: Arguments that only some batches have. Zeros are right for padding: no mask shows it, and position 0 begins a sequence.
 MASK, POSITIONS = "attention_mask", "position_ids"
+#: What most models assume for an argument that is left out: the values of a row, by its length. Whether a model does is a fact
+#: of the model (`CapturedModel.is_implied`).
+USUALLY_IMPLIED: dict[str, Callable[[int], Tensor]] = {
+    MASK: functools.partial(torch.ones, dtype=torch.long), POSITIONS: torch.arange}
 
 #: Multiples of this number of tokens are lengths that people choose.
 _CHOSEN = 256

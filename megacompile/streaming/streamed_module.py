@@ -232,12 +232,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _for_generation(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Removes positions that count from 0, which the model computes itself (others are refused when the model is called), and
-    the request for only the last token's logits: all are computed, and generation reads the last."""
+    """Removes the request for only the last token's logits: all are computed, and generation reads the last."""
     inputs.pop("logits_to_keep", None)
-    given = inputs.get("position_ids")
-    if given is not None and torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given)):
-        del inputs["position_ids"]
     return inputs
 
 

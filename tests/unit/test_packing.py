@@ -1,14 +1,19 @@
 """Padded rows whose padding tokens could see, and rows of several sequences: exact or refused; free for other batches."""
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+import uneven_models
+from torch import Tensor, nn
 
-from megacompile.errors import UnsupportedError
+import megacompile
+from megacompile.errors import PackingWarning, UnsupportedError
 from megacompile.frontend.ops import segmented_attention as segmented
 from megacompile.frontend.ops.attention import attention
 
@@ -48,6 +53,99 @@ def test_logits_without_labels_are_native_pytorchs(what: str, model: Any, native
     del given["labels"]
     with torch.no_grad():
         torch.testing.assert_close(model(**given).logits, native(**given, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+def counts_by_mask() -> Any:
+    """A decoder whose positions count the mask."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    return OPTForCausalLM(OPTConfig(
+        vocab_size=tiny_models.VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, word_embed_proj_dim=16, dropout=0.0, attention_dropout=0.0, pad_token_id=1))
+
+
+def counts_from_two() -> Any:
+    """A decoder whose positions count the tokens that are not padding, from 2."""
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    return RobertaForCausalLM(RobertaConfig(
+        vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1, use_cache=False))
+
+
+@pytest.mark.parametrize("build", [counts_by_mask, counts_from_two])
+def test_positions_and_masks_count_as_they_do_natively_whatever_the_model_assumes(build: Any) -> None:
+    torch.manual_seed(0)
+    native = build().train()
+    for parameter in native.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    positions = torch.arange(LENGTH).expand(ROWS, -1)
+    batches = [{"position_ids": positions}, {"position_ids": positions, "attention_mask": LEFT},
+               {"position_ids": positions, "attention_mask": LEFT.flip(1)}, {"attention_mask": LEFT},
+               {"attention_mask": 1 + LEFT}, {"attention_mask": (1 + LEFT).float()}, {"attention_mask": 2 * LEFT.flip(1)},
+               {"attention_mask": LEFT.flip(1).bool()}]
+    seen = set()
+    for further in batches:
+        given = batch(**further)
+        loss, expected = model(**given).loss, native(**given).loss
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=0)
+        loss.backward()
+        expected.backward()
+        tiny_models.assert_same_gradients(model, native, least=1e-6)  # keys have biases, whose gradients are 0
+        model.zero_grad(), native.zero_grad()
+        seen.add(round(float(expected.detach()), 4))
+    assert len(seen) > 2, "the arguments change nothing that could be ignored"
+    model.megacompile.close()
+
+
+def test_a_mask_whose_values_the_model_does_not_count_is_one_of_zeros_and_ones(model: Any) -> None:
+    handle = model.megacompile
+    assert handle.compiled(batch(attention_mask=1 + LEFT)).shape.further == ()
+    assert handle.compiled(batch(attention_mask=3 * LEFT)).shape.further == ("attention_mask",)
+    with pytest.raises(UnsupportedError, match="other values than whole numbers: pass 1"):
+        model(**batch(attention_mask=LEFT / 2))
+
+
+class Scales(nn.Module):
+    """A model of one's own whose mask has no meaning of transformers': it doubles what it does not hide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(tiny_models.VOCABULARY, 16), nn.Linear(16, tiny_models.VOCABULARY)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids)
+        if attention_mask is not None:
+            x = x * (1 + attention_mask[..., None])
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_a_mask_of_ones_reaches_a_model_that_does_not_assume_it() -> None:
+    native = Scales()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    given = batch(attention_mask=torch.ones(ROWS, LENGTH, dtype=torch.long))
+    torch.testing.assert_close(model(**given).detach(), native(**given).detach())
+    model.megacompile.close()
+
+
+def test_sequences_in_one_row_that_read_each_other_are_warned_of_once(model: Any) -> None:
+    """A convolution reads across them, natively too. Attention does not."""
+    hybrid = uneven_models.stream(uneven_models.build())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PackingWarning)
+        hybrid(**batch(position_ids=torch.arange(3, 3 + LENGTH).expand(ROWS, -1)))
+        model(**batch(position_ids=PACKED))
+    with pytest.warns(PackingWarning, match=r"begin again .* \(model.layers.0, model.layers.2\), as they do .*: give each"):
+        hybrid(**batch(position_ids=PACKED))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PackingWarning)
+        hybrid(**batch(position_ids=PACKED))
+    hybrid.megacompile.close()
 
 
 def test_padding_on_the_right_is_seen_where_its_labels_count(model: Any, native: Any) -> None:

@@ -19,6 +19,7 @@ from megacompile.frontend.ops.attention import attention, transformers_attention
 from megacompile.inputs.batch_concat import join
 from megacompile.inputs.padding_arguments import further_arguments
 from megacompile.inputs.pair_mask_arguments import hidden_as_bool, read_attention_mask
+from megacompile.ir.plan import PLAIN
 from megacompile.planning import memory
 
 ROWS, LENGTH = 5, 13
@@ -183,7 +184,7 @@ def test_an_attention_mask_of_three_dimensions_is_a_mask_of_pairs_for_a_model_of
     own = copy.copy(model.megacompile.streamed.captured)
     for name in ("masks_hide", "masks_added"):
         object.__setattr__(own, name, False)
-    assert torch.equal(further_arguments("Own", own, given, inputs)["attention_mask"], seen()[:, 0])
+    assert torch.equal(further_arguments("Own", own, given, inputs, lambda _: PLAIN)["attention_mask"], seen()[:, 0])
     with pytest.raises(UnsupportedError, match=r"\[5, 13, 13\] is not supported: .*, or a mask of pairs of tokens"):
         model(**inputs, **given)
 

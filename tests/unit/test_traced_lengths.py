@@ -34,6 +34,14 @@ class LoopsOverChunks(Layer):
         return x + made + state
 
 
+class ChangesAtOneLength(Layer):
+    """Computes something else for one exact length, as a stride does that one length shares with another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        return made * 2 if x.shape[1] == CHUNK else made
+
+
 def check(ours: Any, native: Any, length: int) -> None:
     """The same loss, gradients and logits without labels, on a batch of this length."""
     for model in (ours, native):
@@ -166,3 +174,11 @@ def test_a_program_for_another_branch_can_be_saved_edited_and_loaded() -> None:
 def test_a_condition_says_what_a_capture_holds_for() -> None:
     captured = capture(model_of(Layer))
     assert captured.holds_at(13) and not captured.holds_at(16) and not captured.holds_at(3)
+
+
+def test_a_length_that_the_code_compares_with_is_captured_for_itself() -> None:
+    native = model_of(ChangesAtOneLength)
+    ours = megacompile.stream(copy.deepcopy(native), device="cpu")
+    for length in (17, CHUNK, 2 * CHUNK, CHUNK, CHUNK - 1):
+        check(ours, native, length)
+    ours.megacompile.close()

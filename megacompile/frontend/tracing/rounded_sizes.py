@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 
-from megacompile.torch_compat.symbols import FloorDiv, Mod, PythonMod, SymNode
+from megacompile.torch_compat.symbols import FloorDiv, Mod, PythonMod, ShapeEnv, SymNode
 
 
 @contextlib.contextmanager
@@ -48,3 +48,21 @@ def padding(expression: sympy.Expr) -> sympy.Expr:
     if isinstance(size, Mod | PythonMod) and size.args[1] == block:
         size = size.args[0]
     return block * FloorDiv(size + block - 1, block) - size
+
+
+@contextlib.contextmanager
+def sizes_stay_symbols() -> Iterator[None]:
+    """A context in which a size that the code compares with its traced number stays a symbol: the comparison is a condition of
+    the graph. PyTorch would put the number in the place of the symbol. At 64 tokens, for example, the strides of a row cut from
+    whole chunks of 64 are those of a row that was not cut."""
+    replace: Any = ShapeEnv._set_replacement
+
+    def kept(self: ShapeEnv, symbol: Any, target: Any, *more: Any) -> None:
+        if not target.is_number:
+            replace(self, symbol, target, *more)
+
+    ShapeEnv._set_replacement = kept  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        ShapeEnv._set_replacement = replace  # type: ignore[method-assign]
