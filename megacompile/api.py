@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.pipeline import Watch
 from megacompile.frontend.tracing.layers import Layers, find_layers
 from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
+from megacompile.frontend.tracing.peft_tracing import blaming_adapters, refuse_virtual_tokens
 from megacompile.ir.program import Lane
 from megacompile.passes.template import Target
 from megacompile.planning.config import StreamConfig
@@ -132,6 +133,14 @@ def check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise MegacompileError(f"a model must be a torch.nn.Module, not {what}: build or load the model first")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise MegacompileError(f"{type(model).__name__} copies a model to each device, which a streamed model does not need: "
+                               "pass the model itself (.module)")
+    for name, module in model.named_modules():
+        if "_orig_mod" in module._modules:
+            what = f"{name} is" if name else "this is"
+            raise MegacompileError(f"{what} what torch.compile returned, which cannot be captured: pass the model itself "
+                                   "(._orig_mod); stream(compile=True) compiles it")
 
 
 def make_backend(device: str | torch.device | None) -> Backend:
@@ -149,7 +158,9 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     host's memory, which is checked before the capture; with None, it is not. `choice`: the optimizer's state; None: it is not
     known yet. `ranks`: the number of processes of a host, which share the tiles. `hosts`: the number of hosts, each with a copy
     of them. `watch`: as in `capture`."""
-    refuse_hooks(model)
+    refuse_virtual_tokens(model)
+    with blaming_adapters(model, UnsupportedError):
+        refuse_hooks(model)
     check_unclaimed(model)
     if not isinstance(example, Mapping | None):
         raise MegacompileError("example must give the model's arguments by name, such as {'input_ids': ids}, not a "
@@ -166,9 +177,10 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     if host_bytes is not None:
         check_host_first(model, stack, config, host_bytes, choice)
     pieces = expert_pieces(model, stack, config, device_bytes)
-    captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
-                       target=Target(device_type, dtype, fused_attention, config.recipe), loss=config.loss,
-                       expert_pieces=pieces, dtype=config.dtype, watch=watch)
+    with blaming_adapters(model, CaptureError):
+        captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
+                           target=Target(device_type, dtype, fused_attention, config.recipe), loss=config.loss,
+                           expert_pieces=pieces, dtype=config.dtype, watch=watch)
     check_products(captured.templates.values(), model, config.recipe)
     tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks, hosts)
     config.check_tiles(tiling.layouts, type(model).__name__)

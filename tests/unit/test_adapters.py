@@ -12,7 +12,7 @@ import torch
 from tiny_models import assert_same_gradients, assert_same_weights, batch
 
 import megacompile
-from megacompile.errors import ArgumentError, UnsupportedError
+from megacompile.errors import ArgumentError, MegacompileError, UnsupportedError
 from megacompile.streaming.device_copy import DeviceCopy
 
 peft = pytest.importorskip("peft")
@@ -50,6 +50,39 @@ def test_adapters_train_as_they_do_natively_and_nothing_else_has_state(pair: tup
     assert all("lora_" in part.name for layout in tiles if layout.trainable for part in layout.slices)
     parts, elements = pair[0].megacompile.stats["host_parts"], sum(x.elements for x in tiles if x.trainable)
     assert parts["gradients"] < 4.2 * elements + 1000 and parts["moments"] == 8 * elements
+
+
+@pytest.mark.parametrize("config", [
+    peft.LoraConfig(r=4, target_modules=["v_proj"], trainable_token_indices=[3, 60], task_type="CAUSAL_LM"),
+    peft.TrainableTokensConfig(token_indices=[1, 2], task_type="CAUSAL_LM"),
+    peft.IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+], ids=["LoRA and tokens", "tokens", "IA3"])
+def test_other_adapters_train_as_they_do_natively(config: Any) -> None:
+    native = peft.get_peft_model(tiny_models.build(num_hidden_layers=2), config).train()
+    with torch.no_grad():
+        for parameter in native.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    losses = [each(**batch(0)).loss for each in (model, native)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    assert_same_gradients(model, native)
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize(("config", "reason"), [
+    (peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "^PROMPT_TUNING puts virtual tokens .*: train"),
+    (peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "^PREFIX_TUNING puts virtual tokens .*: train"),
+    (peft.AdaLoraConfig(target_modules=["v_proj"], init_r=4, target_r=2, total_step=6, task_type="CAUSAL_LM"),
+     "^PeftModelForCausalLM cannot be streamed with its ADALORA adapters: train LoRA"),
+    (peft.LoHaConfig(target_modules=["v_proj"], r=2, task_type="CAUSAL_LM"),
+     "^PeftModelForCausalLM cannot be streamed with its LOHA adapters: train LoRA"),
+], ids=["prompts", "prefixes", "AdaLoRA", "LoHa"])
+def test_adapters_that_cannot_be_streamed_are_refused_by_name(config: Any, reason: str) -> None:
+    with pytest.raises(MegacompileError, match=reason):
+        megacompile.stream(peft.get_peft_model(tiny_models.build(num_hidden_layers=2), config), device="cpu")
 
 
 def test_uneven_rows_of_an_adapted_model_are_packed_and_exact(pair: tuple[Any, Any]) -> None:

@@ -142,6 +142,22 @@ STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[M
 }
 
 
+@pytest.mark.parametrize(("wrap", "reason"), [
+    (torch.compile, r"^this is what torch\.compile returned.*: pass the model itself"),
+    (nn.DataParallel, r"^DataParallel copies .*: pass the model itself \(\.module\)"),
+])
+def test_a_model_in_a_wrapper_of_pytorch_is_refused_with_the_way_out_of_it(wrap: Any, reason: str) -> None:
+    with pytest.raises(MegacompileError, match=reason):
+        megacompile.stream(wrap(Model()), device="cpu")
+
+
+def test_a_compiled_layer_is_refused_by_name() -> None:
+    model = Model()
+    model.blocks[1] = torch.compile(model.blocks[1])  # type: ignore[assignment]
+    with pytest.raises(MegacompileError, match=r"^blocks\.1 is what torch\.compile returned"):
+        megacompile.stream(model, device="cpu")
+
+
 @pytest.mark.parametrize("what", STREAM_REFUSALS)
 def test_a_model_that_cannot_be_streamed_is_refused_and_left_as_it_was(what: str) -> None:
     make, options, kind, message = STREAM_REFUSALS[what]

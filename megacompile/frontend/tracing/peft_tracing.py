@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megacompile.errors import MegacompileError, UnsupportedError
+
 _READER = "dequantize_module_weight"
 
 
@@ -40,6 +42,37 @@ def forward_signature(model: nn.Module) -> inspect.Signature:
     further = [p if p.kind == p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY)
                for name, p in inside.parameters.items() if name not in own and p.kind != p.VAR_POSITIONAL]
     return signature.replace(parameters=[*own.values(), *further])
+
+
+def adapter_types(model: nn.Module) -> list[str]:
+    """PEFT's names of the kinds of adapters that a model has, such as "LORA"."""
+    configs = getattr(model, "peft_config", None)
+    found = configs.values() if isinstance(configs, dict) else ()
+    return sorted({str(getattr(each.peft_type, "value", each.peft_type)) for each in found})
+
+
+def refuse_virtual_tokens(model: nn.Module) -> None:
+    """Raises `UnsupportedError` for prompt tuning and its kin."""
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        if getattr(config, "is_prompt_learning", False):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise UnsupportedError(f"{kind} puts virtual tokens before each row, which a streamed model does not support: "
+                                   "train other adapters, such as LoRA (LoraConfig)")
+
+
+@contextlib.contextmanager
+def blaming_adapters(model: nn.Module, error: type[MegacompileError]) -> Iterator[None]:
+    """A context in which an `error` about a model with other adapters than LoRA says that these may be its cause: nobody can
+    change the lines of PEFT that it names."""
+    try:
+        yield
+    except error as reason:
+        others = [each for each in adapter_types(model) if each != "LORA"]
+        if not others:
+            raise
+        raise type(reason)(f"{type(model).__name__} cannot be streamed with its {', '.join(others)} adapters: train LoRA "
+                           f"adapters (LoraConfig), if the model streams without adapters\n{reason}") from reason
 
 
 def switch_off_adapters(model: nn.Module) -> None:
