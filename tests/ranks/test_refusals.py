@@ -17,6 +17,7 @@ from megacompile.runtime import ranks
 from jobs import experts, qwen2
 from test_heads import Pooled
 from test_own_models import IDS, of
+from test_packing import counts_from_two
 
 rank = int(os.environ["RANK"])
 
@@ -57,6 +58,8 @@ TRIED = {
     "labels on one rank": (qwen2(), labeled(2, 5) if rank else {"input_ids": ids(2, 5)}, labeled(2, 5)),
     "denominator on one rank": (qwen2(), labeled(2, 5, **({"num_items_in_batch": 7} if rank else {})), labeled(2, 5)),
     "no rows on one rank": (qwen2(), labeled(2 * rank, 5), labeled(2, 5)),
+    "positions on one rank": (counts_from_two(),
+                              labeled(2, 5, **({"position_ids": torch.arange(5)[None]} if rank else {})), labeled(2, 5)),
     "numbers that are no tokens": (qwen2(), {**labeled(2, 5), **({"input_ids": ids(2, 5).float()} if rank else {})},
                                    labeled(2, 5)),
     "rows of an average": (routed(), labeled(2 + rank, 5), labeled(2, 5)),
@@ -86,6 +89,7 @@ SAYS = {
     "labels on one rank": "the ranks' batches have different arguments",
     "denominator on one rank": "num_items_in_batch is passed on rank 1 and not on rank 0",
     "no rows on one rank": "batch arguments must share one [batch, length] of at least one token",
+    "positions on one rank": "only some ranks pass position_ids, and the model assumes other values without it: pass",
     "numbers that are no tokens": "input_ids must be an integer tensor [batch, length]",
     "rows of an average": "the model's loss is an average over rows, and the ranks have batches of 2 x 5, 3 x 5: give every",
     "padding that tokens see": "and the model would see padding: pad all of them to one length",
