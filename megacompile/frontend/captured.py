@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -180,6 +180,24 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         def read(calls: Sequence[Call]) -> set[str]:
             return {source.name for call in calls for source in call.sources if source.kind == "parameter"}
         return read(self.calls) - read(self.calls_for(output))
+
+    def reached_from(self, output: str) -> frozenset[str]:
+        """The parameters that get a gradient from an output ("loss", or a head's). PyTorch leaves the `.grad` of others None,
+        and its optimizers do not change them."""
+        if output not in self._reached:
+            calls, found = self.calls_for(output), set[str]()
+            outputs: Collection[int] = range(self.templates[calls[-1].template].outputs)
+            for call in reversed(calls):
+                sources = [call.sources[i] for i in self.templates[call.template].reached_from(outputs)]
+                found.update(source.name for source in sources if source.kind == "parameter")
+                outputs = {source.index for source in sources if source.kind == "carried"}
+            self._reached[output] = frozenset(self.rows[name].parameter if name in self.rows else name for name in found)
+        return self._reached[output]
+
+    @functools.cached_property
+    def _reached(self) -> dict[str, frozenset[str]]:
+        """What `reached_from` has found, by output."""
+        return {}
 
     def head(self, output: str) -> Head:
         """Raises `UnsupportedError` if there is no such head."""

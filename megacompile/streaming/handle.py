@@ -206,8 +206,8 @@ class Handle:
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
         with self.streamed.together.told("train_step"):
             given = self._trained_arguments(batch, optimizer)
-            update = optimizer.request()
-        return self.streamed.train_step(given, update, optimizer.overlap is not None)
+            optimizer.prepare()
+        return self.streamed.train_step(given, optimizer, optimizer.overlap is not None)
 
     def _trained_arguments(self, batch: Mapping[str, Any], optimizer: StreamedOptimizer) -> BatchArguments:
         streamed = self.streamed

@@ -33,7 +33,7 @@ from megacompile.sizes import parse_bytes
 from megacompile.streaming import batch_io
 from megacompile.streaming.device_copy import DeviceCopy
 from megacompile.streaming.open_forward import OpenForward, OpenForwards
-from megacompile.streaming.optimizer.in_backward import OptimizerInBackward
+from megacompile.streaming.optimizer.in_backward import OptimizerInBackward, Updater
 from megacompile.streaming.optimizer.nonfinite import report_late
 from megacompile.streaming.optimizer.state import StateMemory
 from megacompile.streaming.out_of_memory import allocator_error
@@ -129,6 +129,10 @@ class Streamed:
         """The program of a shape, compiled at its first use. Raises what `Shapes.get` raises."""
         return self.shapes.get(shape, self.shapes_in_use())
 
+    def reached(self, shape: CompiledShape) -> frozenset[str]:
+        """The parameters that get a gradient in a training step of this shape."""
+        return self.captures.serve(shape.shape.capture_key).captured.reached_from(shape.shape.output)
+
     def shapes_in_use(self) -> set[CompiledShape]:
         """Shapes of open forwards, of the last backward, and of what is on the device."""
         found = {*(forward.shape for forward in self.forwards.open()), self.step.trained, self.residency.shape}
@@ -195,8 +199,9 @@ class Streamed:
         forward.host, forward.give_back = self.activation_checkpoints.lend(forward, shape.host_slots, self.settle)
         return forward
 
-    def train_step(self, given: BatchArguments, update: Update, overlap: bool) -> Tensor:
-        """The loss of a step that runs as one program. Without `overlap`, its update runs during the next step's forward."""
+    def train_step(self, given: BatchArguments, optimizer: Updater, overlap: bool) -> Tensor:
+        """The loss of a step that runs as one program. Without `overlap`, its update runs during the next step's forward.
+        `optimizer`: prepared."""
         with self.guarded(), self.together.failing():
             self.executor.check()
             given, _, all_rows, _ = self.together.joined(given, "train_step")
@@ -205,6 +210,7 @@ class Streamed:
             self.store.allocate_sums(shape.plan.host_sums)
             if not overlap:
                 self.hold_gradients()
+            update = optimizer.request(self.reached(shape))
             self._enter(shape, "train_step", "update")
             self.gradients.gather()  # before all ranks agree on the program: gradients that users keep move first
             batch = self._batch(shape, given, all_rows)
@@ -249,15 +255,16 @@ class Streamed:
 
     def backward(self, forward: OpenForward, gradients: Sequence[Tensor]) -> None:
         """Runs the backward of an open forward, given the gradients of its results, and sets `.grad` of every trained
-        parameter. Returns when gradients are in host memory. With updates on arrival it returns once compute was issued, and
-        sets no `.grad`.
+        parameter that the results depend on. Returns when gradients are in host memory. With updates on arrival it returns
+        once compute was issued, and sets no `.grad`.
 
         Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()
         if self.closed:
             raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
         forward.check_open(None if self.writes.pending() else self.step.version)
-        self.optimizer_in_backward.check(forward, [each for each in self.forwards.open() if each is not forward])
+        reached = self.reached(forward.shape)
+        self.optimizer_in_backward.check(forward, [each for each in self.forwards.open() if each is not forward], reached)
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
         with self.guarded(), self.together.failing():
@@ -273,7 +280,7 @@ class Streamed:
         try:
             with self.guarded(), self.together.failing():
                 batch_io.send_gradients(self.backend, forward.shape.plan, forward.batch, gradients)
-                update = self.optimizer_in_backward.request(forward)
+                update = self.optimizer_in_backward.request(forward, reached)
                 of_loss = forward.shape.plan.output == "loss"
                 if update is not None:
                     if of_loss:
@@ -290,7 +297,7 @@ class Streamed:
                     self.together.agree_on_factor("the end of backward", *gradients)
                 else:
                     self.together.agree("the end of backward")  # every rank's shards of gradients are there
-            self.gradients.hand_out()
+            self.gradients.hand_out(reached)
             self.step.gradients_stored()
         except BaseException:
             self.step.backward_updates(None)

@@ -146,3 +146,72 @@ def test_a_model_of_which_nothing_trains_gives_losses_and_logits() -> None:
     with pytest.raises(UnsupportedError, match="no parameter of Decoder is trained"):
         megacompile.schedule(native, batch=2, length=8)
     model.megacompile.close()
+
+
+# ---------------------------------------------------------------- trained parameters that a loss does not reach
+
+class Chooser(Layer):
+    """A layer that chooses features by scores of its own, which have no gradient; reads `wide` only in rows of at least twelve
+    tokens; and, where it is `deaf`, keeps gradients from all layers below."""
+
+    def __init__(self, deaf: bool) -> None:
+        super().__init__()
+        self.scores, self.wide, self.deaf = nn.Linear(16, 16), nn.Linear(16, 16), deaf
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach() if self.deaf else x
+        chosen = self.scores(x).topk(8, dim=-1).indices
+        x = x + torch.zeros_like(x).scatter(-1, chosen, x.gather(-1, chosen))
+        return super().forward(x + self.wide(x) if x.shape[1] >= 12 else x)
+
+
+def choosing(deaf: bool) -> Any:
+    """Weights of one dtype, so that optimizers of PyTorch take all of them."""
+    model = decoder("")
+    for index in range(3):
+        model.layers[index] = Chooser(deaf=deaf and index == 1)
+    return model.float()
+
+
+def gradients_there(model: Any) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["all layers", "layers below are not reached"])
+def test_a_parameter_has_a_gradient_where_it_has_one_natively(deaf: bool) -> None:
+    model, native = choosing(deaf), choosing(deaf)
+    megacompile.stream(model, device="cpu", example=batch(0, length=8))
+    for length in (8, 16, 8, 9):  # the second adds to what the first has left, the third to what the second has
+        for each in (model, native):
+            each(**batch(length, length=length))[0].backward()
+        assert gradients_there(model) == gradients_there(native) < dict(native.named_parameters()).keys()
+        assert_same_gradients(model, native)
+        if length == 8:
+            model.zero_grad()
+            native.zero_grad()
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize("how", ["loop", "whole step", "on arrival"])
+@pytest.mark.parametrize(("ours", "theirs", "options"), [
+    (megacompile.AdamW, torch.optim.AdamW, dict(lr=1e-2, weight_decay=0.5, eps=1e-4)),
+    (megacompile.SGD, torch.optim.SGD, dict(lr=1e-2, weight_decay=0.5, momentum=0.9))], ids=["AdamW", "SGD"])
+def test_a_parameter_that_the_loss_does_not_reach_is_neither_decayed_nor_moved(
+        how: str, ours: Any, theirs: Any, options: dict[str, Any]) -> None:
+    """Nor by the momentum of an earlier step that reached it."""
+    for deaf in (False, True):
+        model, native = choosing(deaf), choosing(deaf)
+        megacompile.stream(model, device="cpu", example=batch(0, length=8))
+        late = {"overlap": "backward"} if how == "on arrival" else {}
+        optimizers = ours(model.parameters(), **options, **late), theirs(native.parameters(), **options)
+        for seed, length in enumerate((8, 16, 8)):
+            for each, optimizer in zip((model, native), optimizers, strict=True):
+                given = batch(seed, length=length)
+                if each is model and how == "whole step":
+                    each.megacompile.train_step(given, optimizer)
+                    continue
+                each(**given)[0].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_weights(model, native)
+        model.megacompile.close()

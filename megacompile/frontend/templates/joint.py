@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ class JointGraph:
     """`graph` computes outputs from inputs, and gradients from inputs and tangents; all lists hold its nodes.
 
     `tangents`: one for each output with a gradient. `gradients`: by index of the input. `residuals`: what
-    `forward_saving` keeps; some are sizes, Python ints at run time.
+    `forward_saving` keeps; some are sizes, Python ints at run time. `reached`: for each input that autograd differentiates, the
+    outputs whose gradients its gradient is computed from.
     """
 
     graph: fx.GraphModule
@@ -40,6 +41,7 @@ class JointGraph:
     outputs: list[fx.Node]
     gradients: dict[int, fx.Node]
     residuals: list[fx.Node]
+    reached: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
     def attention_results(self) -> list[fx.Node]:
         """The results of our attention in the forward. If `forward_saving` only keeps these, everything else is computed
@@ -96,11 +98,22 @@ def joint_graph(
     # residual: the backward views the input that it gets.
     again = _made_of(joint.graph, [inputs[position] for position in parameters])
     residuals = [n for n in joint.graph.nodes if n.name in saved and n not in again and base_of(n).op != "placeholder"]
+    behind = dict(zip(tangents, (i for i, wanted in enumerate(has_gradient) if wanted), strict=True))
+    reached = _computed_from(joint.graph, behind, {i: g for i, g in enumerate(gradients) if g is not None})
     for position in awaited:
         if gradients[position] is None and examples[position].requires_grad:
             gradients[position] = _zeros_like(joint.graph, inputs[position])
     return JointGraph(
-        joint, inputs, tangents, outputs, {i: g for i, g in enumerate(gradients) if g is not None}, residuals)
+        joint, inputs, tangents, outputs, {i: g for i, g in enumerate(gradients) if g is not None}, residuals, reached)
+
+
+def _computed_from(graph: fx.Graph, marked: Mapping[fx.Node, int], nodes: Mapping[int, fx.Node]) -> dict[int, frozenset[int]]:
+    """The numbers of the `marked` nodes that each of `nodes` is computed from."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        own = (frozenset({marked[node]}),) if node in marked else ()
+        found[node] = frozenset().union(*own, *(found[used] for used in node.all_input_nodes))
+    return {number: found[node] for number, node in nodes.items()}
 
 
 def _made_of(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -234,6 +234,11 @@ class Template:
         """How many positions run at a time in a micro-batch of `rows` sequences if the plan says `planned`; 0: all at once."""
         limit = max(1, self.tokens_at_once // rows) if self.tokens_at_once else 0
         return min(planned, limit) if planned and limit else planned or limit
+
+    def reached_from(self, outputs: Collection[int]) -> list[int]:
+        """The inputs that autograd gives a gradient if these outputs have one. The backward also computes zeros for some of the
+        others."""
+        return [i for i, behind in self._joint.reached.items() if outputs and (not behind or not behind.isdisjoint(outputs))]
 
     @property
     def renaming(self) -> dict[sympy.Symbol, sympy.Symbol]:

@@ -10,7 +10,7 @@ The optimizer that was made last decides. Making another one changes the program
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from megacompile.errors import LeaseError, MegacompileError
@@ -25,8 +25,8 @@ class Updater(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def request(self) -> Update:
-        """An update of every parameter, with the hyper-parameters of the moment."""
+    def request(self, names: Collection[str]) -> Update:
+        """An update of the parameters with these names, with the hyper-parameters of the moment."""
 
     def prepare(self) -> None:
         """Before a backward that updates, and before tiles are sent to the device. Raises `MegacompileError` for options that
@@ -59,18 +59,19 @@ class OptimizerInBackward:
         """`Plan.update` of the loop now."""
         return "step" if self.optimizer is None else "arrival"
 
-    def check(self, forward: OpenForward, others: Sequence[OpenForward]) -> None:
+    def check(self, forward: OpenForward, others: Sequence[OpenForward], reached: Collection[str]) -> None:
         """Raises `LeaseError` or `MegacompileError` if a backward now would lose gradients. No weight has changed then. All
         open forwards are ended, since the caller may keep the error's traceback, and with it their losses. `others`: the
-        other open forwards."""
-        reason = self._reason(forward, others)
+        other open forwards. `reached`: the parameters that get a gradient."""
+        reason = self._reason(forward, others, reached)
         if reason is not None:
             for each in (forward, *others):
                 each.close()
                 each.end()
             raise reason
 
-    def _reason(self, forward: OpenForward, others: Sequence[OpenForward]) -> MegacompileError | None:
+    def _reason(self, forward: OpenForward, others: Sequence[OpenForward],
+                reached: Collection[str]) -> MegacompileError | None:
         """Why a backward is refused."""
         if self.step.updated_in_backward:
             return LeaseError(
@@ -88,7 +89,7 @@ class OptimizerInBackward:
         if self.gradients.waiting:
             return MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        left_out = [name for name in self.gradients if id(self.gradients.parameters[name]) not in given]
+        left_out = [name for name in self.gradients if name in reached and id(self.gradients.parameters[name]) not in given]
         if left_out:
             return MegacompileError(f"the gradient of {left_out[0]} would be lost, since overlap='backward' keeps none and the "
                                     "optimizer has no such parameter: add it to a group, freeze it before stream(), or leave "
@@ -106,11 +107,11 @@ class OptimizerInBackward:
             raise MegacompileError("another optimizer, made later with overlap='backward', consumes this model's gradients as "
                                    "they arrive: make one optimizer, with parameter groups")
 
-    def request(self, forward: OpenForward) -> Update | None:
-        """The update that a checked backward makes; None if it stores gradients instead."""
+    def request(self, forward: OpenForward, reached: Collection[str]) -> Update | None:
+        """The update that a checked backward makes of the parameters that it reaches; None if it stores gradients instead."""
         if forward.shape.shape.update != "arrival":
             return None
         assert self.optimizer is not None, "an update without an optimizer"
-        update = self.optimizer.request()
+        update = self.optimizer.request(reached)
         self.step.backward_updates(update)
         return update

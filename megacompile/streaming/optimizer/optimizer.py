@@ -5,7 +5,7 @@ import functools
 import gc
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,7 +55,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
     moments are codes (uint8) with scales (`exp_avg_scale`, fp32, one for each 256 elements). `state` has no remainder: removing
     or replacing a state restarts the moments, as in torch.optim, and leaves the master unchanged.
 
-    Parameters that the model's forward does not read, or whose gradient is None, are not updated.
+    Parameters that the model's forward does not read, or whose gradient is None, are not updated. Whole steps, and updates on
+    arrival, do not update parameters that the loss does not reach.
 
     Changes of `.grad` between backward and step count, in the norm too. Changes that PyTorch does not track (`.grad.data`,
     NumPy, `GradScaler.unscale_`) are found by sampling 256 elements of each gradient: a change of whole gradients is always
@@ -247,7 +248,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed.step.check_stored()
         with streamed.together.failing():
             streamed.adopt_writes()
-            update = self._request(lambda parameter: parameter.grad is not None)
+            update = self._request({name for name in streamed.gradients if streamed.parameters[name].grad is not None})
             if streamed.gradients.refresh():
                 streamed.step.gradients_changed()
         self._update = update
@@ -262,22 +263,23 @@ class StreamedOptimizer(torch.optim.Optimizer):
         update = self.streamed.step.updating
         return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
 
-    def request(self) -> Update:
-        """An update of every parameter, for a whole step or for a backward that updates."""
-        self.ownership.check_alone("a whole step, or one with overlap='backward', takes")
+    def request(self, names: Collection[str]) -> Update:
+        """An update of the parameters with these names, for a whole step or for a backward that updates."""
         self.streamed.raise_pending()
         self.streamed.step.check_whole()
         self.streamed.adopt_writes()
-        self._update = self._request(lambda parameter: True)
+        self._update = self._request(names)
         return self._update
 
     def prepare(self) -> None:
-        """Called before a backward that updates. Raises `MegacompileError` for options that are out of range."""
-        self._ready(lambda parameter: True)
+        """Called before a whole step, and before a backward that updates. Raises `MegacompileError` for options that are out of
+        range, and where another optimizer updates parameters of the model."""
+        self.ownership.check_alone("a whole step, or one with overlap='backward', takes")
+        self._ready(self.streamed.gradients)
 
-    def _ready(self, wanted: Callable[[Tensor], bool]) -> list[requested.Ready]:
-        """The wanted parameters, with their current options and their states. Raises `MegacompileError` for options and states
-        that an update cannot use."""
+    def _ready(self, names: Collection[str]) -> list[requested.Ready]:
+        """The parameters with these names, with their current options and their states. Raises `MegacompileError` for options
+        and states that an update cannot use."""
         self.ownership.write_back([self.streamed], drop=True)
         groups = []
         for group in self.param_groups:
@@ -285,7 +287,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             groups.append((self._read(group), group["params"]))
             check_kept(self, group)
         found = [(options, parameter, memory) for options, parameters in groups for parameter in parameters
-                 if wanted(parameter) and (memory := self.memory(parameter)) is not None]
+                 if (memory := self.memory(parameter)) is not None and memory.name in names]
         if len({memory.name for _, _, memory in found}) < len(found):
             raise MegacompileError("a parameter is in the optimizer's groups twice: leave it in one of them, once")
         self.ownership.take_over((parameter, memory) for _, parameter, memory in found if memory.optimizer is not self)
@@ -296,14 +298,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         copied = {name: value for name, value in group.items() if name != "params"}
         return requested.GroupOptions(self.options_of(copied), copied, self.matrix_rule)
 
-    def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
-        """An update of the wanted parameters with the current hyper-parameters."""
+    def _request(self, names: Collection[str]) -> Update:
+        """An update of the parameters with these names, with the current hyper-parameters."""
         streamed = self.streamed
-        ready = self._ready(wanted)
+        ready = self._ready(names)
         with counting:
             before = self._update if self._update is not None and self._update.open else None
             segments = requested.segments_of(streamed.tiling, ready)
-        counted = ([name for name in streamed.gradients if wanted(streamed.parameters[name])] if self.norm_of_model
+        counted = ([name for name in streamed.gradients if name in names] if self.norm_of_model
                    else [memory.name for _, memory, _ in ready])
         return Update(self.rule, segments, requested.positions_of(streamed.tiling, counted), self.max_grad_norm, before=before,
                       on_arrival=self.overlap is not None, states=[state for _, _, state in ready],

@@ -88,10 +88,10 @@ class Gradients(Mapping[str, Tensor]):
         return added
 
     @torch.no_grad()
-    def hand_out(self) -> None:
-        """After a backward has written all tiles: sets `.grad`, or adds to its tensor."""
+    def hand_out(self, reached: Collection[str]) -> None:
+        """After a backward has written all tiles: sets `.grad` of the parameters that it reached, or adds to its tensor."""
         for name in self._stored:
-            if self.parameters[name].grad is None:
+            if name in reached and self.parameters[name].grad is None:
                 self.parameters[name].grad = self._lend(name)
         self._note()
         for name, given in self._replaced().items():  # maybe another parameter's: its norm has changed too
