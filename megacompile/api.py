@@ -43,6 +43,7 @@ from megacompile.system.under_way import under_way
 from megacompile.weights.bitsandbytes import adopt_bitsandbytes
 from megacompile.weights.empty_models import fill_buffers
 from megacompile.weights.moving import build_store
+from megacompile.weights.saving import forget_quantized_layout
 from megacompile.weights.tiling import Tiling, check_device_memory
 
 M = TypeVar("M", bound=nn.Module)
@@ -123,6 +124,7 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
     handle = Handle(streamed)
     model.__dict__["megacompile"] = handle
     model.__class__ = streamed_class(type(model))
+    forget_quantized_layout(model)
     if ranks is not None:
         ranks.watch_device(lambda: backend.busy(Lane.COLLECTIVE))
     return model

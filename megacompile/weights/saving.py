@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import nn
 
 from megacompile.errors import CheckpointError
 from megacompile.system.atomic_files import sync_folder
@@ -41,6 +42,16 @@ def save_whole(save: Callable[..., Any], directory: str | os.PathLike[str], **op
         options.setdefault("repo_id", Path(directory).resolve().name)  # not the name of the working folder
     with replacing(Path(directory)) as folder:
         return save(str(folder), **{"max_shard_size": MAX_SHARD_SIZE, **options})
+
+
+def forget_quantized_layout(model: nn.Module) -> None:
+    """Lets `save_pretrained` write a model that transformers has dequantized in the layout of models that never were quantized.
+    transformers writes the layout that it has read: full weights under the names of codes, which it does not find again."""
+    for module in model.modules():
+        steps = [step for conversion in getattr(module, "_weight_conversions", None) or ()
+                 for step in getattr(conversion, "operations", ())]
+        if getattr(module, "hf_quantizer", None) is None and any(hasattr(step, "hf_quantizer") for step in steps):
+            module._weight_conversions = None  # type: ignore[assignment]  # transformers then looks up the model's own
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_configs import FIRST_PLAIN_TOKEN, VOCABULARY, tiny_config
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import megacompile
@@ -17,7 +17,9 @@ from megacompile.streaming.generation import ways
 from megacompile.streaming.generation.needed_bytes import cache_bytes, working_bytes
 from megacompile.streaming.generation.ways import Way, ways_to_generate
 
-FAMILIES = ("gemma3_text", "mixtral", "gpt_neox", "mamba2", "phi3", "qwen3_next", "olmo2", "gpt2", "falcon", "cohere2")
+#: The second has layers of several widths, which its config has by layer.
+FAMILIES = ("gemma3_text", "gemma4_text", "mixtral", "gpt_neox", "mamba2", "phi3", "qwen3_next", "olmo2", "gpt2", "falcon",
+            "cohere2")
 
 
 def generated(model: Any, **how: Any) -> Tensor:
@@ -31,7 +33,7 @@ def generated(model: Any, **how: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("in_turns", [False, True], ids=["whole", "in turns"])
-@pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.on_demand) for each in FAMILIES[1:])])
+@pytest.mark.parametrize("family", [*FAMILIES[:2], *(pytest.param(each, marks=pytest.mark.on_demand) for each in FAMILIES[2:])])
 def test_a_family_generates_what_it_generates_unstreamed(
         family: str, in_turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if in_turns:  # as on a device that holds two layers
@@ -71,3 +73,23 @@ def test_prompts_are_computed_in_chunks_where_they_do_not_fit_at_once(family: st
         assert torch.equal(generated(model, use_cache=True, **how), generated(plain, use_cache=True, **how))
     assert chosen == ([] if family in ("minimax", "mamba2", "qwen3_next") else [2, 2, 2])
     model.megacompile.close()
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "qwen3"])
+def test_the_bytes_of_keys_and_values_are_those_of_each_layer_s_own_sizes(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
+    ids = torch.randint(FIRST_PLAIN_TOKEN, VOCABULARY, (3, 7))
+    layers = model(input_ids=ids, use_cache=True).past_key_values.layers
+    held = sum(tensor.numel() * tensor.element_size() for layer in layers for tensor in (layer.keys, layer.values))
+    assert cache_bytes(model, {"input_ids": ids, "max_new_tokens": 0}) == held
+
+
+def test_the_widest_layer_says_how_much_a_chunk_of_the_prompts_takes() -> None:
+    def bytes_of(wide: int, by_layer: dict[int, Any] | None = None) -> int:
+        config = tiny_config("llama")
+        config.intermediate_size, config.per_layer_config = wide, by_layer
+        model = nn.Linear(1, 1)  # transformers builds a Llama of such a config only with code of its own
+        model.config = config
+        return working_bytes(model, {"input_ids": torch.ones(3, 7, dtype=torch.long)})
+
+    assert bytes_of(48) < bytes_of(48, {1: {"intermediate_size": 96}}) == bytes_of(96)

@@ -27,6 +27,7 @@ from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.runtime.optimizer.host_kernels import join_fp32
 from megacompile.weights import tiling
 from megacompile.weights.moving import build_store
+from megacompile.weights.saving import forget_quantized_layout
 from megacompile.weights.tiling import Tiling
 
 INDEX = "model.safetensors.index.json"
@@ -443,3 +444,55 @@ def test_a_half_precision_model_moved_into_bf16_tiles_keeps_every_value() -> Non
         for s in tile.layout.slices:
             value = join_fp32(tile.layout.flat(tile.weights)[s.start:s.stop], tile.remainder[s.start:s.stop])
             assert torch.equal(value, expected[s.name].float().flatten()), s.name
+
+
+# ---------------------------------------------------------------- models that transformers has dequantized
+
+def _with_codes(folder: Path, method: str) -> None:
+    """Replaces the experts that are stored in a folder by random codes and their scales, as published checkpoints have them."""
+    stored, codes = load_file(folder / "model.safetensors"), {}
+    for name in [each for each in stored if re.search(r"experts\.\d+\.\w+\.weight$|experts\.\w+_proj$", each)]:
+        weight = stored.pop(name)
+        if method == "mxfp4":  # [experts, in, out]: two codes of four bits in a byte, and a scale for 32 of them
+            experts, inputs, outputs = weight.shape
+            codes[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            codes[f"{name}_scales"] = torch.randint(120, 128, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        else:  # a scale for 16 x 16 weights
+            codes[name] = weight.to(torch.float8_e4m3fn)
+            codes[f"{name}_scale_inv"] = torch.rand(weight.shape[0] // 16, weight.shape[1] // 16) + 0.5
+    assert codes
+    save_file(stored | codes, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "modules_to_not_convert": ["self_attn", "embed_tokens", "lm_head"]}
+    config["quantization_config"] |= {"weight_block_size": [16, 16]} if method == "fp8" else {}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8"])
+def test_a_model_that_transformers_has_dequantized_is_saved_with_every_weight(method: str, tmp_path: Path) -> None:
+    """transformers itself writes full weights under the names of codes, and finds none of them again."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config, Qwen3MoeConfig
+
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                 num_experts_per_tok=2, vocab_size=64, pad_token_id=0, eos_token_id=1)
+    config, how = {
+        "mxfp4": (GptOssConfig(**sizes, intermediate_size=64, num_local_experts=4), Mxfp4Config(dequantize=True)),
+        "fp8": (Qwen3MoeConfig(**sizes, intermediate_size=32, moe_intermediate_size=32, num_experts=4),
+                FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16)))}[method]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "codes")
+    _with_codes(tmp_path / "codes", method)
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "codes", quantization_config=how, dtype=torch.bfloat16)
+    if method == "mxfp4":
+        megacompile.stream(model, device="cpu").save_pretrained(tmp_path / "streamed")
+        model.megacompile.close()
+    else:
+        forget_quantized_layout(model)  # `stream` calls it
+    model.save_pretrained(tmp_path / "plain")
+    for folder in tmp_path.iterdir():
+        if folder.name != "codes":
+            again, missing = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+            assert not any(missing.values())
+            assert all(map(torch.equal, weights(again).values(), weights(model).values()))
+            assert weights(again).keys() == weights(model).keys()

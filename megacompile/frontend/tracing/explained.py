@@ -103,9 +103,11 @@ def _reader(model: nn.Module, line: Line | None) -> str:
 
 
 def _value(module: nn.Module, name: str) -> Any:
-    """An option that a module or its config holds: a number, a word or a flag; None for anything else."""
+    """An option that a module or its config holds: a number, a word or a flag; None for anything else, such as an option that
+    each layer's config has of its own."""
     config = getattr(module, "config", None)
-    value = getattr(module, name, getattr(config, name, None))
+    of_layers = name in (getattr(config, "per_layer_attributes", None) or ())
+    value = getattr(module, name, None if of_layers else getattr(config, name, None))
     return value if isinstance(value, int | float | str) and hasattr(config, "to_dict") else None
 
 
