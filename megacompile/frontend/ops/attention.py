@@ -24,6 +24,9 @@ _HARMLESS = {
     "output_router_logits", "return_dict", "is_causal", "layer_idx", "num_items_in_batch",
 }
 
+#: In the place of a window, where a layer passes none.
+_NOT_GIVEN = -1
+
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
 _OPTIONS = "float scale, int window, float softcap, str kernel, Tensor? segments=None"
 
@@ -115,7 +118,7 @@ attention.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 def transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    scaling: float | None = None, sliding_window: int | None = _NOT_GIVEN, softcap: float | None = None,
     s_aux: Tensor | None = None, *, form: str = "causal", **options: Any,
 ) -> tuple[Tensor, None]:
     """For `AttentionInterface`. `form`: a key of `FORMS`. "causal" takes no mask; the others take the segments that
@@ -150,7 +153,8 @@ def transformers_attention(
     # Fused kernels need values as wide as keys (in latent attention they differ). Zeros change neither scores nor sums.
     values, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
     query, key, value = (_widened(x, width) for x in (query, key, value))
-    window = 0 if of_pairs else int(sliding_window or 0)
+    window = _window_of(module) if sliding_window == _NOT_GIVEN else int(sliding_window or 0)
+    window = 0 if of_pairs else window
     kernel = "packed" if form == "packed" and not of_pairs else "neutral"
     out, _ = torch.ops.megacompile.attention(
         query, key, value, float(scale), window, float(softcap or 0.0), kernel, segments, s_aux)
@@ -162,6 +166,20 @@ def transformers_attention(
     if values < width:
         out = out[..., :values]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _window_of(module: nn.Module) -> int:
+    """The window of a layer that does not pass it on, since transformers has put it into the mask (Qwen2-MoE). Raises
+    `UnsupportedError` if only the config knows it."""
+    config: Any = getattr(module, "config", None)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not window or (kinds is not None and kinds[module.layer_idx] != "sliding_attention"):  # type: ignore[index]
+        return 0
+    if not hasattr(module, "sliding_window"):
+        raise UnsupportedError(f"{type(module).__name__} does not pass sliding_window={window} to its attention, and masks are "
+                               "left out of captured models: pass it in the module's forward, or set sliding_window=None in "
+                               "the config")
+    return int(module.sliding_window or 0)  # type: ignore[arg-type]
 
 
 def _fits(mask: Tensor | None, query: Tensor) -> bool:
