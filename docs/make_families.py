@@ -37,9 +37,10 @@ HEAD = """# Families
 This page says which causal language models of transformers train exactly. Look up your model's class before you stream it.
 
 Every such class of transformers {transformers} ({classes} classes) was streamed on the CPU and compared with native PyTorch
-{torch}. The model is a tiny random config: three or four layers, each kind of layer of the default config, no dropout,
-float32. The batch has 5 x 29 tokens padded on the right, and the captured size was 3 x 17. Exact means that the loss and
-every gradient are within 1e-5 of their norm, or within 8 times the difference between native float32 and native float64.
+{torch}. The model is a tiny random config: three or four layers with each kind of layer of the family (a test lists what is
+left out, and why), no dropout, float32. The batch has 5 x 29 tokens padded on the right, and the captured size was 3 x 17.
+Exact means that the loss and every gradient are within 1e-5 of their norm, or within 8 times the difference between native
+float32 and native float64.
 `python docs/make_families.py` makes this page; `pytest tests/families --all-families` judges all classes again.
 
 **{counts} classes that can be trained this way and were judged are exact. Of the decoder-only Transformers among them,

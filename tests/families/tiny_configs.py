@@ -61,28 +61,53 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_he
                     "num_global_key_value_heads")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
-#: What the names do not tell, by model type.
+_SOME_SLIDE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
+_FIRST_IS_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+
+#: What the names do not tell, by model type: sizes, and kinds of layers that the default config does not have.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4}
                             for kind in ("sliding_attention", "full_attention")}},
+    "cohere2_moe": {**_FIRST_IS_DENSE, "prefix_dense_intermediate_size": 48},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64},
+    "deepseek_v4": {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"]},
+    "dots1": {**_SOME_SLIDE, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_rms_norm": True},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "granitemoe_swa": {"shared_intermediate_size": 48},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                         "position_embedding_type": "rope"},
+    "granitemoeshared": {"shared_intermediate_size": 48},
+    "inkling_text": _FIRST_IS_DENSE,
+    "laguna": _SOME_SLIDE,
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "mellum": _SOME_SLIDE | _FIRST_IS_DENSE,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+    "ministral": _SOME_SLIDE,
     "nemotron": {"num_key_value_heads": 2},
+    "qwen2": {**_SOME_SLIDE, "use_sliding_window": True},
+    "qwen2_moe": {**_SOME_SLIDE, "use_sliding_window": True},
+    "qwen3": {**_SOME_SLIDE, "use_sliding_window": True},
+    "qwen3_moe": {"mlp_only_layers": [0]},
     "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
                        "indexer_compress_ratio": 4},
     "reformer": {"axial_pos_embds": False, "lsh_attn_chunk_length": 29, "local_attn_chunk_length": 29},
+    "smollm3": {**_SOME_SLIDE, "use_sliding_window": True},
+    "stablelm": {"qk_layernorm": True},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64,
               "attention_head_dim": 16},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64,
-               "attention_head_dim": 16, "mamba_headdim": 8, "n_mamba_heads": 8},
+               "attention_head_dim": 16, "mamba_headdim": 8, "n_mamba_heads": 8,
+               "use_mem_rope": True},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 8},
 }
 
 #: Settings without which a model is refused, by model type; the page says them.
