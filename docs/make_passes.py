@@ -27,11 +27,11 @@ from megacompile.program import CallSpec, Program, Tile
 PAGE = Path(__file__).with_name("passes.md")
 LINES, WIDTH = 10, 112
 #: Passes that do nothing under the plan of the other examples, each with a plan for its own.
-PLANS = {"host_residuals": Plan(2, 8, (1, 1), saved_layers=2, host_residuals=1), "shard": Plan(2, 8, (1, 1), ranks=2)}
+PLANS = {"shard": Plan(2, 8, (1, 1), ranks=2)}
 #: Pass -> the section shown before it, the section shown after it, and a part of the first line shown ("": the first change).
 SHOWN = {
     "micro_batch": ("forward", "forward", ""), "partition": ("forward", "forward", ""),
-    "differentiate": ("forward", "backward", ""), "host_residuals": ("backward", "backward", "g2_0 = "),
+    "differentiate": ("forward", "backward", ""),
     "prefetch": ("forward", "forward", ""), "offload": ("backward", "backward", "p.scale(a3)"),
     "optimizer": ("update", "update", "c = "), "shard": ("backward", "backward", "d2 = "),
     "place": ("forward", "forward", "w1 = "), "synchronize": ("forward", "forward", "w1 = "),

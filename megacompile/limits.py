@@ -24,7 +24,7 @@ _BUFFERS = 1 << 12
 LARGEST: Mapping[str, int] = {
     "batch": _SEQUENCES, "micro_batch_size": _SEQUENCES, "micro_batches": _SEQUENCES, "images": _SEQUENCES,
     "length": _TOKENS, "token_chunk": _TOKENS, "repack": _TOKENS, "min_features": _TOKENS,
-    "checkpoint_interval": _LAYERS, "saved_layers": _LAYERS, "host_checkpoints": _LAYERS, "host_residuals": _LAYERS,
+    "checkpoint_interval": _LAYERS, "saved_layers": _LAYERS, "host_checkpoints": _LAYERS,
     "expert_pieces": _LAYERS,
     "waves": MOST_MICRO_BATCHES, **dict.fromkeys(("ranks", "gpus", "hosts"), 1 << 12),
     **dict.fromkeys(("weight_slots", "gradient_slots", "checkpoint_slots", "staging_slabs", "gradient_slabs", "state_slabs"),

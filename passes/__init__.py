@@ -3,16 +3,15 @@ from __future__ import annotations
 
 from megacompile.passes.pipeline import insert_after, insert_before, replace_pass
 from megacompile.passes.schedule import (
-                                         differentiate,
-                                         host_residuals,
-                                         micro_batch,
-                                         offload,
-                                         optimizer,
-                                         partition,
-                                         place,
-                                         prefetch,
-                                         shard,
-                                         synchronize,
+    differentiate,
+    micro_batch,
+    offload,
+    optimizer,
+    partition,
+    place,
+    prefetch,
+    shard,
+    synchronize,
 )
 from megacompile.passes.template import accumulate_in_gemm, attention, chunk_tokens, float8, fuse_loss
 
@@ -22,4 +21,4 @@ __all__ = ["PIPELINE", "TEMPLATE_PIPELINE", "insert_after", "insert_before", "re
 TEMPLATE_PIPELINE = (attention, fuse_loss, float8, chunk_tokens, accumulate_in_gemm)
 
 #: Over programs. Each is `run(program, plan) -> program`.
-PIPELINE = (micro_batch, partition, differentiate, host_residuals, prefetch, offload, optimizer, shard, place, synchronize)
+PIPELINE = (micro_batch, partition, differentiate, prefetch, offload, optimizer, shard, place, synchronize)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from megacompile.ir.program import Kept, Lane, argument, op_of, operands
@@ -19,7 +18,6 @@ from megacompile.runtime.kernels import Activation, Kernel, bind
 from megacompile.runtime.kernels import accumulate as accumulate_gradients
 from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from megacompile.runtime.memory.arena import Accumulators, Gradients, State, Weights
-from megacompile.runtime.memory.packed_residuals import FetchedResiduals, packed
 from megacompile.runtime.memory.shards import Share
 from megacompile.runtime.optimizer import host_kernels as host
 from megacompile.runtime.update_operations import UPDATE_OPERATIONS
@@ -181,7 +179,7 @@ def _stash(frame: Frame, node: fx.Node) -> HostCheckpoint:
 
 
 def _stashed(frame: Frame, node: fx.Node) -> HostCheckpoint:
-    """The buffer of a checkpoint, or of residuals. It may not be filled yet; the copy to the device waits for that."""
+    """The buffer of a checkpoint. It may not be filled yet; the copy to the device waits for that."""
     return frame.host[argument(node, "into")]
 
 
@@ -192,34 +190,6 @@ def _fetch(frame: Frame, node: fx.Node) -> Activation:
         frame.backend.copy(slot[where], buffer.memory[where], Lane.H2D)
         outputs.append(as_tensor(slot[where], part))
     return Activation(tuple(outputs))
-
-
-def _stash_residuals(frame: Frame, node: fx.Node) -> HostCheckpoint:
-    buffer = frame.host[argument(node, "into")]
-    buffer.packing, memory = packed(frame.read(node, "value").residuals)
-    assert buffer.packing.bytes <= buffer.memory.numel(), (
-        f"residuals of {argument(node, 'call')} take {buffer.packing.bytes} bytes, and {buffer.memory.numel()} were planned")
-    for where, piece in zip(buffer.packing.pieces, memory, strict=True):
-        frame.backend.copy(buffer.memory[where], piece, Lane.D2H)
-    return buffer
-
-
-def _release_residuals(frame: Frame, node: fx.Node) -> None:
-    frame.read(node, "value").residuals.clear()
-
-
-def _residual_memory(frame: Frame, node: fx.Node) -> FetchedResiduals:
-    """From PyTorch's allocator, on the compute lane, like the residuals that had this memory before."""
-    pieces = frame.read(node, "stashed_residuals").packing.pieces
-    return FetchedResiduals(tuple(torch.empty(piece.stop - piece.start, dtype=torch.uint8, device=frame.backend.device)
-                                  for piece in pieces))
-
-
-def _fetch_residuals(frame: Frame, node: fx.Node) -> None:
-    buffer, fetched = frame.read(node, "stashed_residuals"), frame.read(node, "memory")
-    for where, piece in zip(buffer.packing.pieces, fetched.memory, strict=True):
-        frame.backend.copy(piece, buffer.memory[where], Lane.H2D)
-    fetched.residuals = buffer.packing.residuals(fetched.memory)
 
 
 def _release(frame: Frame, node: fx.Node) -> None:
@@ -234,6 +204,4 @@ OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     reduce=_reduce, offload=_offload, offload_norms=_offload_norms, offload_weights=_offload_weights,
     resident_state=_resident_state, resident_gradients=_resident_gradients, fetch_gradients=_fetch_gradients,
     result=_result, lease=_lease, leased=_leased, release=_release, stash=_stash, stashed=_stashed, fetch=_fetch,
-    stash_residuals=_stash_residuals, release_residuals=_release_residuals, stashed_residuals=_stashed,
-    residual_memory=_residual_memory, fetch_residuals=_fetch_residuals,
     **UPDATE_OPERATIONS, **COLLECTIVE_OPERATIONS)

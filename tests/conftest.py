@@ -37,7 +37,7 @@ from megacompile.streaming.programs import shapes
 settings.register_profile("megacompile", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("megacompile")
 
-LAYER_BYTES, BOUNDARY_BYTES, OUTPUT_BYTES, RESIDUAL_BYTES = 2048, 8192, 512, 4096
+LAYER_BYTES, BOUNDARY_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -106,9 +106,7 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
             read = (own, "shared")
         calls.append(CallSpec(name, role, "decoder" if role == "layer" else name, read,
                               ("recompute_backward",) if name == "prologue" else (),
-                              OUTPUT_BYTES if role == "layer" and "host_checkpoints" in plan else 0,
-                              residual_bytes=tuple(RESIDUAL_BYTES * rows for rows in micro_batches)
-                              if role == "layer" and plan.get("host_residuals") else ()))
+                              OUTPUT_BYTES if role == "layer" and "host_checkpoints" in plan else 0))
     batch = sum(micro_batches)
     model = model_program(calls, tiles, batch, labels=not outputs, whole_step=whole_step, differentiable=outputs)
     return compile_program(model, Plan.of(batch, 8, micro_batches, **plan), PIPELINE)

@@ -81,9 +81,6 @@ def options() -> argparse.ArgumentParser:
                         help="number of layers, counted from the last, that keep their residuals (default: as many as fit)")
     parser.add_argument("--residuals", choices=RESIDUALS,
                         help="which residuals these layers keep (default: chosen by the planner)")
-    parser.add_argument("--host-residuals", type=int,
-                        help="number of these layers that are the first ones instead, whose residuals wait in host memory "
-                             "(default: none)")
     parser.add_argument("--token-chunk", type=int,
                         help="number of tokens that a layer computes at a time (default: chosen by the planner)")
     parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
@@ -127,7 +124,7 @@ MODEL = ("shape", "layers", "device", "pinned_memory", "host_memory", "disk", "d
          "lora", "quantize", "precision", "overlap")  # clipping leaves gradients in tiles
 #: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
-            "deferred_moments", "saved_layers", "residuals", "host_residuals", "token_chunk", "device_memory", "waves")
+            "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
 _YES = {"yes": True, "no": False}
 
 
@@ -207,7 +204,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
         resident=list(plan.resident), resident_state=list(plan.resident_state),
         visiting_state=list(plan.visiting_state), deferred_moments=plan.deferred_moments, saved_layers=plan.saved_layers,
-        residuals=plan.residuals, host_residuals=plan.host_residuals,
+        residuals=plan.residuals,
         host_checkpoints=plan.host_checkpoints, host_sums=list(plan.host_sums), update_order=list(plan.update_order),
         token_chunk=plan.token_chunk,
         precision=given.precision, compute_only=given.compute_only, device_memory=given.device_memory,

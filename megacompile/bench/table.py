@@ -195,7 +195,7 @@ def plain(found: Iterable[rows.Row]) -> str:
         kind = f"train_step, {row['waves']} waves" if row.get("train_step") else "loop"
         clip = "updates on arrival" if row.get("overlap") else "clipped" if row["max_grad_norm"] else "unclipped"
         shown = row | dict(tokens=f"{row['batch']} x {row['length']}",
-                           kept=kept_residuals(row["saved_layers"], _residuals(row), row.get("host_residuals", 0)),
+                           kept=kept_residuals(row["saved_layers"], _residuals(row)),
                            step="compute alone" if row["compute_only"] else f"{kind}, {clip}",
                            tflops=f"{row['tflops']:.0f}", step_s=f"{row['step_s']:.2f}")
         shown |= {size: f"{row[size]:.1f}" for size in ("peak_device_gib", "predicted_device_gib", "checkpoint_gib")}

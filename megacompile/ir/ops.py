@@ -179,17 +179,6 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("stashed", None, ("call", "mb", "into"), ("into",), (), (), "stashed", "a checkpoint that an earlier section stashed"),
     Op("fetch", Lane.H2D, ("call", "mb", "stashed", "into"), ("into",), ("stashed",), ("result",), "checkpoint",
        "a stashed checkpoint, host -> a device slot"),
-    # Residuals are many times as large as checkpoints. On the device they take memory that other layers' residuals had.
-    Op("stash_residuals", Lane.D2H, ("call", "mb", "value", "into"), ("into",), ("value",), ("result",), "stashed_residuals",
-       "the residuals of a forward_saving, device -> a pinned buffer"),
-    Op("release_residuals", Lane.COMPUTE, ("value",), (), (), ("value",), None,
-       "ends the life of a value's residuals on the device, but not that of its outputs"),
-    Op("stashed_residuals", None, ("call", "mb", "into"), ("into",), (), (), "stashed_residuals",
-       "residuals that an earlier section stashed"),
-    Op("residual_memory", Lane.COMPUTE, ("call", "mb", "stashed_residuals"), (), ("stashed_residuals",), ("result",),
-       "residuals", "device memory for stashed residuals, which a `fetch_residuals` fills"),
-    Op("fetch_residuals", Lane.H2D, ("call", "mb", "stashed_residuals", "memory"), (), ("stashed_residuals",), ("memory",),
-       None, "stashed residuals, host -> their memory on the device"),
     Op("release", None, ("value",), (), (), ("value",), None, "ends a value's life in its place"),
     Op("record", None, ("node",), (), (), (), "event", "an event on the node's lane, once the node is done"),
     Op("wait", None, ("lane", "event"), (), (), (), None, "the lane waits for the event"),
@@ -201,7 +190,5 @@ OPS: dict[str, Op] = {op.name: op for op in (
 
 #: Ops that run a template; the variant has the op's name.
 TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward"})
-#: Ops whose places hold, or that copy, a call's residuals for one micro-batch.
-RESIDUAL_OPS = frozenset({"stash_residuals", "stashed_residuals", "residual_memory", "fetch_residuals"})
 #: Ops that update a tile's weights.
 UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting", "adam_from_disk")

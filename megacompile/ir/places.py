@@ -17,7 +17,6 @@ TILE_PARTS = ("weights", "gradients", "sums", "moments")
 SLOT_KINDS: Mapping[str, tuple[str, ...]] = {
     Family.WEIGHTS: ("weights",), Family.GRADIENTS: ("reduced",), Family.WEIGHT_SLABS: ("staging", "packed_shard"),
     Family.GRADIENT_SLABS: ("slab",), Family.WEIGHT_SHARDS: ("shard",), Family.HOST_CHECKPOINTS: ("stashed",),
-    Family.HOST_RESIDUALS: ("stashed_residuals",),
     Family.FETCHED_CHECKPOINTS: ("checkpoint", "inputs"), Family.VISITING: ("visiting",), Family.STATE_SLABS: ("moments",),
     Family.RESIDENT: ("weights",),
     Family.UPDATED_WEIGHTS: ("weights", "resident"), Family.UPDATED_STATE: ("state",),

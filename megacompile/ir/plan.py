@@ -99,10 +99,9 @@ class Shape:
         return self.capture_key.packed
 
 
-def kept_residuals(saved_layers: int, residuals: str, host_residuals: int = 0) -> str:
-    """How many layers keep residuals, which residuals if not all, and how many layers' are on the host, for tables."""
-    more = [residuals] * (residuals != "all") + [f"{host_residuals} on the host"] * (host_residuals > 0)
-    return f"{saved_layers} ({', '.join(more)})" if more else str(saved_layers)
+def kept_residuals(saved_layers: int, residuals: str) -> str:
+    """The number of layers that keep residuals, and which residuals if not all, for tables."""
+    return str(saved_layers) if residuals == "all" else f"{saved_layers} ({residuals})"
 
 
 def check_residuals(residuals: str | None, checkpoint_interval: int | None) -> None:
@@ -123,8 +122,7 @@ class Plan:
 
     Recomputation: a block of `checkpoint_interval` layers lies between two activation checkpoints. `saved_layers` layers keep
     all their residuals and are not recomputed; with `residuals` "attention" they keep only attention's results and recompute
-    the rest. These are the last layers; but `host_residuals` of them, fewer than all, are the first layers of the model, whose
-    residuals wait in host memory while others need the device's. The checkpoints at the lowest `host_checkpoints` boundaries
+    the rest. These are the last layers. The checkpoints at the lowest `host_checkpoints` boundaries
     between blocks, whose backward comes last, wait in host memory and are fetched into `checkpoint_slots` device slots.
 
     Updates: tiles are updated at "step", after an exact clip over all gradients, or each on "arrival" of its gradients,
@@ -158,7 +156,6 @@ class Plan:
     token_chunk: int = 0
     update_order: tuple[str, ...] = ()
     host_checkpoints: int = 0
-    host_residuals: int = 0
     checkpoint_slots: int = 2
     output: str = "loss"
     deferred_moments: bool = False
@@ -196,7 +193,7 @@ class Plan:
         """Raises `MegacompileError` for choices that exclude each other: a person may have written the plan."""
         least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
                  "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0,
-                 "host_residuals": 0, "ranks": 1, "hosts": 1, "state_slabs": 1}
+                 "ranks": 1, "hosts": 1, "state_slabs": 1}
         for name, value in least.items():
             check_whole(name, getattr(self, name), value)
         check_micro_batches(len(self.micro_batches))
@@ -280,10 +277,8 @@ class Plan:
         return [mb for mb in range(len(self.micro_batches)) if self.wave_of(mb) == number]
 
     def recomputed(self, layers: Sequence[str]) -> list[str]:
-        """The layers that keep no residuals: those between the ones that send theirs to the host and the others that keep
-        them."""
-        first = len(self.residuals_on_host(layers))
-        return [*layers[first:first + max(0, len(layers) - self.saved_layers)]]
+        """The layers that keep no residuals, the first ones."""
+        return [*layers[:max(0, len(layers) - self.saved_layers)]]
 
     def blocks(self, layers: Sequence[str]) -> list[tuple[str, ...]]:
         """The layers that are recomputed, in blocks; the last block may be shorter. Layers that keep their residuals belong to
@@ -295,11 +290,6 @@ class Plan:
         """The layers whose input waits in host memory; each begins a block. (The first block's input stays on the device: it is
         the prologue's output, part of which every layer reads.)"""
         return [block[0] for block in self.blocks(layers)[1:1 + self.host_checkpoints]]
-
-    def residuals_on_host(self, layers: Sequence[str]) -> list[str]:
-        """The layers whose residuals wait in host memory: the first ones, whose copies have the longest time in both
-        directions. At least one layer keeps its residuals on the device."""
-        return [*layers[:max(0, min(self.host_residuals, self.saved_layers - 1, len(layers) - 1))]]
 
 
 def split(batch: int, micro_batch_size: int) -> tuple[int, ...]:

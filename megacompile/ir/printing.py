@@ -33,15 +33,13 @@ DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
               "trainable": "flag", "state_bytes": "number", "visit_bytes": "number", "disk_bytes": "number"},
              ("state_bytes", "visit_bytes", "disk_bytes")),
     "call": ({"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
-              "output_bytes": "number", "bytes_of_each": "numbers", "residual_bytes": "numbers"},
-             ("weightless", "output_bytes", "bytes_of_each", "residual_bytes")),
+              "output_bytes": "number", "bytes_of_each": "numbers"},
+             ("weightless", "output_bytes", "bytes_of_each")),
     "slot": ({"name": "text", "bytes": "number"}, ())}
 #: Fields of a plan that say nothing where no tile's state is on disk.
 _OF_DISK = ("disk_state", "state_slabs")
 #: Fields of shapes and plans that are left out if empty, since most batches are not grouped.
 _OF_GROUPS = ("group_rows", "group_lengths", "lengths")
-#: Fields of plans that are left out if 0, since few plans use them.
-_RARE = ("host_residuals",)
 _FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts", "tuple[int, ...]": "numbers"}
 
 
@@ -78,7 +76,7 @@ def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str,
         given = {name: getattr(one, name) for name in signature if name not in optional or getattr(one, name)}
         if isinstance(one, Plan) and not one.disk_state:
             given = {name: value for name, value in given.items() if name not in _OF_DISK}
-        given = {name: value for name, value in given.items() if value or name not in (*_OF_GROUPS, *_RARE)}
+        given = {name: value for name, value in given.items() if value or name not in _OF_GROUPS}
         lines.append(f"program.{kind}({_arguments(signature, given)})")
     return "\n".join(lines) + "\n"
 

@@ -37,7 +37,7 @@ from megacompile.ir.nodes import (
     results_of,
     uses,
 )
-from megacompile.ir.ops import OPS, RESIDUAL_OPS, Access, Lane, Op
+from megacompile.ir.ops import OPS, Access, Lane, Op
 from megacompile.ir.places import (
     SLOT_KINDS,
     TILE_PARTS,
@@ -108,8 +108,7 @@ class CallSpec:
 
     `weightless` lists the variants that read no weights (an embedding's backward needs only indices). `output_bytes` is the
     size of its output for one sequence; `bytes_of_each` the same for one sequence of each micro-batch, if micro-batches have
-    sequences of different lengths. `residual_bytes`: the size of its residuals for each micro-batch (one number if all are
-    alike), if they wait in host memory."""
+    sequences of different lengths."""
 
     name: str
     role: str  # "prologue", "layer", "epilogue"
@@ -118,7 +117,6 @@ class CallSpec:
     weightless: tuple[str, ...] = ()
     output_bytes: int = 0
     bytes_of_each: tuple[int, ...] = ()
-    residual_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,18 +162,16 @@ class Program:
         return next(i for i, call in enumerate(self.calls) if name == call.name or name in call.tiles)
 
     def value_bytes(self, node: fx.Node) -> int:
-        """Bytes that a node's value takes in a slot: a tile, or a call's output or residuals for one micro-batch."""
+        """Bytes that a node's value takes in a slot: a tile, or a call's output for one micro-batch."""
         if argument(node, "tile") is not None:
             return self.tiles[argument(node, "tile")].bytes_of(op_of(node).result or "", self.ranks)
         mb: int = argument(node, "mb")
         call = self.call(argument(node, "call"))
-        if op_of(node).name in RESIDUAL_OPS:
-            return call.residual_bytes[mb if len(call.residual_bytes) > 1 else 0] if call.residual_bytes else 0
         return (call.bytes_of_each[mb] if call.bytes_of_each else call.output_bytes) * self.micro_batches[mb]
 
     def moved_bytes(self, node: fx.Node) -> int:
         """Bytes that a node copies from one memory to another."""
-        if op_of(node).name in ("stash", "fetch", "stash_residuals", "fetch_residuals"):
+        if op_of(node).name in ("stash", "fetch"):
             return self.value_bytes(node)
         tile = argument(node, "tile")
         return self.tiles[tile].moved_bytes(op_of(node), self.ranks) if tile is not None else 0

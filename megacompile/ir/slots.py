@@ -27,7 +27,6 @@ class Family(StrEnum):
     WEIGHT_SHARDS = "P"  # one rank's share of a tile's weights
     HOST_CHECKPOINTS = "H"  # pinned host memory, one set for each open forward
     FETCHED_CHECKPOINTS = "C"  # on the device again
-    HOST_RESIDUALS = "HR"  # pinned host memory, one set for each open forward
     STATE_SLABS = "M"  # host memory, for moments between the disk and their update
     VISITING = "V"  # a chunk of a tile that visits the device for its update
     RESIDENT = "R"  # weights that stay on the device
@@ -37,7 +36,7 @@ class Family(StrEnum):
 
 
 #: Families whose slots each open forward has a set of.
-OF_A_FORWARD = frozenset({Family.HOST_CHECKPOINTS, Family.HOST_RESIDUALS})
+OF_A_FORWARD = frozenset({Family.HOST_CHECKPOINTS})
 #: Families whose slots outlive sections: each holds one tile's weights, state or gradients.
 RESIDENT_FAMILIES = frozenset(
     {Family.RESIDENT, Family.UPDATED_WEIGHTS, Family.UPDATED_STATE, Family.UPDATED_GRADIENTS})

@@ -22,7 +22,7 @@ from megacompile.passes.template import float8
 from megacompile.sizes import parse_bytes
 
 #: The smallest value of each integer option. (`limits.LARGEST` has the largest values.)
-_LEAST = {"checkpoint_interval": 1, "micro_batch_size": 1, "saved_layers": 0, "host_residuals": 0, "waves": 1, "token_chunk": 0,
+_LEAST = {"checkpoint_interval": 1, "micro_batch_size": 1, "saved_layers": 0, "waves": 1, "token_chunk": 0,
           "weight_slots": 1, "expert_pieces": 1, "gradient_slots": 1, "gradient_slabs": 1, "state_slabs": 1}
 
 #: Dtypes of weights by name, as transformers takes them.
@@ -77,9 +77,6 @@ class StreamConfig:
             micro-batch of one sequence does not fit.
         host_checkpoints: how many activation checkpoints of a micro-batch, those of the lowest layers, wait for their backward
             in pinned host memory; True: all; False: none; None: none, unless the batch does not fit otherwise.
-        host_residuals: how many layers, counted from the first, send their residuals to pinned host memory in the forward and
-            get them back in the backward. They are counted in `saved_layers`, and at least one saved layer is not among them.
-            Each saves one recomputation, where the host has the memory and the link has the time. None: none.
         resident: names of tiles (or one name, or "all") whose weights stay on the device.
         resident_state: names of tiles (or one name, or "all") that stay on the device with their optimizer state and are
             updated there; None: as many as fit and as make a step faster.
@@ -143,7 +140,6 @@ class StreamConfig:
     host_sums: tuple[str, ...] | str | None = None
     token_chunk: int | None = None
     host_checkpoints: int | bool | None = None
-    host_residuals: int | None = None
     resident: tuple[str, ...] | str = ()
     resident_state: tuple[str, ...] | str | None = None
     visiting_state: tuple[str, ...] | str | None = None

@@ -60,7 +60,7 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
         return Candidate(plan, needed, host_bytes, None)
     assert planner.simulator is not None, "nothing is known of the machine"
     slabs = 0
-    if not plan.pinned or plan.host_checkpoints or plan.host_residuals or plan.update == "arrival" or plan.disk_state:
+    if not plan.pinned or plan.host_checkpoints or plan.update == "arrival" or plan.disk_state:
         slabs = plan.ranks * host_slab_bytes(planner.simulator.program(plan, whole_step))
     return Candidate(plan, needed, host_bytes + slabs, planner.simulator.times(plan, whole_step))
 
@@ -174,9 +174,8 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     listed = {c.plan for c in found}
     found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
     found.sort(key=lambda c: c.times.step_s if c.times is not None else float("inf"))
-    own = planner.host_parts(chosen)
-    parts = planner.tiling.host_parts(gradients=chosen.update == "step") | {
-        name: own[name] for name in ("sums", "residuals") if own[name]}
+    sums = planner.host_parts(chosen)["sums"]
+    parts = planner.tiling.host_parts(gradients=chosen.update == "step") | ({"sums": sums} if sums else {})
     slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
     return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
                    planner.largest_batch(chosen.length, chosen.update), tuple(state_rows(planner, chosen, whole_step)), useful)
@@ -223,7 +222,7 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Se
         size = f"{min(plan.micro_batches)} to {max(plan.micro_batches)}" if plan.lengths else str(plan.micro_batches[0])
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
         sizes = (plan.checkpoint_interval, f"{size}{chunked}", plan.waves,
-                 kept_residuals(plan.saved_layers, plan.residuals, len(plan.residuals_on_host(layers))),
+                 kept_residuals(plan.saved_layers, plan.residuals),
                  len(plan.from_host(layers)), len(plan.host_sums),
                  f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
                  "after weights" if plan.deferred_moments else "",

@@ -38,7 +38,7 @@ _tiles = schema.sequence(_name)
 #: What each of `Plan.values` may be; `Plan` itself checks combinations.
 FIELDS: Mapping[str, schema.Rule] = {
     **dict.fromkeys(("batch", "length", "checkpoint_interval", "saved_layers", "weight_slots", "gradient_slots",
-                     "staging_slabs", "gradient_slabs", "waves", "token_chunk", "host_checkpoints", "host_residuals",
+                     "staging_slabs", "gradient_slabs", "waves", "token_chunk", "host_checkpoints",
                      "checkpoint_slots", "ranks", "hosts", "state_slabs"), _count),
     **dict.fromkeys((*LISTS, "update_order"), _tiles),
     **dict.fromkeys(("pinned", "deferred_moments"), schema.flag),

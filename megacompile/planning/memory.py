@@ -48,31 +48,9 @@ def host_checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -
             for template in templates for rows, length in _largest_wave(plan)]
 
 
-def residual_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Bytes of a buffer for the residuals of each micro-batch (one number if all are alike), by the name of each layer whose
-    residuals wait in host memory."""
-    return _residual_bytes(captured, tiling, plan, plan.sizes if len(set(plan.sizes)) > 1 else plan.sizes[:1])
-
-
-def _residual_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan,
-                    sizes: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """The same for micro-batches of these rows and lengths."""
-    if not plan.host_residuals:
-        return {}
-    layers = {call.name: captured.templates[call.template] for call in tiling.differentiated(captured.calls)}
-    return {name: tuple(cost.stashed_residual_bytes(layers[name], *size, plan.residuals) for size in sizes)
-            for name in plan.residuals_on_host([*layers])}
-
-
 def planned_calls(captured: CapturedModel, tiling: Tiling, plan: Plan) -> tuple[CallSpec, ...]:
     """The calls as schedules see them under a plan."""
-    return tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length, plan.lengths,
-                             residual_bytes(captured, tiling, plan))
-
-
-def host_residual_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
-    """Bytes of the buffers for residuals that one forward keeps in host memory."""
-    return sum(map(sum, _residual_bytes(captured, tiling, plan, _largest_wave(plan)).values()))
+    return tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length, plan.lengths)
 
 
 def _largest_wave(plan: Plan) -> list[tuple[int, int]]:
@@ -91,10 +69,9 @@ def _largest(plan: Plan) -> list[tuple[int, int]]:
 
 def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str, int]:
     """Bytes of host memory that a plan takes in addition to weights, state and the budget of pinned memory, by purpose. Ranks
-    share gradients and sums, and have checkpoints, residuals and slabs of their own."""
+    share gradients and sums, and have checkpoints and slabs of their own."""
     waits = plan.update == "step"
     return {"checkpoints": plan.ranks * sum(host_checkpoint_bytes(captured, tiling, plan)),
-            "residuals": plan.ranks * host_residual_bytes(captured, tiling, plan),
             "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums),
             "gradients": tiling.host_parts()["gradients"] if waits else 0,
             "state slabs": state_slab_bytes(tiling, plan.state_slabs),
@@ -185,29 +162,14 @@ class _Stack:
         return [call.template for call in self.calls]
 
     @functools.cached_property
-    def moving(self) -> int:
-        """The number of layers, counted from the first, whose residuals wait on the host."""
-        return len(self.plan.residuals_on_host(self.names))
-
-    @functools.cached_property
-    def staying(self) -> int:
-        """The number of layers, counted from the last, whose residuals stay on the device."""
-        return len(self.saving) - self.moving
-
-    @functools.cached_property
     def recomputed(self) -> list[str]:
-        """The layers that are recomputed, which come next. The others keep their residuals."""
+        """The layers that are recomputed, the first ones."""
         return self.plan.recomputed(self.names)
 
-    @functools.cached_property
-    def saving(self) -> list[str]:
-        return [*self.names[:self.moving], *self.names[self.moving + len(self.recomputed):]]
-
     @property
-    def saving_at_once(self) -> list[list[str]]:
-        """The layers that have residuals on the device at the same time, at each time: as many as do not send them to the host,
-        one after another. The first of these have theirs while other layers are recomputed."""
-        return [self.saving[first:first + self.staying] for first in range(self.moving + 1)]
+    def saving(self) -> list[str]:
+        """The layers that keep their residuals, the last ones."""
+        return self.names[len(self.recomputed):]
 
     @property
     def kinds(self) -> dict[str, Template]:
@@ -231,10 +193,9 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
 def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str, int]:
     """Bytes of activations that outlive an op, by moment. `outputs`, `joined`: see `_outputs`; none if the caller gets a loss,
     which takes no memory."""
-    plan, names, recomputed, sizes = stack.plan, stack.names, stack.recomputed, _largest_wave(stack.plan)
-    size_of = cost.stashed_residual_bytes if stack.moving else cost.residual_bytes
+    plan, recomputed, sizes = stack.plan, stack.recomputed, _largest_wave(stack.plan)
     hidden = {name: sum(cost.output_bytes(layer, *size) for size in sizes) for name, layer in stack.kinds.items()}
-    residuals = {name: sum(size_of(layer, *size, plan.residuals) for size in sizes)
+    residuals = {name: sum(cost.residual_bytes(layer, *size, plan.residuals) for size in sizes)
                  for name, layer in stack.kinds.items()}
     # What the first layer gets: the batch and the prologue's output. `on_the_way`: the value that passes from layer to layer.
     on_the_way = max(hidden.values())
@@ -248,12 +209,9 @@ def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str
         checkpoints += hidden[stack.below[-1].template]
     if outputs and not stack.saving:  # the epilogue's input
         checkpoints += hidden[stack.captured.calls[-2].template]
-    # A layer that keeps its residuals also keeps its output, which the next layer's backward reads. Those of the last layers
-    # are freed before other layers are recomputed. Those of the first layers have come back from the host then.
-    at_once = [sum(residuals[name] for name in layers) for layers in stack.saving_at_once]
-    kept = checkpoints + sum(hidden[name] for name in stack.saving) + max(at_once)
-    back = names[:stack.moving]
-    checkpoints += sum(hidden[name] for name in back) + sum(residuals[name] for name in back[-stack.staying:])
+    # A layer that keeps its residuals also keeps its output, which the next layer's backward reads. They are freed before
+    # other layers are recomputed.
+    kept = checkpoints + sum(hidden[name] + residuals[name] for name in stack.saving)
     of_caller = 2 * (joined or sum(outputs))  # outputs and their gradient
     before = {"outputs": kept} if outputs else {"loss": kept}
     return {"forward": kept, **before, "epilogue": kept + of_caller, "backward": kept + of_caller,

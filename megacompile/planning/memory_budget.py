@@ -91,7 +91,7 @@ class MemoryBudget:
             f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
             f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}"
             f"{f', host_checkpoints={plan.host_checkpoints}' if plan.host_checkpoints else ''}"
-            f"{f', host_residuals={plan.host_residuals}' if plan.host_residuals else ''}{single}) and "
+            f"{single}) and "
             f"{format_bytes(self.device_bytes)} are available{self._others()}",
             f"use fewer or shorter sequences, or a larger device_memory{self.averaging()}", need)
 

@@ -12,7 +12,7 @@ from megacompile.sizes import format_bytes
 
 #: Options of `stream` that may keep a plan from fitting.
 OPTIONS = ("weight_slots", "gradient_slots", "micro_batch_size", "checkpoint_interval", "saved_layers", "token_chunk",
-           "host_checkpoints", "host_residuals", "resident", "resident_state")
+           "host_checkpoints", "resident", "resident_state")
 #: The shortest sequences that a remedy names.
 LEAST_LENGTH = 16
 

@@ -147,7 +147,7 @@ class SearchSpace(MemoryBudget):
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots or 2, self._placements(update), pinned.tiles, pinned.staging_slabs,
             self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted,
-            host_residuals=config.host_residuals or 0, output=self.output,
+            output=self.output,
             deferred_moments=config.defers(update), residuals=config.residuals or "all",
             ranks=self.tiling.ranks, hosts=self.tiling.hosts, state_slabs=self._state_slabs(update))
 

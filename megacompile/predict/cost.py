@@ -23,7 +23,7 @@ from megacompile.frontend.templates.joint import base_of
 from megacompile.frontend.templates.template import Template, Variant
 from megacompile.ir.token_loop import TokenLoop, Total, token_loops, total_dtype
 from megacompile.predict.fusion import computes, fuse
-from megacompile.runtime.memory.packed_residuals import ALIGNMENT
+from megacompile.runtime.memory.activation_checkpoints import ALIGNMENT
 
 #: Peaks so far, by (batch, length, fused): the planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
@@ -269,11 +269,6 @@ def activation_checkpoint_bytes(template: Template, length: int) -> int:
 
 def residual_bytes(template: Template, batch: int, length: int, residuals: str = "all") -> int:
     return _evaluated(template, "residual_bytes", batch, length, residuals)
-
-
-def stashed_residual_bytes(template: Template, batch: int, length: int, residuals: str = "all") -> int:
-    """Bytes that residuals take in a buffer, in which each piece of memory begins and ends aligned."""
-    return residual_bytes(template, batch, length, residuals) + 2 * ALIGNMENT * template.residual_pieces(residuals)
 
 
 def _evaluated(template: Template, size: str, batch: int, length: int, *options: str) -> int:

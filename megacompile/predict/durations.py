@@ -46,7 +46,6 @@ COSTS: dict[str, str] = {
     "fetch_gradients": "gradient bytes / h2d rate",
     "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
     "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
-    "stash_residuals": "the residuals' bytes / d2h rate", "fetch_residuals": "the residuals' bytes / h2d rate",
     **dict.fromkeys(("pack", "pack_shard"), "weight bytes / host copy rate"),
     **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
     "accumulate": "gradient bytes / host copy rate; twice that where it adds",
@@ -177,9 +176,9 @@ class Durations:
         ranks = program.ranks
         others = (ranks - 1) / ranks
         match op:
-            case "prefetch" | "prefetch_shard" | "fetch_gradients" | "fetch" | "fetch_residuals":
+            case "prefetch" | "prefetch_shard" | "fetch_gradients" | "fetch":
                 return program.moved_bytes(node) / hardware.link["h2d"]
-            case "offload" | "offload_weights" | "offload_norms" | "stash" | "stash_residuals":
+            case "offload" | "offload_weights" | "offload_norms" | "stash":
                 return program.moved_bytes(node) / hardware.link["d2h"]
             case "gather" | "gather_resident":
                 return tile.weight_bytes * others / hardware.peer_rate

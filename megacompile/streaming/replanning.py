@@ -10,8 +10,7 @@ from megacompile.streaming.streamed import Streamed
 
 #: The options of `stream` that affect plans alone. The others also decide tiles, kernels or lanes.
 OPTIONS = ("checkpoint_interval", "deferred_moments", "device_memory", "gradient_slots", "host_checkpoints",
-           "host_residuals", "host_sums",
-           "micro_batch_size", "resident", "resident_state", "residuals", "saved_layers", "token_chunk",
+           "host_sums", "micro_batch_size", "resident", "resident_state", "residuals", "saved_layers", "token_chunk",
            "visiting_state", "waves", "weight_slots")
 
 

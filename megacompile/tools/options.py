@@ -103,11 +103,6 @@ class Knobs:
         rich_help_panel=_PLAN_PANEL,
         help='What these layers keep: "all" residuals, or only the results of "attention" (the rest is recomputed).',
         show_default=_PLANNER)] = None
-    host_residuals: Annotated[int | None, typer.Option(
-        min=0, rich_help_panel=_PLAN_PANEL,
-        help="Number of these layers to take from the start of the model instead of its end. Their residuals wait in host "
-             "memory between forward and backward.",
-        show_default="none")] = None
     waves: Annotated[int | None, typer.Option(
         min=1, rich_help_panel=_PLAN_PANEL,
         help="Number of waves in a step. Each wave runs forward and backward for a share of the batch.",

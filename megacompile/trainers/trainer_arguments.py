@@ -53,7 +53,7 @@ _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
     (_asks("use_liger_kernel"), "use_liger_kernel would replace modules that are captured already: leave it out"),
     (_asks("neftune_noise_alpha"), "neftune_noise_alpha needs a hook on the embedding, which a streamed model does not call: "
                                    "leave it out"),
-    (_asks("activation_offloading"), "activation_offloading is decided by the plan (host_checkpoints and host_residuals of "
+    (_asks("activation_offloading"), "activation_offloading is decided by the plan (host_checkpoints of "
                                      "stream()): leave it out"),
 )
 

@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from torch import fx
 
 from megacompile.ir.listing import describe
-from megacompile.ir.ops import RESIDUAL_OPS, UPDATE_OPS
+from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.program import Kept, Program, argument, find, gives_outputs, nodes, op_of, operands, reached, trainable
 from megacompile.verify.fault import Fault
-from megacompile.verify.lifetimes import TAKEN_FROM, Stashed, stashed_by
+from megacompile.verify.lifetimes import Stashed, stashed_by
 from megacompile.verify.sums import summed_tiles
 from megacompile.verify.updates import consumed_there, once, updated_there, updates_on_arrival
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "outputs")
 _BACKWARD = ("backward", "recompute_backward")
 #: Ops that make what a parameter takes.
-_MAKERS = {"inputs": ("forward", "forward_saving", "stash", "stashed", "fetch"), "saved": ("forward_saving", "residual_memory"),
+_MAKERS = {"inputs": ("forward", "forward_saving", "stash", "stashed", "fetch"), "saved": ("forward_saving",),
            "gradient": ("loss", *_BACKWARD), "output gradient": ("output_gradient",)}
-#: What an op stashes, for messages.
-_STASHED = {"stash": "checkpoint", "stash_residuals": "set of residuals"}
 _BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # whether it overwrites gradients
 
 
@@ -142,12 +140,11 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
     """Inputs, residuals, gradients and accumulators are those of the right call and micro-batch."""
     order = [call.name for call in program.calls]
     position = {call: i for i, call in enumerate(order)}
-    for node in find(graph, "stash", "fetch", *RESIDUAL_OPS):
+    for node in find(graph, "stash", "fetch"):
         own = argument(node, "call"), argument(node, "mb")
         for value in node.all_input_nodes:
             if origins.of(value) != own:
-                what = _STASHED["stash_residuals" if op_of(node).name in RESIDUAL_OPS else "stash"]
-                yield Fault(f"{describe(node)} takes {value.name}, which is another {what}", "give it its own", node, value)
+                yield Fault(f"{describe(node)} takes {value.name}, which is another checkpoint", "give it its own", node, value)
     for node in find(graph, *_FORWARD, *_BACKWARD):
         call, mb = argument(node, "call"), argument(node, "mb")
         at = position[call]
@@ -195,22 +192,21 @@ def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> 
 
 
 def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
-    """The backward takes each checkpoint, and all residuals, that the forward stashed, once, from their slot, and no other."""
+    """The backward takes each checkpoint that the forward stashed, once, from its slot, and no other."""
     sent: dict[Stashed, fx.Node] = {}
     taken: dict[Stashed, fx.Node] = {}
-    for section, ops, seen in ((forward, TAKEN_FROM.values(), sent), (graph, TAKEN_FROM, taken)):
-        for node in find(section, *ops):
+    for section, op, seen in ((forward, "stash", sent), (graph, "stashed", taken)):
+        for node in find(section, op):
             what = stashed_by(node)
             if what in seen:
-                yield Fault(f"{describe(node)} is the second {op_of(node).name} of its {_STASHED[what[0]]}",
-                            f"{op_of(node).name} each once", node, seen[what])
+                yield Fault(f"{describe(node)} is the second {op} of its checkpoint", f"{op} each once", node, seen[what])
             seen[what] = node
     for what, node in taken.items():
-        source, kind = sent.pop(what, None), _STASHED[what[0]]
+        source = sent.pop(what, None)
         if source is None:
-            yield Fault(f"{describe(node)} takes a {kind} in {name} that no forward stashes", "stash it", node)
+            yield Fault(f"{describe(node)} takes a checkpoint in {name} that no forward stashes", "stash it", node)
         elif argument(source, "into") != argument(node, "into"):
-            yield Fault(f"{describe(node)} takes its {kind} from {argument(node, 'into')}, but the forward puts it into "
+            yield Fault(f"{describe(node)} takes its checkpoint from {argument(node, 'into')}, but the forward puts it into "
                         f"{argument(source, 'into')}", "take it from there", node, hazard=True)
     for node in sent.values():
         yield Fault(f"{describe(node)} is never taken in {name}: its memory would never be freed",

@@ -9,11 +9,9 @@ from megacompile.ir.listing import describe
 from megacompile.ir.program import SLOT_KINDS, Program, argument, find, nodes, op_of, operands, place_of, slot_family, stays
 from megacompile.verify.fault import Fault
 
-#: (op that stashes it, call, micro-batch) of a checkpoint, or of residuals, in host memory.
-Stashed = tuple[str, str, int]
-#: Op that takes what an earlier section stashed -> the op that stashes it.
-TAKEN_FROM = {"stashed": "stash", "stashed_residuals": "stash_residuals"}
-_HEAP = ("activation", "gradient", "accumulators", "residuals")  # values with memory of their own
+#: The call and the micro-batch of a checkpoint in host memory.
+Stashed = tuple[str, int]
+_HEAP = ("activation", "gradient", "accumulators")  # values with memory of their own
 
 
 def placed(program: Program) -> Iterator[Fault]:
@@ -25,7 +23,7 @@ def placed(program: Program) -> Iterator[Fault]:
             yield Fault(f"slot {slot} is of an unknown family", f"begin its name with one of {', '.join(SLOT_KINDS)}")
     resident: dict[str, fx.Node] = {}
     stay: dict[tuple[str, str], fx.Node] = {}  # (kind of value, tile) -> the first node that uses its slot
-    awaited = {stashed_by(node) for graph in program.sections.values() for node in find(graph, *TAKEN_FROM)}
+    awaited = {stashed_by(node) for graph in program.sections.values() for node in find(graph, "stashed")}
     for name, graph in program.sections.items():
         for node in nodes(graph):
             if "into" in op_of(node).parameters:
@@ -71,14 +69,13 @@ def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
 
 
 def stashed_by(node: fx.Node) -> Stashed:
-    """What a node stashes or takes; for other nodes, nothing that any node takes."""
-    op = op_of(node).name
-    return TAKEN_FROM.get(op, op), argument(node, "call"), argument(node, "mb")
+    """The checkpoint that a `stash` or `stashed` node stashes or takes."""
+    return argument(node, "call"), argument(node, "mb")
 
 
 def _waits(node: fx.Node, awaited: set[Stashed]) -> bool:
     """Whether a node stashes what a later section takes."""
-    return op_of(node).name in TAKEN_FROM.values() and stashed_by(node) in awaited
+    return op_of(node).name == "stash" and stashed_by(node) in awaited
 
 
 def _lives(name: str, graph: fx.Graph, awaited: set[Stashed]) -> Iterator[Fault]:

@@ -14,7 +14,6 @@ on the earlier ones. The first fault is raised, with an excerpt of the program. 
     updated         each trainable tile is updated once, after the clip; resident copies are refreshed
     on_disk         moments on disk are read into a slab before their update, and written from it afterwards
     one_version     nothing runs on weights that the same section has updated
-    fetched_back    residuals that leave the device come back before their backward
     together        several ranks exchange shards, gradients, norms and losses once, and before they are read
     placed          slots fit their values, no live value is overwritten, every value is released or leased
     ordered         every hazard between lanes is ordered, within a section and against any section before it
@@ -52,7 +51,6 @@ from megacompile.verify.fault import Fault
 from megacompile.verify.lifetimes import kept_slots, placed
 from megacompile.verify.ordering import Clocks, Hazard
 from megacompile.verify.ranks import together
-from megacompile.verify.residuals import fetched_back
 from megacompile.verify.sections import added_up, belongs, one_version, returned
 from megacompile.verify.sums import summed
 from megacompile.verify.updates import updated
@@ -209,7 +207,6 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (updated, "optimizer"),
     (on_disk, "optimizer"),
     (one_version, "optimizer"),
-    (fetched_back, "differentiate"),
     (together, "shard"),
     (placed, "place"),
     (ordered, "synchronize"),

@@ -15,7 +15,7 @@ from megacompile.verify.fault import Fault
 _TAKES = {
     "weights": {"weights"}, "inputs": {"activation", "checkpoint", "stashed"}, "gradient": {"gradient"},
     "accumulators": {"accumulators"},
-    "saved": {"activation", "residuals"}, "stashed_residuals": {"stashed_residuals"}, "memory": {"residuals"},
+    "saved": {"activation"},
     "reduced": {"reduced", "gradients"}, "resident": {"weights"},
     "state": {"state"}, "slab": {"slab"}, "stashed": {"stashed"}, "staging": {"staging", "packed_shard"}, "shard": {"shard"},
     "clip": {"clip"}, "moments": {"moments"},
@@ -25,7 +25,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str, "number": int, "flag": bool, "value": fx.Node, "value or values": (fx.Node, *_SEVERAL),
     "values": _SEVERAL, "texts": _SEVERAL}
 #: Ops whose values have residuals.
-_SAVING = ("forward_saving", "leased", "residual_memory")
+_SAVING = ("forward_saving", "leased")
 #: A value that is passed as one of these, and the node that takes it, are of one tile.
 _OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "shard", "resident", "state", "moments"})
 

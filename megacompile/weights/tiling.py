@@ -208,18 +208,16 @@ class Tiling:
                 for name, layout in self.layouts.items()}
 
     def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int,
-                   lengths: Sequence[int] = (), residual_bytes: Mapping[str, tuple[int, ...]] | None = None,
-                   ) -> tuple[CallSpec, ...]:
+                   lengths: Sequence[int] = ()) -> tuple[CallSpec, ...]:
         """The calls as schedules for sequences of `length` tokens see them. `lengths`: those of each micro-batch if they
-        differ. `residual_bytes`: see `CallSpec`, by call."""
+        differ."""
         layers = {call.template for call in calls[1:-1]}
         handed_on = {name: (cost.activation_checkpoint_bytes(templates[name], length),
                             tuple(cost.activation_checkpoint_bytes(templates[name], each) for each in lengths))
                      for name in layers}
         return tuple(replace(spec, template=call.template, weightless=_weightless(templates[call.template]),
                              output_bytes=handed_on.get(call.template, (0, ()))[0],
-                             bytes_of_each=handed_on.get(call.template, (0, ()))[1],
-                             residual_bytes=(residual_bytes or {}).get(spec.name, ()))
+                             bytes_of_each=handed_on.get(call.template, (0, ()))[1])
                      for spec, call in zip(self._chain(), calls, strict=True))
 
     def _layers(self) -> list[tuple[str, ...]]:

@@ -60,7 +60,7 @@ def _release(graph: fx.Graph, plan: Plan) -> None:
         for value in node.all_input_nodes:
             last[value] = node
     leased = {operands(n, "value")[0] for n in find(graph, "lease")}
-    offloaded = {n for n in find(graph, "offload", "stash", "stash_residuals") if not n.users}
+    offloaded = {n for n in find(graph, "offload", "stash") if not n.users}
     for value in list(nodes(graph)):
         if op_of(value).result in (None, "event", "clip") or value in leased or value in offloaded:
             continue
@@ -86,7 +86,6 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
 _FAMILIES = {"weights": Family.WEIGHTS, "reduced": Family.GRADIENTS, "staging": Family.WEIGHT_SLABS,
              "packed_shard": Family.WEIGHT_SLABS, "shard": Family.WEIGHT_SHARDS, "slab": Family.GRADIENT_SLABS,
              "stashed": Family.HOST_CHECKPOINTS, "checkpoint": Family.FETCHED_CHECKPOINTS,
-             "stashed_residuals": Family.HOST_RESIDUALS,
              "moments": Family.STATE_SLABS}
 #: Kinds of values of tiles that are updated on the device -> the family of their slots.
 _UPDATED_THERE = {"weights": Family.UPDATED_WEIGHTS, "state": Family.UPDATED_STATE, "gradients": Family.UPDATED_GRADIENTS,
@@ -96,7 +95,7 @@ _UPDATED_THERE = {"weights": Family.UPDATED_WEIGHTS, "state": Family.UPDATED_STA
 class _Places:
     """Assigns slots in one section. State: for each group of slots that take turns (named by its first slot), how many are made
     and which are free, in the order in which they became free; the slot of each value; and `stashes`, the slots in which an
-    earlier section left checkpoints and residuals, by call and micro-batch."""
+    earlier section left checkpoints, by call and micro-batch."""
 
     def __init__(self, program: Program, plan: Plan, sizes: dict[SlotName, int],
                  stashes: dict[tuple[str, int], SlotName]) -> None:
@@ -109,8 +108,7 @@ class _Places:
             Family.WEIGHTS: plan.weight_slots, Family.GRADIENTS: plan.gradient_slots, Family.WEIGHT_SLABS: plan.staging_slabs,
             Family.GRADIENT_SLABS: plan.gradient_slabs, Family.WEIGHT_SHARDS: SHARD_SLOTS,
             Family.FETCHED_CHECKPOINTS: plan.checkpoint_slots, Family.STATE_SLABS: plan.state_slabs,
-            Family.HOST_CHECKPOINTS: len(plan.from_host(differentiated(program))) * len(plan.wave(0)),
-            Family.HOST_RESIDUALS: len(plan.residuals_on_host(differentiated(program))) * len(plan.wave(0))}
+            Family.HOST_CHECKPOINTS: len(plan.from_host(differentiated(program))) * len(plan.wave(0))}
         only_weights = [tile for tile in plan.resident if plan.placement(tile).updated is not Updated.ON_DEVICE]
         self.numbers = {tile: number for tiles in (plan.resident_state, only_weights) for number, tile in enumerate(tiles)}
 
@@ -133,7 +131,7 @@ class _Places:
             return SlotName(_UPDATED_THERE[kind or ""] if updated_there else Family.RESIDENT, number=self.numbers[tile])
         if kind == "visiting":  # tiles visit one after the other, boundary tiles too: their chunks are no larger
             return self._take(SlotName(Family.VISITING), 1)
-        if op_of(node).name in ("stashed", "stashed_residuals"):
+        if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
         family = _FAMILIES[kind or ""]
         if tile not in self.boundary:
@@ -160,5 +158,5 @@ class _Places:
         node.kwargs = {**node.kwargs, "into": str(slot)}
         self.slot_of[node] = slot
         self.sizes[slot] = max(self.sizes.get(slot, 0), self.program.value_bytes(node))
-        if op_of(node).name in ("stash", "stash_residuals"):
+        if op_of(node).name == "stash":
             self.stashes[argument(node, "call"), argument(node, "mb")] = slot

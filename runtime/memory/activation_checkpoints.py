@@ -1,6 +1,6 @@
-"""Pinned host buffers for activation checkpoints and residuals: one set for each open forward.
+"""Pinned host buffers for activation checkpoints: one set for each open forward.
 
-The buffers of a set have the names of the program's H and HR slots. The program orders copies by slot name, for all sets
+The buffers of a set have the names of the program's H slots. The program orders copies by slot name, for all sets
 alike. So a set may be lent again while the last copies of the forward that used it are still in flight.
 """
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 from megacompile.errors import InsufficientMemoryError
 from megacompile.ir.program import Slot
 from megacompile.runtime.backends.lanes import Backend
-from megacompile.runtime.memory.packed_residuals import ALIGNMENT, Packing
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes, host_memory
 from megacompile.system.under_way import under_way
 
+#: Bytes. Each tensor in a buffer is aligned to this, which kernels expect of their inputs.
+ALIGNMENT = 128
+
 
 @dataclass(eq=False)
 class HostCheckpoint:
-    """`memory`: uint8, pinned. `parts`: the checkpoint that was last stashed there, on the meta device; or `packing`: where the
-    residuals are that were."""
+    """`memory`: uint8, pinned. `parts`: the checkpoint that was last stashed there, on the meta device."""
 
     memory: Tensor
     parts: tuple[Tensor, ...] = ()
-    packing: Packing | None = None
 
     def pieces(self) -> Iterator[tuple[Tensor, slice]]:
         """Each part, and the range of its bytes."""
@@ -100,7 +100,7 @@ class HostCheckpoints:
         needed, available = sum(slot.bytes for slot in slots), available_host_bytes()
         if needed > available:
             raise InsufficientMemoryError(
-                f"activation checkpoints and residuals need {format_bytes(needed)} of host memory and "
+                f"activation checkpoints need {format_bytes(needed)} of host memory and "
                 f"{format_bytes(available)} are available: use fewer or shorter sequences, or run backward (or drop the loss) "
                 "before the next forward")
         with under_way("pinning memory for activations"):

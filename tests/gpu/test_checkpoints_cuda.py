@@ -53,14 +53,3 @@ def test_checkpoints_on_the_host_are_the_same_training_in_less_device_memory(lat
     saved = (LAYERS - 1 - 1) * 3 * LENGTH * 1024 * 2  # two slots take less than one checkpoint of three micro-batches
     assert peak <= peak_there - 0.9 * saved
     assert peak <= estimate + MARGIN_BYTES and peak_there <= estimate_there + MARGIN_BYTES
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["", "late copies"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-def test_residuals_on_the_host_are_the_same_training_in_less_device_memory(late: bool, compiled: bool) -> None:
-    there, peak_there, estimate_there = gradients(saved_layers=10, compile=compiled)
-    home, peak, estimate = gradients(late, saved_layers=10, host_residuals=6, compile=compiled)
-    assert_alike(home, there)
-    of_a_layer = 3 * LENGTH * 1024 * 2  # at least, of each of several tensors
-    assert peak <= peak_there - 6 * 3 * of_a_layer
-    assert peak <= estimate + MARGIN_BYTES and peak_there <= estimate_there + MARGIN_BYTES

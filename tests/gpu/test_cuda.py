@@ -83,7 +83,6 @@ def reference() -> dict[str, torch.Tensor]:
     dict(pinned_memory="6MiB"), dict(saved_layers=2), dict(saved_layers=3, residuals="attention"), dict(weight_slots=4),
     dict(resident_state="all"),
     dict(resident_state=("tied", "model.layers.1"), checkpoint_interval=2), dict(host_checkpoints=True),
-    dict(saved_layers=2, host_residuals=1), dict(saved_layers=3, host_residuals=2),
     dict(host_checkpoints=1, checkpoint_interval=2, saved_layers=1), dict(visiting_state="all"),
     dict(visiting_state=("tied", "model.layers.2"), resident_state=("model.layers.0",)), dict(deferred_moments=True),
     dict(deferred_moments=True, visiting_state=("model.layers.1",), resident_state=("tied",), checkpoint_interval=2)])
@@ -115,7 +114,6 @@ def test_waves_that_the_host_adds_up_give_the_bits_of_the_reference_interpreter(
 
 
 @pytest.mark.parametrize("options", [dict(waves=2), dict(waves=2, resident_state="all"), dict(waves=2, host_checkpoints=True),
-                                     dict(waves=2, saved_layers=2, host_residuals=1),
                                      dict(resident_state=("tied", "model.layers.0"))])
 @pytest.mark.parametrize("overlap", [None, "backward"])
 def test_whole_steps_updated_on_the_device_give_the_bits_of_those_updated_on_the_host(

@@ -142,7 +142,6 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Any]], s
     "deferred moments": (qwen2, even, "step", {"deferred_moments": True}),
     "slabs": (qwen2, even, "loop", {"pinned_memory": "48KiB"}),
     "checkpoints on the host": (qwen2, even, "loop", {"host_checkpoints": True}),
-    "residuals on the host": (qwen2, even, "loop", {"saved_layers": 2, "host_residuals": 1}),
     "saved layers": (qwen2, even, "step", {"saved_layers": 2, "micro_batch_size": 1}),
     "custom loss": (qwen2, even, "custom", {}),
     "custom loss, uneven rows": (qwen2, uneven, "custom", {}),

@@ -27,18 +27,6 @@ class Own:
     content: Content
 
 
-@dataclass(frozen=True)
-class WithoutResiduals:
-    """What a forward made, when its residuals are no longer there."""
-
-    content: Content
-
-
-def outputs(content: Content) -> Content:
-    """The outputs of what a forward made, whether its residuals are there or not."""
-    return content.content if isinstance(content, WithoutResiduals) else content
-
-
 def exchanged(what: str, content: Content) -> Content:
     """What ranks make of what each of them has."""
     return content.content if isinstance(content, Own) and content.what == what else mix("not a rank's own", what, content)
@@ -72,7 +60,7 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
 
     if op in KERNELS:
         made = mix("forward", says["call"], says["mb"], *(look(p) for p in at.get("weights", ())), "of",
-                   *(outputs(look(p)) for p in at.get("inputs", ())))
+                   *(look(p) for p in at.get("inputs", ())))
         if "saved" in at and one("saved") != made:
             made = mix("residuals of another forward", made, one("saved"))
         if op in ("recompute_backward", "backward"):
@@ -107,15 +95,6 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             return {there: look(place) for place, there in zip(at["weights/"], at["announced/"], strict=True)}
         case "stash" | "fetch":
             return {result: one("value" if op == "stash" else "stashed")}
-        case "stash_residuals":
-            return {result: one("value")}
-        case "release_residuals":
-            return {at["value"][0]: WithoutResiduals(one("value"))}
-        case "residual_memory":
-            one("stashed_residuals")  # says how much there is
-            return {result: mix("nothing yet")}
-        case "fetch_residuals":
-            return {at["memory"][0]: one("stashed_residuals")}
         case "offload":
             return {result: one("reduced")}
         case "fetch_state" | "fetch_gradients":

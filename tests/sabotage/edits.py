@@ -13,7 +13,7 @@ from megacompile.ir.program import Builder, Program, Slot, argument, copy_sectio
 
 SYNCHRONIZING = ("wait", "record", "enter", "leave")
 DROPPED = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_visiting", "offload_weights", "offload_norms",
-           "stash", "fetch", "stash_residuals", "release_residuals", "fetch_residuals", "offload", "accumulate", "clip",
+           "stash", "fetch", "offload", "accumulate", "clip",
            "add_to_sum", "norms_of_sum", "adam_of_sum",
            "fetch_gradients", "fetch_state", "store_state", "scale", "read_state", "adam_from_disk", "write_state")
 UPDATES = ("read_state", "adam_from_disk", "write_state", "adam", "adam_weights", "adam_moments", "adam_resident",
@@ -22,7 +22,7 @@ UPDATES = ("read_state", "adam_from_disk", "write_state", "adam", "adam_weights"
 EXCHANGES = ("gather", "reduce_scatter", "all_reduce", "share_norms", "share_host_norms", "gather_resident", "share_loss",
              "announce")
 #: What stands for a copy that was dropped: the parameter that it copied.
-_SOURCES = {"stash": "value", "fetch": "stashed", "stash_residuals": "value"}
+_SOURCES = {"stash": "value", "fetch": "stashed"}
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,6 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "output_gradient": ("compute", (), ("result",)),
     "stash": ("d2h", ("value",), ("result",)),
     "fetch": ("h2d", ("stashed",), ("result",)),
-    "stash_residuals": ("d2h", ("value",), ("result",)),
-    "release_residuals": ("compute", (), ("value",)),
-    "residual_memory": ("compute", ("stashed_residuals",), ("result",)),
-    "fetch_residuals": ("h2d", ("stashed_residuals",), ("memory",)),
     "pack_shard": ("pack", ("weights/",), ("result",)),
     "prefetch_shard": ("h2d", ("staging", "weights/"), ("result",)),
     "gather": ("collective", ("shard",), ("result",)),
@@ -79,7 +75,6 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "D": {"d2h": (WRITE,), "cpu": (READ,)},
         "P": {"h2d": (WRITE,)},
         "H": {"d2h": (WRITE,), "h2d": (READ,)},
-        "HR": {"d2h": (WRITE,), "h2d": (READ,), "compute": (READ,)},
         "C": {"h2d": (WRITE,), "compute": (READ,)},
         "V": {"h2d": (WRITE,)},
         "M": {"disk_read": (WRITE,), "cpu": (READ, WRITE), "disk_write": (READ,)},
@@ -222,7 +217,7 @@ class Machine:
         steps: list[Step] = []
 
         def slot(name: str) -> str:
-            return f"{name}@{self.sets.get(lease, 0)}" if lease is not None and kind_of(name) in ("H", "HR") else name
+            return f"{name}@{self.sets.get(lease, 0)}" if lease is not None and kind_of(name) == "H" else name
 
         for each in section:
             op, says = each.op, each.says

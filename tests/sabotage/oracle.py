@@ -222,9 +222,6 @@ def result_bytes(program: Program, each: Instruction) -> int:
             case "state_bytes":
                 return int(size // ranks)
         return int((size - norms) // ranks + norms)
-    if "residuals" in each.op:
-        (residuals,) = (call.residual_bytes for call in program.calls if call.name == each.says["call"])
-        return int(residuals[each.says["mb"] % len(residuals)])
     (output,) = (call.output_bytes for call in program.calls if call.name == each.says["call"])
     return int(output) * program.micro_batches[each.says["mb"]]
 

@@ -27,9 +27,6 @@ NAMED: dict[str, dict[str, Any]] = {
     "updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
                            "resident_state": ("layers.0",)},
     "checkpoints on the host, two micro-batches": {"micro_batches": (2, 1), "host_checkpoints": 3},
-    "residuals on the host": {"micro_batches": (2, 1), "saved_layers": 3, "host_residuals": 1},
-    "residuals on the host, two waves": {"whole_step": True, "micro_batches": (1, 1, 1), "waves": 2, "saved_layers": 4,
-                                         "host_residuals": 3},
     "three waves added up on the host": {"whole_step": True, "micro_batches": (1, 1, 1), "waves": 3,
                                          "host_sums": ("prologue", "layers.1", "layers.3")},
     "three waves, of the epilogue alone on the host": {
@@ -65,7 +62,7 @@ OF_SEVERAL: dict[str, dict[str, Any]] = {
         (2, "streamed"), (4, "blocks of two, three micro-batches"), (2, "one block, slab pool"),
         (2, "resident, three micro-batches"), (2, "updated on the device"), (2, "visiting the device"),
         (4, "moments after all weights, two micro-batches"), (2, "updates on arrival"),
-        (2, "checkpoints on the host, two micro-batches"), (2, "residuals on the host"),
+        (2, "checkpoints on the host, two micro-batches"),
         (2, "three waves added up on the host"),
         (2, "three waves, of the epilogue alone on the host"), (4, "waves on the host through slabs, updates on arrival"),
         (2, "outputs, two micro-batches"), (2, "outputs, tied, updates on arrival"), (2, "layers that run twice"),
@@ -114,7 +111,6 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, se
         "pinned": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
         "waves": waves, "update": update, "deferred_moments": update == "step" and draw(st.booleans()), "update_order": order,
         "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2)),
-        "host_residuals": draw(st.integers(0, 3)),
         **(dict(zip(("ranks", "hosts"), draw(st.sampled_from(((2, 1), (4, 1), (2, 2), (1, 2), (2, 3)))), strict=True))
            if several else {})}
 

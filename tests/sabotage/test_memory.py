@@ -28,15 +28,15 @@ from megacompile.predict import cost
 from megacompile.scheduling import Schedule
 
 #: Kinds of slots in host memory.
-_HOST = ("S", "D", "H", "HR", "M")
+_HOST = ("S", "D", "H", "M")
 _BETWEEN_SECTIONS = ("release", "record", "wait", "leave")
 LENGTH = 8
 
 
 def walk(section: list[Instruction], size: Callable[[Instruction], int], alive: dict[tuple[Any, ...], int],
-         residuals: Callable[[Instruction], int] = lambda each: 0) -> Iterator[tuple[Instruction, int]]:
+         ) -> Iterator[tuple[Instruction, int]]:
     """Each node and the bytes of the values that live when it runs, its own not among them. `alive`: those of earlier
-    sections by lease; what this section keeps is put there. `residuals`: the part of a value's `size` that may end sooner."""
+    sections by lease; what this section keeps is put there."""
     last = {name: at for at, each in enumerate(section) if each.op not in _BETWEEN_SECTIONS
             for names in each.takes.values() for name in names}
     made = {each.name: each for each in section}
@@ -48,10 +48,6 @@ def walk(section: list[Instruction], size: Callable[[Instruction], int], alive: 
         if each.op == "lease":
             (value,) = each.takes["value"]
             alive[subject(made[value])] = here.pop(value, 0)
-        elif each.op == "release_residuals":
-            (value,) = each.takes["value"]
-            values, key = (here, value) if value in here else (alive, subject(made[value]))
-            values[key] -= residuals(made[value])
         elif last.get(each.name, -1) > at:
             here.setdefault(each.name, size(each))
         for name in [name for name in here if last.get(name, -1) <= at]:
@@ -159,8 +155,6 @@ def values_needed(model: Schedule, plan: Plan, program: Program) -> int:
             return 4 * tiling.layouts[each.says["tile"]].elements
         if each.op == "output_gradient":
             return cost.output_bytes(templates[plan.output], rows(each), LENGTH)
-        if each.op == "residual_memory":
-            return residuals(each)
         if "template" not in each.says:
             return 0
         template = templates[each.says["template"]]
@@ -177,7 +171,7 @@ def values_needed(model: Schedule, plan: Plan, program: Program) -> int:
     peak = 0
     for name in ("train_step", "forward", "backward"):
         if name in program.sections:
-            for each, live in walk(instructions(program.section(name)), size, alive, residuals):
+            for each, live in walk(instructions(program.section(name)), size, alive):
                 own = size(each)
                 if "template" in each.says:
                     template = templates[each.says["template"]]

@@ -180,10 +180,10 @@ def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: 
     from megacompile.ir.program import OPS
     found = {op_of(n).name for s in SECTIONS for n in executed(slab_model, s)}
     # looked up when a section is submitted
-    never = {"enter", "leave", "resident", "resident_state", "resident_gradients", "stashed", "stashed_residuals"}
-    # (test_sums.py, test_outputs.py, test_deferral.py, test_host_residuals.py)
+    never = {"enter", "leave", "resident", "resident_state", "resident_gradients", "stashed"}
+    # (test_sums.py, test_outputs.py, test_deferral.py)
     elsewhere = {"evaluate", "outputs", "output_gradient", "offload_norms", "add_to_sum", "norms_of_sum", "adam_of_sum",
-                 "adam_weights", "adam_moments", "stash_residuals", "release_residuals", "residual_memory", "fetch_residuals"}
+                 "adam_weights", "adam_moments"}
     # (tests/ranks/test_faults.py, tests/ranks/test_host_faults.py)
     of_ranks = {"pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "all_reduce", "share_norms",
                 "share_host_norms", "total_loss", "share_loss", "announce"}

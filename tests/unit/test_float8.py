@@ -167,7 +167,7 @@ def test_a_model_trains_like_one_whose_layers_round_in_plain_pytorch() -> None:
 def test_every_plan_gives_the_same_bits(recipe: Float8, bf16: bool) -> None:
     found = []
     for plan in ({"checkpoint_interval": 1, "reference": True}, {"checkpoint_interval": 3}, {"saved_layers": 3},
-                 {"saved_layers": 2, "host_residuals": 1}, {"resident": "all"}, {"host_checkpoints": True},
+                 {"resident": "all"}, {"host_checkpoints": True},
                  {"residuals": "attention", "saved_layers": 2}):
         model = stream(build(bf16), precision=recipe, **plan)
         found.append(gradients(model))

@@ -90,7 +90,7 @@ def test_grouped_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, A
 
 @pytest.mark.parametrize("options", [
     dict(), dict(micro_batch_size=2), dict(checkpoint_interval=2), dict(host_checkpoints=True),
-    dict(token_chunk=8), dict(host_residuals=1, saved_layers=2), dict(saved_layers=2),
+    dict(token_chunk=8), dict(saved_layers=2),
     dict(dynamic=False)], ids=lambda options: next(iter(options), "as planned"))
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "whole steps"])
 def test_steps_of_uneven_rows_train_as_native_pytorch(options: dict[str, Any], whole: bool) -> None:
@@ -109,8 +109,7 @@ def test_steps_of_uneven_rows_train_as_native_pytorch(options: dict[str, Any], w
     model.megacompile.close()
 
 
-@pytest.mark.parametrize("options", [dict(waves=2), dict(waves=3, host_sums="all"), dict(waves=2, host_checkpoints=2),
-                                     dict(waves=2, saved_layers=2, host_residuals=1)],
+@pytest.mark.parametrize("options", [dict(waves=2), dict(waves=3, host_sums="all"), dict(waves=2, host_checkpoints=2)],
                          ids=lambda options: ", ".join(options))
 def test_waves_of_grouped_rows_have_the_same_gradients(options: dict[str, Any]) -> None:
     native, batch = build(), right_padded(uneven(1))

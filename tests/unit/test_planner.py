@@ -78,7 +78,7 @@ CHOICES: list[dict[str, Any]] = [
     {}, {"checkpoint_interval": 2, "weight_slots": 3}, {"checkpoint_interval": 4, "weight_slots": 5}, {"weight_slots": 1},
     {"gradient_slots": 1}, {"gradient_slots": 5}, {"saved_layers": 6}, {"resident": ("prologue",)},
     {"resident": ("model.layers.0", "epilogue")}, {"pinned": False}, {"host_checkpoints": 3},
-    {"saved_layers": 4, "host_residuals": 2, "micro_batch_size": 8}, {"saved_layers": 6, "host_residuals": 4},
+    {"saved_layers": 4, "micro_batch_size": 8},
     {"host_checkpoints": 1, "micro_batch_size": 8}, {"host_checkpoints": 5, "checkpoint_interval": 2, "weight_slots": 3},
 ]
 
@@ -218,7 +218,6 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("options", [
     {"micro_batch_size": 8}, {"micro_batch_size": 2}, {"micro_batch_size": 2, "checkpoint_interval": 2},
     {"micro_batch_size": 4, "checkpoint_interval": 3}, {"micro_batch_size": 2, "saved_layers": 3},
-    {"micro_batch_size": 2, "saved_layers": 3, "host_residuals": 2},
     {"micro_batch_size": 2, "host_checkpoints": True}, {"micro_batch_size": 4, "host_checkpoints": 2, "saved_layers": 1},
     {"micro_batch_size": 1, "token_chunk": 20}, {"micro_batch_size": 4, "token_chunk": 24, "saved_layers": 3},
     {"micro_batch_size": 2, "saved_layers": 3, "residuals": "attention"},

@@ -64,7 +64,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "streamed": {"checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (2, 1)},
     "slabs": {"pinned": False, "gradient_slabs": 2, "micro_batches": (1, 1)},
     "checkpoints on the host": {"host_checkpoints": 2, "micro_batches": (2, 1)},
-    "residuals on the host": {"saved_layers": 3, "host_residuals": 2, "micro_batches": (2, 1)},
     "residuals": {"saved_layers": 2, "micro_batches": (1, 1)},
     "outputs": {"outputs": True, "micro_batches": (1, 1)},
     "resident": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue",), "visiting_state": ("layers.2",)},

@@ -92,11 +92,6 @@ def forward(p):
     x_1 = p.stash("layers.0", mb=0, value=h, into="H0")                                # d2h
     x_2 = p.stashed("layers.0", mb=1, into="H1")
     y = p.fetch("layers.0", mb=0, stashed=x_1, into="C0")                              # h2d
-    f = p.stash_residuals("layers.0", mb=1, value=r, into="HR0")                       # d2h
-    p.release_residuals(r)                                                             # compute
-    f_1 = p.stashed_residuals("layers.0", mb=0, into="HR1")
-    b = p.residual_memory("layers.0", mb=1, stashed_residuals=f)                       # compute
-    p.fetch_residuals("layers.0", mb=1, stashed_residuals=f, memory=b)                 # h2d
     p.release(w)
     e_1 = p.record(update)                                                             # cpu
     p.wait("h2d", e_1)                                                                 # h2d
@@ -112,7 +107,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True, "saved_layers": 1},
     "outputs": {"outputs": True, "micro_batches": (1, 1)},
     "checkpoints on the host": {"micro_batches": (2, 1), "host_checkpoints": 2},
-    "residuals on the host": {"micro_batches": (2, 1), "saved_layers": 3, "host_residuals": 2},
     "updated on the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue", "layers.1")},
     "two ranks": {"micro_batches": (2, 1), "ranks": 2},
     "two ranks, slabs": {"micro_batches": (1, 1), "pinned": False, "ranks": 2},
@@ -506,7 +500,7 @@ def test_the_page_lists_every_op_and_every_rule() -> None:
 def test_the_ops_that_cost_something_are_those_that_do_work() -> None:
     """Others mark, order and hand over, or move a few bytes."""
     marks = {"result", "lease", "leased", "release", "record", "wait", "enter", "leave", "clip", "offload_norms",
-             "output_gradient", "release_residuals", "residual_memory", "share_norms", "share_host_norms", "share_loss",
+             "output_gradient", "share_norms", "share_host_norms", "share_loss",
              "total_loss", "announce"}
     assert set(COSTS) == {op.name for op in OPS.values() if op.lane is not None} - marks
 

@@ -23,7 +23,6 @@ SUMS: dict[str, Any] = {**STREAMED, "whole_step": True, "waves": 2, "host_sums":
 RANKS: dict[str, Any] = {**STREAMED, "ranks": 2}
 HOSTS: dict[str, Any] = {**STREAMED, "ranks": 2, "hosts": 2}
 SINGLES: dict[str, Any] = {**STREAMED, "hosts": 2}
-MOVING: dict[str, Any] = {**STREAMED, "saved_layers": 2, "host_residuals": 1}
 RANKS_RESIDENT: dict[str, Any] = {**RANKS, "resident": ("layers.0",), "resident_state": ("layers.0",)}
 RANKS_SUMS: dict[str, Any] = {**SUMS, "ranks": 2}
 BLOCK: dict[str, Any] = {**STREAMED, "checkpoint_interval": 2}
@@ -105,12 +104,6 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("well_formed", "lease of a call's value and a tile's"): (
         STREAMED, "differentiate", "backward", r'h1_0 = p.leased\("layers.0", mb=0', r'\g<0>, tile="layers.0"',
         "is neither a call's value for one micro-batch nor one tile's accumulators"),
-    ("fetched_back", "residuals that stay"): (
-        MOVING, "place", "forward", r"    p.release_residuals\(h1_0\).*\n", "",
-        "the residuals of h1_0 are stashed, but stay on the device"),
-    ("fetched_back", "memory that is not filled"): (
-        MOVING, "place", "backward", r"    .*p.fetch_residuals\(.*memory=q1_0\).*\n", "",
-        "reads q1_0 before residuals are fetched into it"),
     ("supplied", "weights of another call"): (
         STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0, weights=)\(w1,\)", r"\1(w2,)",
         "forward layers.0 mb 0 has weights of ['layers.1'], but reads ['layers.0']"),

@@ -272,10 +272,6 @@ class Template:
         """Bytes that `forward_saving` leaves for `backward`, in B and T; residuals that share memory count once."""
         return sum((self.bytes_of(n.meta["val"]) for n in self._residual_memory(residuals)), sympy.Integer(0))
 
-    def residual_pieces(self, residuals: str = "all") -> int:
-        """The number of pieces of memory that residuals take."""
-        return len(self._residual_memory(residuals))
-
     def output_values(self) -> list[Any]:
         """The fakes of the outputs; an epilogue's are loss and logits."""
         return [n.meta["val"] for n in (self._inference or self._joint).outputs]

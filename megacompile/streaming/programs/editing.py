@@ -35,7 +35,7 @@ from megacompile.verify.sums import summed_tiles
 from megacompile.verify.verifier import verify
 
 #: Kinds of values whose slots are host buffers.
-_ON_HOST = frozenset({"staging", "slab", "stashed", "stashed_residuals"})
+_ON_HOST = frozenset({"staging", "slab", "stashed"})
 
 
 def editable_text(compiled: CompiledShape) -> str:

@@ -310,7 +310,7 @@ class Shapes:
     def _resized(self, shape: Shape, plan: Plan, model: Program, passes: Sequence[Pass]) -> Compiled | None:
         """The program of other groups of rows for these, if there is one with as many micro-batches: nodes and slots are the
         same for any sizes. Only the slots of checkpoints and residuals depend on sizes, and what the user's own passes make."""
-        if not shape.group_rows or plan.host_checkpoints or plan.host_residuals or passes != PIPELINE:
+        if not shape.group_rows or plan.host_checkpoints or passes != PIPELINE:
             return None
         purpose, choices = _without_sizes(shape, plan)
         for known in self.table.values():
