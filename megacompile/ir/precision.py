@@ -5,10 +5,6 @@
     e5m2      57344            2
 
 Formats: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433).
-
-Blackwell also has formats with a scale for each short block of the dimension that a product sums over: MXFP8 (values in e4m3,
-blocks of 32; Rouhani et al., arXiv 2310.10537) and NVFP4 (values in four bits, blocks of 16; arXiv 2509.25149). They can be
-planned with, and nothing trains with them.
 """
 from __future__ import annotations
 
@@ -25,11 +21,9 @@ from megacompile.limits import check_whole
 FORMATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 #: Modules that route tokens to experts. Their products always stay in the layers' dtype.
 ROUTERS = ("gate", "router")
-#: Formats with scales of blocks, for plans only.
-BLOCK_FORMATS = ("mxfp8", "nvfp4")
 #: The values that each field of a recipe may have.
 _CHOICES = {"scaling": ("tensor", "row"), "gradients": tuple(FORMATS), "weight_gradients": ("float8", "bfloat16"),
-            "fast_accumulation": ("none", "forward", "all"), "emulated": (True, False), "products": ("float8", *BLOCK_FORMATS)}
+            "fast_accumulation": ("none", "forward", "all"), "emulated": (True, False)}
 
 
 @dataclass(frozen=True)
@@ -48,8 +42,6 @@ class Float8:
         min_features: products of a weight with fewer inputs or outputs than this stay in the layers' dtype. They take less time
             than their casts, as adapters do.
         emulated: multiply the same rounded values in FP32, on any device. For tests: it is slower than no float8.
-        products: whose rate a plan takes for products: those in "float8", or in Blackwell's "mxfp8" or "nvfp4". The latter two
-            are for plans; `stream` refuses them.
     """
 
     scaling: str = "tensor"
@@ -59,7 +51,6 @@ class Float8:
     keep: tuple[str, ...] = ()
     min_features: int = 256
     emulated: bool = False
-    products: str = "float8"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -72,8 +63,6 @@ class Float8:
             raise MegacompileError(f"Float8 keep must be names of modules, not {shortened(repr(self.keep))}")
         object.__setattr__(self, "keep", tuple(self.keep))
         check_whole("min_features", self.min_features)
-        if self.emulated and self.products in BLOCK_FORMATS:
-            raise MegacompileError(f"Float8 products={self.products!r} cannot be emulated: leave emulated out, to plan with it")
 
     def keeps(self, parameter: str) -> bool:
         """Whether a parameter ("model.layers.3.mlp.down_proj.weight") is of a router, or `keep` names its module or one around
@@ -99,9 +88,7 @@ def is_part_of(part: str, module: str) -> bool:
 
 
 #: Recipes by the name that users give.
-PRECISIONS: dict[str, Float8] = {
-    "float8": Float8(), "float8-emulated": Float8(emulated=True),
-    **{name: Float8(scaling="row", gradients="e4m3", fast_accumulation="none", products=name) for name in BLOCK_FORMATS}}
+PRECISIONS: dict[str, Float8] = {"float8": Float8(), "float8-emulated": Float8(emulated=True)}
 
 
 def precision_of(given: Any) -> Float8 | None:
@@ -111,10 +98,8 @@ def precision_of(given: Any) -> Float8 | None:
         return given
     name, _, changes = given.partition(":") if isinstance(given, str) else ("", "", "")
     if name not in PRECISIONS:
-        trained = [repr(name) for name, recipe in PRECISIONS.items() if recipe.products not in BLOCK_FORMATS]
-        planned = " or ".join(map(repr, BLOCK_FORMATS))
-        raise MegacompileError(f"precision must be {' or '.join(trained)}, a megacompile.Float8 or None, or for plans "
-                               f"{planned}, not {shortened(repr(given))}: leave it out for bfloat16")
+        raise MegacompileError(f"precision must be {' or '.join(map(repr, PRECISIONS))}, a megacompile.Float8 or None, not "
+                               f"{shortened(repr(given))}: leave it out for bfloat16")
     return replace(PRECISIONS[name], **dict(map(_field, filter(None, changes.split(",")))))
 
 
@@ -122,8 +107,7 @@ def precision_text(recipe: Float8 | None) -> str:
     """What to write after `precision=` for this recipe, as text that `precision_of` reads back; "None" for None."""
     if recipe is None:
         return "None"
-    name, base = next((name, base) for name, base in PRECISIONS.items()
-                      if (base.products, base.emulated) == (recipe.products, recipe.emulated))
+    name, base = next((name, base) for name, base in PRECISIONS.items() if base.emulated == recipe.emulated)
     changes = {field.name: getattr(recipe, field.name) for field in fields(Float8)
                if getattr(recipe, field.name) != getattr(base, field.name)}
     written = [f"{field}={'+'.join(value) if field == 'keep' else value}" for field, value in changes.items()]
@@ -133,7 +117,7 @@ def precision_text(recipe: Float8 | None) -> str:
 def _field(text: str) -> tuple[str, Any]:
     """A field of a recipe and its value, from "name=value"."""
     name, _, value = (part.strip() for part in text.partition("="))
-    known = [field.name for field in fields(Float8) if field.name not in ("emulated", "products")]
+    known = [field.name for field in fields(Float8) if field.name != "emulated"]
     if name not in known:
         raise MegacompileError(f"precision has no field {shortened(repr(name))}: it has {', '.join(known)}")
     if name == "keep":

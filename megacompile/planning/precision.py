@@ -9,7 +9,7 @@ from torch import nn
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import Call, Template
-from megacompile.ir.precision import BLOCK_FORMATS, Float8, is_part_of
+from megacompile.ir.precision import Float8, is_part_of
 from megacompile.predict.hardware import Hardware
 
 #: The first compute capability with products in float8: Ada's. Hopper has 9.0.
@@ -24,9 +24,6 @@ def check_float8(recipe: Float8 | None, device: torch.device, hardware: Hardware
     machine that is planned for; None: this one."""
     if recipe is None or recipe.emulated:
         return
-    if recipe.products in BLOCK_FORMATS:
-        _check_blocks(recipe.products, hardware)
-        return
     if device.type != "cuda":
         raise UnsupportedError(f"a CPU cannot multiply in float8: {_REMEDY}")
     if hardware is not None:
@@ -37,17 +34,6 @@ def check_float8(recipe: Float8 | None, device: torch.device, hardware: Hardware
         major, minor = capability
         raise UnsupportedError(f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor} and cannot "
                                f"multiply in float8, which takes 8.9 (Ada, Hopper or later): {_REMEDY}")
-
-
-def _check_blocks(products: str, hardware: Hardware | None) -> None:
-    """Raises `UnsupportedError` unless a machine with a rate for these products is planned for."""
-    if hardware is None:
-        raise UnsupportedError(f"precision={products!r} is for plans, since megacompile has no kernels for it: train with "
-                               f"precision='float8', or plan with megacompile plan --precision {products} --hardware b200")
-    if products not in hardware.gemm_flops:
-        other = "use precision='float8'" if "float8" in hardware.gemm_flops else "leave precision out"
-        raise UnsupportedError(f"{hardware.name} has no rate for products in {products}, which take compute capability 10.0 "
-                               f"(Blackwell): {other}, or plan for another GPU with --hardware b200")
 
 
 def check_products(templates: Iterable[Template], model: nn.Module, recipe: Float8 | None) -> None:
@@ -91,8 +77,6 @@ def described_products(captured: CapturedModel) -> Iterator[str]:
 
 
 def _described(recipe: Float8) -> str:
-    if recipe.products in BLOCK_FORMATS:
-        return f"{recipe.products} (one scale for each block of values; for plans only, nothing trains with it):"
     how = "emulated, " if recipe.emulated else ""
     scales = "each operand" if recipe.scaling == "tensor" else "each row"
     return (f"float8 ({how}one scale for {scales}; output gradients in {recipe.gradients}; weight gradients in "

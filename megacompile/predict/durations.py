@@ -136,13 +136,12 @@ class Durations:
         return self.hardware.gemm_flops["bfloat16" if low else "float32"]
 
     def float8_rate(self, template: Template) -> float:
-        """FLOP/s of products in float8, or in the format of a template's recipe, casts not included. Emulated ones run in
-        FP32. A machine whose rate is not known is taken to have 1.5 times its bfloat16 rate: in training, an H200 does not keep
-        up the twofold rate of its data sheet."""
+        """FLOP/s of products in float8, casts not included. Emulated ones run in FP32. A machine whose rate is not known is
+        taken to have 1.5 times its bfloat16 rate: in training, an H200 does not keep up the twofold rate of its data sheet."""
         rates, recipe = self.hardware.gemm_flops, template.precision
         if recipe is not None and recipe.emulated:
             return rates["float32"]
-        return rates.get(recipe.products if recipe is not None else "float8", 1.5 * rates["bfloat16"])
+        return rates.get("float8", 1.5 * rates["bfloat16"])
 
     def update_s(self, layout: TileLayout) -> float:
         """Seconds of the host's update of a whole tile."""

@@ -71,8 +71,7 @@ class Hardware:
         device_type: "cuda" or "cpu".
         source: where the numbers are from: "measured", with versions, or "nominal", from data sheets.
         gemm_flops: FLOP/s of large matrix products by dtype ("bfloat16", "float32", "float8" where the device has
-            it, with one scale for each matrix), on random data, which draw the most power. Blackwell's "mxfp8" and "nvfp4" are
-            nominal in every profile: calibration does not measure them.
+            it, with one scale for each matrix), on random data, which draw the most power.
         grouped_efficiency: FLOP/s of grouped products (those of experts) over that of GEMMs.
         attention_efficiency: FLOP/s of causal attention on long sequences (half of the square counts) over that of GEMMs,
             "forward" and "backward", for the kernel `fused_attention`.

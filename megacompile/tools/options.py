@@ -91,7 +91,7 @@ class Knobs:
     precision: Annotated[str | None, typer.Option(
         rich_help_panel=_PLAN_PANEL,
         help="float8: layers multiply in float8; float8-emulated: with the same rounding, on any device, slowly. Fields of the "
-             "recipe may follow: float8:weight_gradients=bfloat16,scaling=row. For plans also mxfp8 and nvfp4.",
+             "recipe may follow: float8:weight_gradients=bfloat16,scaling=row.",
         show_default="the data type of the weights")] = None
     checkpoint_interval: CheckpointInterval = None
     micro_batch_size: MicroBatchSize = None

@@ -22,8 +22,7 @@ from megacompile.codegen.scaled_products import scaled_product
 from megacompile.errors import LaneError, MegacompileError, ProgramError, UnsupportedError
 from megacompile.frontend.ops import scaled_linear
 from megacompile.frontend.templates.template import BATCH, LENGTH
-from megacompile.ir.precision import BLOCK_FORMATS, PRECISIONS, precision_of, precision_text
-from megacompile.ir.text import parse
+from megacompile.ir.precision import PRECISIONS, precision_of, precision_text
 from megacompile.ir.tokenwise import is_scaled
 from megacompile.planning.config import StreamConfig
 from megacompile.predict import cost
@@ -358,11 +357,6 @@ def test_profiles_have_a_rate_for_float8_where_the_device_has_such_products() ->
         assert 1.4 * rates["bfloat16"] <= rates["float8"] <= 1.6 * rates["bfloat16"]  # as measured on an H200
     for name in ("a100", "rtx3090"):
         assert "float8" not in Hardware.find(name).gemm_flops
-    for name in ("b200", "8xb200", "rtx5090", "4xrtx5090", "gb10"):
-        rates = Hardware.find(name).gemm_flops
-        assert rates["float8"] <= rates["mxfp8"] < rates["nvfp4"] <= 2 * rates["mxfp8"]
-    for name in ("a100", "h200", "rtx4090"):
-        assert not set(BLOCK_FORMATS) & set(Hardware.find(name).gemm_flops)
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[2], RECIPES[3]], ids=str)
@@ -404,8 +398,7 @@ def test_a_text_is_refused_on_a_model_of_another_precision_and_runs_on_one_of_it
 # ---------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(("precision", "message"), [
     ("float16", "precision must be 'float8' or 'float8-emulated', a megacompile.Float8 or None, "
-                "or for plans 'mxfp8' or 'nvfp4', not 'float16': leave it out for bfloat16"),
-    ("mxfp8:products=nvfp4", "precision has no field 'products': it has scaling, gradients"),
+                "not 'float16': leave it out for bfloat16"),
     ("float8:scales=row", "precision has no field 'scales': it has scaling, gradients, weight_gradients"),
     ("float8:scaling=column", "Float8 scaling must be one of tensor, row, not 'column'"),
     ("float8:min_features=few", "min_features must be a whole number of at least 1, not 'few'")])
@@ -429,7 +422,7 @@ def test_fields_may_follow_the_name_of_a_precision() -> None:
     assert precision_of("float8:scaling=row, keep=down_proj+layers.0,min_features=64") == Float8(
         scaling="row", keep=("down_proj", "layers.0"), min_features=64)
     assert precision_of(None) is None and precision_of(TINY) is TINY and precision_of("float8") == PRECISIONS["float8"]
-    for recipe in (*RECIPES, *PRECISIONS.values(), Float8(keep=("down_proj", "layers.0")), Float8(products="nvfp4")):
+    for recipe in (*RECIPES, *PRECISIONS.values(), Float8(keep=("down_proj", "layers.0"))):
         assert precision_of(precision_text(recipe).strip("'")) == recipe
 
 
@@ -449,33 +442,6 @@ def test_a_device_without_float8_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     check_float8(Float8(emulated=True), torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_float8(Float8(), torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_formats_with_scales_of_blocks_are_planned_with_their_own_rate_and_not_trained(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"precision='{name}' is for plans, since megacompile has no kernels for it"):
-        stream(build(True), precision=name)
-    with torch.device("meta"):
-        model = tiny_models.build(True, **WIDE)
-    with pytest.raises(UnsupportedError, match=rf"NVIDIA H200 has no rate for products in {name}, which take compute "
-                                               r"capability 10.0 \(Blackwell\): use precision='float8', or plan for another "
-                                               r"GPU with --hardware b200"):
-        megacompile.schedule(model, batch=2, length=8, hardware="h200", precision=name)
-    with pytest.raises(UnsupportedError, match=rf"NVIDIA A100 has no rate for products in {name}, which take compute "
-                                               r"capability 10.0 \(Blackwell\): leave precision out, or plan for another GPU"):
-        megacompile.schedule(model, batch=2, length=8, hardware="a100", precision=name)
-    with pytest.raises(MegacompileError, match=r"Float8 products='.*' cannot be emulated: leave emulated out, to plan with it"):
-        Float8(products=name, emulated=True)
-    machine = Hardware.find("b200")
-    seconds = []
-    for slower in (1, 2):
-        rates = {**machine.gemm_flops, name: machine.gemm_flops[name] / slower}
-        plan = megacompile.schedule(model, batch=16, length=512, precision=name,
-                                    hardware=dataclasses.replace(machine, gemm_flops=rates))
-        assert f"{name} (one scale for each block of values; for plans only, nothing trains with it):" in plan.explain()
-        assert parse(plan.program().text()).precision == PRECISIONS[name]
-        seconds.append(plan.durations().seconds("decoder", "forward", 16, 4096))
-    assert 1.3 < seconds[1] / seconds[0] <= 2
 
 
 def test_a_model_without_a_product_for_float8_is_refused() -> None:
