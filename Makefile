@@ -23,11 +23,13 @@ lint: $(STAMP)  ## ruff
 
 # mypy reads the package as it is installed: in the checkout `passes` and `runtime` lie beside `megacompile`, and mypy
 # does not follow that mapping. setuptools would pack the leftovers of removed modules again, hence the first rm.
-types: $(STAMP)  ## mypy, against the installed package
+types: $(STAMP)  ## mypy, against the installed package; and the benchmarks
 	@rm -rf build/lib build/bdist.* $(TYPED)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-compile --target $(TYPED) .
 	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache --python-executable $(abspath $(BIN))/python -p megacompile
+	cd $(TYPED) && MYPYPATH=$(abspath $(TYPED)) $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache --python-executable $(abspath $(BIN))/python $(CURDIR)/benchmarks/*.py
 
 check: lint types
 

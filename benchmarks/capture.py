@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import tabulate
-
-from megacompile.bench.rows import append, commit, machine
+from rows import append, commit, machine
 
 _COMMON = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
                num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)

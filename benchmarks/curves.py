@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import transformers
+from rows import append, commit, machine
 from torch import Tensor
 
 import megacompile
-from megacompile.bench.rows import append, commit, machine
 from megacompile.corpus import ByteTokenizer, read_text
 
 ROOT = Path(__file__).resolve().parent.parent

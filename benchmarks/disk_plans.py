@@ -14,11 +14,11 @@ from typing import Any
 
 import tabulate
 import torch
+from rows import append, commit, machine
+from shapes import SHAPES, config
 from transformers import AutoModelForCausalLM
 
 import megacompile
-from megacompile.bench.rows import append, commit, machine
-from megacompile.bench.shapes import SHAPES, config
 from megacompile.predict.hardware import Hardware
 from megacompile.scheduling import Schedule
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Row, append, commit, machine, measured_before
+from shapes import SHAPES, config
 from tabulate import tabulate
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megacompile.api import analyse
-from megacompile.bench.rows import Row, append, commit, machine, measured_before
-from megacompile.bench.shapes import SHAPES, config
 from megacompile.codegen.scaled_products import add_scaled_product, scaled_product
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.ops.scaled_linear import quantized

@@ -17,14 +17,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from float8 import seconds
+from rows import Row, append, commit, machine, measured_before
+from shapes import SHAPES, config, expert_count
 from torch import Tensor
 
-from megacompile.bench.rows import Row, append, commit, machine, measured_before
-from megacompile.bench.shapes import SHAPES, config, expert_count
 from megacompile.frontend.ops.scaled_linear import quantized
 from megacompile.torch_compat.core import grouped_mm
 
@@ -43,8 +44,9 @@ def product(a: Rounded, b: Rounded, ends: Tensor) -> Tensor:
     if not rows.is_cuda:
         return grouped_mm((rows.float() * of_rows).bfloat16(), (weights.float() * of_outputs).bfloat16().mT, offs=ends)
     how = F.ScalingType.RowWise
-    return F.scaled_grouped_mm(rows, weights.mT, of_rows.squeeze(-1), how, of_outputs.squeeze(-1), how, offs=ends,
-                               output_dtype=torch.bfloat16, use_fast_accum=True)
+    multiply: Any = F.scaled_grouped_mm  # type: ignore[attr-defined]  # not in its stub
+    return multiply(rows, weights.mT, of_rows.squeeze(-1), how, of_outputs.squeeze(-1), how, offs=ends,
+                    output_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 class Experts:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import rows
 import tabulate
 import torch
+from shapes import SHAPES, config
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megacompile.api import analyse
-from megacompile.bench import rows
-from megacompile.bench.shapes import SHAPES, config
 from megacompile.picture import check_matplotlib
 from megacompile.planning.config import StreamConfig
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import append, commit, machine
 from tabulate import tabulate
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
 from megacompile import training
-from megacompile.bench.rows import append, commit, machine
 from megacompile.corpus import ByteTokenizer, read_text
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tabulate
-
-from megacompile.bench.rows import append, commit, machine
+from rows import append, commit, machine
 
 #: Name -> (class of the config, its fields). Vocabularies and tied heads are those of the published models.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

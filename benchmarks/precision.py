@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 from optimizer_state import batches, held_out_loss, learn
+from rows import Row, append, commit, machine, measured_before
 from tabulate import tabulate
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
 from megacompile import Float8
-from megacompile.bench.rows import Row, append, commit, machine, measured_before
 from megacompile.corpus import ByteTokenizer, read_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,8 +70,9 @@ def cosines(model: Any, batch: dict[str, Tensor], device: str) -> list[float]:
         torch.cuda.empty_cache()  # the plain model keeps all its activations, and runs of other seeds may share the GPU
     layers = [f"model.layers.{number}." for number in range(model.config.num_hidden_layers)]
     # In float64: sums of millions of squares in float32 give cosines above 1.
-    return [float(torch.cosine_similarity(*(torch.cat([g[n].flatten().double().cpu() for n in g if n.startswith(layer)])
-                                            for g in (ours, theirs)), dim=0)) for layer in layers]
+    both = [[torch.cat([g[n].flatten().double().cpu() for n in g if n.startswith(layer)]) for g in (ours, theirs)]
+            for layer in layers]
+    return [float(torch.cosine_similarity(one, other, dim=0)) for one, other in both]
 
 
 def run(recipe: Float8 | None, size: str, seed: int, steps: int, device: str, memory: str | None, learned: Tensor,

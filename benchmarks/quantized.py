@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from optimizer_state import batches, build, held_out_loss, learn
 from peft import LoraConfig, get_peft_model
+from rows import append, commit, machine
 from tabulate import tabulate
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import megacompile
 from megacompile import training
-from megacompile.bench.rows import append, commit, machine
 from megacompile.corpus import ByteTokenizer, read_text
 
 ROOT = Path(__file__).resolve().parent.parent

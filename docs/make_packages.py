@@ -24,7 +24,7 @@ ORDER = (
     ("public", "api", "loading", "scheduling", "capture_report", "__init__"),
     ("trainers", "trainer", "sft", "dpo", "online_dpo", "grpo", "rloo", "fused_head"),
     ("tools", "training", "inspection", "corpus"),
-    ("finetuning",), ("inference",), ("bench",),
+    ("finetuning",), ("inference",),
     ("cli", "__main__"))
 #: A sentence for each entry of `ORDER` that is not a package.
 SENTENCES = {"base": "What every package may use", "public": "Functions that users import", "cli": "The command line"}

@@ -330,43 +330,5 @@ for _function in (commands.generate, commands.chat, commands.evaluate):
     _command()(with_options(_function))
 
 
-@_command()
-def bench(
-    name: Annotated[str, typer.Argument(metavar="TABLE", help="The table to measure: gates, depth, ablation, budgets, "
-                                                              "optimizers, batch, context, kinds, width, rows, large or "
-                                                              "whole.")],
-    output: Annotated[Path, typer.Option(
-        dir_okay=False, help="File with the measured rows (JSON lines). New rows are appended.")] = Path("bench.jsonl"),
-    shape: Annotated[str | None, typer.Option(
-        help="Model shape for rows that do not name one, such as tiny.", show_default="the table's")] = None,
-    limit_minutes: Annotated[float | None, typer.Option(
-        min=0.0, help="Time limit in minutes. Run the same command again to continue. 0: only print the existing rows.",
-        show_default="none")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure failed rows again.")] = False,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Also draw the table to this SVG file.")] = None,
-) -> None:
-    """Measure the missing rows of a benchmark table, and print the table."""
-    from megacompile import inspection
-    from megacompile import picture as pictures
-    from megacompile.bench import plots, rows
-    from megacompile.bench.shapes import SHAPES
-    from megacompile.bench.table import markdown
-    from megacompile.bench.table_run import run
-    from megacompile.bench.tables import TABLES
-    if plot is not None:
-        pictures.check_matplotlib()
-    if shape is not None:
-        inspection.choose(SHAPES, shape, "shape")
-    table = inspection.choose(TABLES, name, "table").of_shape(shape)
-    try:
-        run(table, output, limit_s=None if limit_minutes is None else 60 * limit_minutes, retry=retry)
-    except KeyboardInterrupt:
-        print(f"stopped by Ctrl-C: the finished rows are in {output}", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    print(markdown(table, rows.read(output)))
-    if plot is not None:
-        plots.draw(table, rows.read(output), plot)
-
-
 if __name__ == "__main__":
     app(prog_name="megacompile")

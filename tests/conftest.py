@@ -17,6 +17,7 @@ import pytest
 # Inductor tries out six instruction sets in each fresh cache, for longer than a small test takes: scalar code serves here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests are not a package
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # nor are benchmarks
 
 import alike_models
 import torch

@@ -18,18 +18,24 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import clocks
+import generation
+import measure
+import native
 import pytest
+import rows
+import shapes
+import step
+import table as result_table
+import tables
 import torch
+from table import markdown, measured, plain
+from tables import TABLES, Spec, Table
 from tiny_models import Shared, same_bits, train_step, weights
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import megacompile
-from megacompile import cli
-from megacompile.bench import clocks, generation, native, plots, rows, shapes, step, table_run, tables
-from megacompile.bench import table as result_table
-from megacompile.bench.table import markdown, measured, plain
-from megacompile.bench.tables import TABLES, Spec, Table
 from megacompile.errors import MegacompileError
 from megacompile.ir.program import OPS
 from megacompile.loading import parameters_on_meta
@@ -373,7 +379,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[st
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
     monkeypatch.setitem(tables.MODULES, "fake", "fake_row")
-    monkeypatch.setattr(table_run, "described_machine", lambda: {"device": "d"})
+    monkeypatch.setattr(measure, "described_machine", lambda: {"device": "d"})
     monkeypatch.delitem(sys.modules, "fake_row", raising=False)
     return lambda: [line.rsplit(" ", 1)[0] for line in processes(tmp_path)]
 
@@ -386,11 +392,11 @@ def processes(folder: Path) -> list[str]:
 def test_rows_that_are_in_the_file_are_not_measured_again(tmp_path: Path, log: Callable[[], list[str]]) -> None:
     table, output = Table("t", (fake(size=1), fake(size=2))), tmp_path / "out/rows.jsonl"
     said: list[str] = []
-    assert table_run.run(table, output, report=said.append) == 0
+    assert measure.run(table, output, report=said.append) == 0
     assert log() == ["good 1", "good 2"] and "0 of 2" in said[0] and said[1:] == ["fake --size 1: 2.0 TFLOPS",
                                                                                   "fake --size 2: 3.0 TFLOPS"]
     before = output.read_text()
-    table_run.run(replace(table, rows=(*table.rows, fake(size=3))), output)
+    measure.run(replace(table, rows=(*table.rows, fake(size=3))), output)
     assert log() == ["good 1", "good 2", "good 3"]
     assert output.read_text().startswith(before) and len(rows.read(output)) == 3
 
@@ -398,28 +404,28 @@ def test_rows_that_are_in_the_file_are_not_measured_again(tmp_path: Path, log: C
 def test_a_row_that_fails_is_kept_with_its_error_and_stops_no_other(
         tmp_path: Path, log: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     table, output = Table("t", (fake("fails"), fake("aborts"), fake(size=3))), tmp_path / "rows.jsonl"
-    table_run.run(table, output)
+    measure.run(table, output)
     failed, aborted, good = rows.read(output)
     assert failed["error"] == "LaneError: broken" and good["tflops"] == 4.0
     assert aborted["error"] == "the process ended with SIGABRT: out of luck"
     assert (aborted["system"], aborted["options"], aborted["device"]) == ("fake", {"mode": "aborts"}, "d")
     assert "out of luck" in capsys.readouterr().err
-    table_run.run(table, output)
+    measure.run(table, output)
     assert len(log()) == 3, "rows that failed are measured again only if asked"
-    table_run.run(table, output, retry=True)
+    measure.run(table, output, retry=True)
     assert log()[3:] == ["fails 0", "aborts 0"]
     assert len(rows.read(output)) == 5 and len(rows.latest(rows.read(output))) == 3
 
 
 def test_what_the_last_row_of_a_process_fails_of_is_printed(
         tmp_path: Path, log: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    table_run.run(Table("t", (fake("explains"),)), tmp_path / "rows.jsonl")
+    measure.run(Table("t", (fake("explains"),)), tmp_path / "rows.jsonl")
     assert "what went wrong" in capsys.readouterr().err
 
 
 def test_rows_of_one_model_share_a_process_and_no_other_does(tmp_path: Path, log: Callable[[], list[str]]) -> None:
     table = Table("t", (fake(size=1), fake(size=2, model="b"), fake(size=3), fake("aborts", size=4), fake(size=5)))
-    assert table_run.run(table, tmp_path / "rows.jsonl") == 0
+    assert measure.run(table, tmp_path / "rows.jsonl") == 0
     measured = [line.split() for line in processes(tmp_path)]
     assert [size for _, size, _ in measured] == ["1", "3", "4", "2", "5"]
     one, three, aborted, other, five = (process for *_, process in measured)
@@ -445,17 +451,17 @@ def test_rows_that_time_did_not_suffice_for_are_missing_yet(
         limits.append(limit_s)
         return threading.Timer(0.0, over, (kill,)) if len(limits) == 2 else threading.Timer(60.0, kill)
 
-    monkeypatch.setattr(table_run, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(table_run, "threading", SimpleNamespace(Timer=timer_of))
-    assert table_run.run(table, output, limit_s=0.0) == 3 and log() == [] == limits
-    assert table_run.run(table, output, limit_s=100.0) == 2 and limits == [100.0, 100.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(measure, "threading", SimpleNamespace(Timer=timer_of))
+    assert measure.run(table, output, limit_s=0.0) == 3 and log() == [] == limits
+    assert measure.run(table, output, limit_s=100.0) == 2 and limits == [100.0, 100.0]
     assert log() == ["good 1", "hangs 2"] and [row["tflops"] for row in rows.read(output)] == [2.0]
 
 
 def test_a_row_that_hangs_is_given_up(
         tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_run, "ROW_LIMIT_S", 0.3)
-    assert table_run.run(Table("t", (fake("hangs"), fake("hangs", size=1))), tmp_path / "rows.jsonl") == 0
+    monkeypatch.setattr(measure, "ROW_LIMIT_S", 0.3)
+    assert measure.run(Table("t", (fake("hangs"), fake("hangs", size=1))), tmp_path / "rows.jsonl") == 0
     hung, another = rows.read(tmp_path / "rows.jsonl")
     assert hung["error"].startswith("took more than") and hung["options"] == {"mode": "hangs"}
     assert another["error"].startswith("took more than")
@@ -463,14 +469,14 @@ def test_a_row_that_hangs_is_given_up(
 
 def test_ctrl_c_leaves_whole_rows(tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLES, "some", Table("t", (fake(size=1), fake(size=2))))
-    true = table_run.measured
+    true = measure.measured
 
     def stopped(specs: Sequence[Spec], end: float) -> Iterator[rows.Row]:
         yield next(true(specs, end))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(table_run, "measured", stopped)
-    result = CliRunner().invoke(cli.app, ["bench", "some", "--output", str(tmp_path / "rows.jsonl")])
+    monkeypatch.setattr(measure, "measured", stopped)
+    result = CliRunner().invoke(measure.app, ["some", "--output", str(tmp_path / "rows.jsonl")])
     assert result.exit_code == 130 and "the finished rows are in" in result.output
     assert [row["tflops"] for row in rows.read(tmp_path / "rows.jsonl")] == [2.0]
 
@@ -486,18 +492,18 @@ def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch:
     size, how = dict(batch=2, length=32), dict(steps=1, warm_up=1)
     monkeypatch.setitem(TABLES, "small", Table("Small", (
         Spec("native", dict(size, micro_batch_size=1), how), Spec("megacompile", dict(size, layers=1000)))))
-    command = ["bench", "small", "--shape", "tiny", "--output", str(tmp_path / "rows.jsonl")]
-    monkeypatch.setattr(table_run, "measured", lambda specs, end, true=table_run.measured: (
+    command = ["small", "--shape", "tiny", "--output", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(measure, "measured", lambda specs, end, true=measure.measured: (
         true(specs, end) if specs[0].system == "native" else iter([dict(error="too deep")])))
-    result = CliRunner().invoke(cli.app, command)
+    result = CliRunner().invoke(measure.app, command)
     assert result.exit_code == 0, result.output
     row, failed = rows.read(tmp_path / "rows.jsonl")
     assert row["options"] == dict(size, shape="tiny", micro_batch_size=1) and len(row["times_s"]) == 2
     assert row["device"] == rows.machine("cpu")["device"] == failed["device"] and row["commit"] and row["tflops"] > 0
     assert "0 of 2 rows" in result.output and "| native " in result.output
     assert "megacompile --shape tiny --batch 2 --length 32 --layers 1000: too deep" in result.output
-    monkeypatch.setattr(table_run, "described_machine", lambda: rows.machine("cpu"))
-    again = CliRunner().invoke(cli.app, command)
+    monkeypatch.setattr(measure, "described_machine", lambda: rows.machine("cpu"))
+    again = CliRunner().invoke(measure.app, command)
     assert "2 of 2 rows" in again.output and len(rows.read(tmp_path / "rows.jsonl")) == 2
     assert again.output.split("\n", 1)[1] in result.output
 
@@ -506,12 +512,12 @@ def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch:
     (["nothing"], "unknown table 'nothing': choose one of gates", 2),
     (["gates", "--shape", "huge"], "unknown shape 'huge'", 2)])
 def test_what_there_is_not_is_refused_with_what_there_is(arguments: list[str], message: str, code: int) -> None:
-    result = CliRunner().invoke(cli.app, ["bench", *arguments])
+    result = CliRunner().invoke(measure.app, arguments)
     assert result.exit_code == code and message in result.output
 
 
 def test_help_names_every_table() -> None:
-    words = set(re.findall(r"\w+", CliRunner().invoke(cli.app, ["bench", "--help"]).output))
+    words = set(re.findall(r"\w+", CliRunner().invoke(measure.app, ["--help"]).output))
     assert words >= {*TABLES}
 
 
@@ -605,10 +611,10 @@ def test_a_row_that_failed_is_shown_with_the_reason() -> None:
 @pytest.mark.parametrize("table", [TABLE, replace(TABLE, x="batch")], ids=["bars", "curves"])
 def test_a_table_is_drawn(table: Table, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plots.draw(table, [result_of(OURS, tflops=90.0), result_of(BEST, tflops=120.0)], tmp_path / "plots/some.svg")
+    result_table.draw(table, [result_of(OURS, tflops=90.0), result_of(BEST, tflops=120.0)], tmp_path / "plots/some.svg")
     assert "<svg" in (tmp_path / "plots/some.svg").read_text()
     with pytest.raises(MegacompileError, match="has been measured: measure some before drawing"):
-        plots.draw(table, [result_of(OURS, error="broken")], tmp_path / "none.svg")
+        result_table.draw(table, [result_of(OURS, error="broken")], tmp_path / "none.svg")
 
 
 def test_an_option_that_is_zero_is_shown(tmp_path: Path) -> None:
@@ -616,7 +622,7 @@ def test_an_option_that_is_zero_is_shown(tmp_path: Path) -> None:
     found = [result_of(spec, tflops=90.0) for spec in table.rows]
     assert "| 0              | 90 " in markdown(table, found)
     pytest.importorskip("matplotlib")
-    plots.draw(table, found, tmp_path / "zero.svg")
+    result_table.draw(table, found, tmp_path / "zero.svg")
     assert "saved layers 0" in (tmp_path / "zero.svg").read_text()
 
 
@@ -624,7 +630,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
         tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(TABLES, "some", Table("t", (fake(size=1),)))
-    result = CliRunner().invoke(cli.app, ["bench", "some", "--plot", str(tmp_path / "x.svg")])
+    result = CliRunner().invoke(measure.app, ["some", "--plot", str(tmp_path / "x.svg")])
     assert result.exit_code == 1 and "pip install matplotlib" in result.output and log() == []
 
 

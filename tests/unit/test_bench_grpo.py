@@ -12,8 +12,11 @@ import pytest
 pytest.importorskip("datasets")
 pytest.importorskip("trl")
 
-from megacompile.bench import grpo, phase_clock, rows
-from megacompile.bench.phase_clock import PhaseClock
+import clocks
+import grpo
+import rows
+from clocks import PhaseClock
+
 from megacompile.errors import MegacompileError
 
 TINY = ["--shape", "tiny", "--layers", "2", "--prompts", "3", "--samples", "4", "--length", "8", "--new-tokens", "6",
@@ -44,7 +47,7 @@ def test_phases_of_grpo_add_up_to_its_steps(arguments: list[str], iterations: in
         nonlocal now
         now += 1e-3
 
-    for module in (grpo, phase_clock):
+    for module in (grpo, clocks):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(grpo, "PhaseClock", lambda _, outside: PhaseClock(wait, outside))
     row = row_of(*arguments)

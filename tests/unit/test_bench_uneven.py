@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rows
+import uneven
+from clocks import Clock, collections, step_fields
+from table import markdown
+from tables import Spec, Table
 from transformers import TrainerState
 
 from megacompile import api
-from megacompile.bench import rows, uneven, uneven_rows
-from megacompile.bench.step_clock import Clock, collections, step_fields
-from megacompile.bench.table import markdown
-from megacompile.bench.tables import Spec, Table
 from megacompile.errors import MegacompileError
 from megacompile.frontend.capture import capture
 from megacompile.losses import IGNORED
@@ -64,14 +65,14 @@ def test_rows_that_differ_in_data_trainer_and_budget_share_a_model_and_count_the
 @pytest.mark.parametrize("way", ["loop", "sft", "train"])
 def test_other_ways_to_train_give_rows_too(way: str) -> None:
     row = row_of("--through", way)
-    lengths = uneven_rows.DATA["instructions"].draw(2 * 6 * 4, seed=0)
+    lengths = uneven.DATA["instructions"].draw(2 * 6 * 4, seed=0)
     assert len(row["losses"]) == 3 and row["tokens_per_s"] > 0
     assert 6 * min(lengths) < row["tokens_per_step"] < 6 * statistics.mean(lengths) * 2
 
 
-@pytest.mark.parametrize("name", uneven_rows.DATA)
+@pytest.mark.parametrize("name", uneven.DATA)
 def test_lengths_are_drawn_as_declared_and_the_same_for_the_same_seed(name: str) -> None:
-    kind = uneven_rows.DATA[name]
+    kind = uneven.DATA[name]
     lengths = kind.draw(4000, seed=1)
     assert statistics.median(lengths) == pytest.approx(kind.median, rel=0.1)
     assert kind.shortest <= min(lengths) < max(lengths) <= kind.longest
@@ -79,8 +80,8 @@ def test_lengths_are_drawn_as_declared_and_the_same_for_the_same_seed(name: str)
 
 
 def test_packed_rows_hold_every_token_once_and_no_target_across_sequences() -> None:
-    source = uneven_rows.RandomRows([5, 3, 7, 2, 8], 50)
-    packed = uneven_rows.PackedRows(source, 8)
+    source = uneven.RandomRows([5, 3, 7, 2, 8], 50)
+    packed = uneven.PackedRows(source, 8)
     found = [packed[index] for index in range(len(packed))]
     assert [row["tokens"] for row in found] == [8, 7, 2, 8]
     assert all(len(row[name]) == 8 for row in found for name in ("input_ids", "labels", "position_ids"))

@@ -166,11 +166,11 @@ def test_wrong_arguments_are_exit_code_2(config: Path, arguments: tuple[str, ...
     assert result.stderr.startswith("megacompile: ") and len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "inspect", "calibrate", "bench", "doctor"])
+@pytest.mark.parametrize("command", ["train", "plan", "inspect", "calibrate", "doctor"])
 def test_a_number_that_no_option_takes_is_one_sentence(command: str, config: Path, tmp_path: Path) -> None:
     """Every option that takes a number is given NaN, infinity, numbers beyond any count, and numbers below its least."""
     options = {each.name: each for each in typer.main.get_command(cli.app).commands[command].params}  # type: ignore[attr-defined]
-    needed = {"train": [config, "--data", config], "plan": [config], "inspect": [config], "bench": ["gates"]}.get(command, [])
+    needed = {"train": [config, "--data", config], "plan": [config], "inspect": [config]}.get(command, [])
     tried = 0
     for name, hint in get_type_hints(next(each.callback for each in cli.app.registered_commands
                                           if each.callback.__name__ == command)).items():

@@ -12,11 +12,11 @@ import pytest
 import tiny_models
 import torch
 from disk_models import ROWS, SOME, TILES, adamw, streamed, trained, update_of
+from shapes import config
 from tiny_models import batch, same_bits
 from transformers import AutoModelForCausalLM
 
 import megacompile
-from megacompile.bench.shapes import config
 from megacompile.errors import DiskError, InsufficientMemoryError, MegacompileError, ProgramError, UnsupportedError
 from megacompile.ir.plan import STATE_SLABS
 from megacompile.ir.program import Lane

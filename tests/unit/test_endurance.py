@@ -4,8 +4,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from endurance import Sample, drift, grown
 
-from megacompile.bench.endurance import Sample, drift, grown
 from megacompile.errors import MegacompileError
 
 FLAT: dict[str, Any] = dict(host_bytes=1000, device_bytes=500, threads=9, files=7, step_s=1.0)

@@ -9,12 +9,12 @@ import pytest
 import sympy
 import tiny_models
 import torch
+from shapes import active_parameters
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megacompile
 from megacompile import api
-from megacompile.bench.shapes import active_parameters
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template
 from megacompile.planning.config import StreamConfig
 from megacompile.predict.durations import Durations

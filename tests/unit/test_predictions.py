@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from counted import python_calls
+from shapes import config
+from step import left_out
 from torch import fx
 
 import megacompile
-from megacompile.bench.shapes import config
-from megacompile.bench.step import left_out
 from megacompile.ir.placement import LISTS, Placements
 from megacompile.ir.plan import Plan, split
 from megacompile.ir.program import op_of

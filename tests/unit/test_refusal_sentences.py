@@ -24,7 +24,7 @@ ERRORS = {
     "ArgumentError", "CaptureError", "DeviceMemoryError", "DeviceUnavailableError", "InsufficientMemoryError", "LeaseError",
     "MegacompileError", "RankError", "TornError", "UnsupportedError"}
 #: Packages that a loop of the user's own does not reach.
-APART = ("bench", "finetuning")
+APART = ("finetuning",)
 _AGAIN = "the model is then captured with attention of its own"
 #: Words of sentences that no user meets, with the reason.
 UNMET = {

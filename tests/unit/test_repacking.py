@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
+from uneven import DATA
 
 import megacompile
-from megacompile.bench.uneven import DATA
 from megacompile.errors import InsufficientMemoryError
 from megacompile.inputs.packed_layout import LENGTH, SHARES, Span, lay_out, spans_of
 from megacompile.ir.placement import Placements, Updated

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megacompile.bench import rows, storage
+import rows
+import storage
 
 
 def test_a_row_says_how_fast_a_model_is_read_and_what_a_save_costs_the_steps_beside_it(tmp_path: Path) -> None:

@@ -3,12 +3,16 @@ from __future__ import annotations
 
 import argparse
 
+import endurance
+import fsdp
 import pytest
+import step
+import storage
 import typer
+import uneven
 from torch.distributed.run import get_args_parser
 
 from megacompile import cli
-from megacompile.bench import endurance, fsdp, step, storage, uneven
 
 
 def flags(parser: argparse.ArgumentParser) -> set[str]:

@@ -1,4 +1,4 @@
-"""The benchmark tables, as data. `megacompile bench TABLE` measures the missing rows of a table."""
+"""The benchmark tables, as data. `python benchmarks/measure.py TABLE` measures the missing rows of a table."""
 from __future__ import annotations
 
 import importlib
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megacompile.bench import rows
+import rows
 
 #: The module that measures a row, by the row's system.
-MODULES = {"megacompile": "megacompile.bench.step", "native": "megacompile.bench.native", "uneven": "megacompile.bench.uneven"}
+MODULES = {"megacompile": "step", "native": "native", "uneven": "uneven"}
 
 _Options = dict[str, Any]
 

@@ -1,17 +1,101 @@
-"""Measures how long each step of a row takes, how many tokens it computes, and how long garbage collections take."""
+"""Clocks of benchmarks: of phases, of steps, of garbage collections; and the device's SM clock and power during timed steps."""
 from __future__ import annotations
 
 import contextlib
 import gc
 import math
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import transformers
 
-from megacompile.bench.rows import Row
+#: Column of nvidia-smi -> field of a row.
+QUERY = {"clocks.sm": "sm_clock_mhz", "power.draw": "power_w"}
+INTERVAL_MS = 200
+
+
+def _command(index: str) -> list[str]:
+    return ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", "-lms", str(INTERVAL_MS),
+            "-i", index]
+
+
+@contextlib.contextmanager
+def sampled(device: str) -> Iterator[dict[str, float]]:
+    """A context that yields a dict and fills it at the end with medians over its duration. The dict stays empty on a CPU,
+    without nvidia-smi, and if nvidia-smi reports nothing."""
+    found: dict[str, float] = {}
+    if torch.device(device).type != "cuda" or shutil.which("nvidia-smi") is None:
+        yield found
+        return
+    # Uses the UUID, since nvidia-smi's indices include devices that CUDA_VISIBLE_DEVICES hides.
+    index = "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+    process = subprocess.Popen(_command(index), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        yield found
+    finally:
+        process.terminate()
+        printed, _ = process.communicate()
+        found.update(medians(printed))
+
+
+def medians(printed: str) -> dict[str, float]:
+    """The medians of lines such as "1480, 690.31". Values that are not numbers ("[N/A]") and incomplete lines are skipped."""
+    lines = [line.split(",") for line in printed.splitlines()]
+    samples = {field: [float(line[i]) for line in lines if len(line) == len(QUERY) and _is_number(line[i])]
+               for i, field in enumerate(QUERY.values())}
+    return {field: statistics.median(values) for field, values in samples.items() if values}
+
+
+def _is_number(text: str) -> bool:
+    return text.strip().replace(".", "", 1).isdigit()
+
+
+class PhaseClock:
+    """Counts the seconds of phases. A phase that begins inside another one pauses it, so that no second counts twice. Time
+    outside of all phases counts as `outside`.
+
+    `wait` is called whenever a phase begins or ends: it waits for the device, whose work then counts for the phase that issued
+    it."""
+
+    def __init__(self, wait: Callable[[], None], outside: str) -> None:
+        self._wait, self._open = wait, [outside]
+        self._seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def begin(self, phase: str) -> None:
+        self._count()
+        self._open.append(phase)
+
+    def end(self) -> None:
+        """Ends the phase that began last."""
+        self._count()
+        self._open.pop()
+
+    @contextlib.contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """A context whose time counts for a phase."""
+        self.begin(phase)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def taken(self) -> dict[str, float]:
+        """The seconds of each phase since the last call, or since the clock was made."""
+        self._count()
+        found, self._seconds = self._seconds, {}
+        return found
+
+    def _count(self) -> None:
+        self._wait()
+        now, phase = time.perf_counter(), self._open[-1]
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since
+        self._since = now
 
 
 class Clock(transformers.TrainerCallback):
@@ -99,7 +183,7 @@ def collections() -> Iterator[list[tuple[float, float]]]:
         gc.callbacks.remove(note)
 
 
-def step_fields(warm_up: int, times: Sequence[float], useful: Sequence[int], computed: Sequence[int]) -> Row:
+def step_fields(warm_up: int, times: Sequence[float], useful: Sequence[int], computed: Sequence[int]) -> dict[str, Any]:
     """The fields of a row about its steps, from the seconds, useful tokens and computed tokens per step in each interval, of
     which the first `warm_up` ones do not count. The duration of a step depends on its number of tokens, so
     `slowest_over_median_by_token` compares seconds per computed token."""

@@ -1,4 +1,4 @@
-"""Measures the rows of a table that a file does not have yet.
+"""Measures the rows of a table that a file does not have yet, and prints the table: `python benchmarks/measure.py --help`.
 
 Rows with the same model share a process and the model. If a row crashes its process, a new process measures the rows after it.
 """
@@ -15,11 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+import rows
+import typer
+from shapes import SHAPES
+from table import draw, markdown
+from tables import MODULES, TABLES, Spec, Table
 
 import megacompile
-from megacompile.bench import rows
-from megacompile.bench.tables import MODULES, Spec, Table
+from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.inspection import choose
+from megacompile.picture import check_matplotlib
 
 #: Time limit for a row in seconds. A row that takes longer is assumed to hang.
 ROW_LIMIT_S = 20 * 60.0
@@ -121,11 +128,51 @@ def _repeat(process: subprocess.Popen[str], said: IO[str]) -> None:
 def described_machine() -> rows.Row:
     """The fields of a row about the machine. They are read in a separate process, since CUDA keeps half a gigabyte of device
     memory once it is used."""
-    done = subprocess.run([sys.executable, "-m", "megacompile.bench.rows"], env=_environment(), capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "rows"], env=_environment(), capture_output=True, text=True,
                           check=True)
     return dict(json.loads(done.stdout))
 
 
 def _environment() -> dict[str, str]:
-    root = str(Path(megacompile.__file__).parents[1])  # so that the process imports this copy of megacompile
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    root = Path(megacompile.__file__).parents[1]  # so that the process imports this copy of megacompile
+    here = Path(__file__).resolve().parent
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    name: Annotated[str, typer.Argument(metavar="TABLE", help=f"The table to measure: {', '.join(TABLES)}.")],
+    output: Annotated[Path, typer.Option(
+        dir_okay=False, help="File with the measured rows (JSON lines). New rows are appended.")] = Path("bench.jsonl"),
+    shape: Annotated[str | None, typer.Option(
+        help="Model shape for rows that do not name one, such as tiny.", show_default="the table's")] = None,
+    limit_minutes: Annotated[float | None, typer.Option(
+        min=0.0, help="Time limit in minutes. Run the same command again to continue. 0: only print the existing rows.",
+        show_default="none")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure failed rows again.")] = False,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Also draw the table to this SVG file.")] = None,
+) -> None:
+    """Measure the missing rows of a benchmark table, and print the table."""
+    try:
+        if plot is not None:
+            check_matplotlib()
+        if shape is not None:
+            choose(SHAPES, shape, "shape")
+        table = choose(TABLES, name, "table").of_shape(shape)
+        run(table, output, limit_s=None if limit_minutes is None else 60 * limit_minutes, retry=retry)
+        print(markdown(table, rows.read(output)))
+        if plot is not None:
+            draw(table, rows.read(output), plot)
+    except KeyboardInterrupt:
+        print(f"stopped by Ctrl-C: the finished rows are in {output}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except MegacompileError as error:
+        print(f"measure: {error}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, ArgumentError) else 1) from None
+
+
+if __name__ == "__main__":
+    app(prog_name="measure")
