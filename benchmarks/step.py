@@ -44,7 +44,8 @@ from torch import Tensor
 import megacompile
 from megacompile import picture
 from megacompile.errors import MegacompileError
-from megacompile.ir.plan import RESIDUALS
+from megacompile.ir import options as stream_options
+from megacompile.ir.options import Takes
 from megacompile.ir.program import OPS, Lane, Op, argument, find
 from megacompile.planning.explain import host_slab_bytes
 from megacompile.planning.process_group import process_count
@@ -90,45 +91,29 @@ def of_the_disk(model: Any, simulated: Timeline | None) -> Row:
 _COPYING = (Lane.H2D, Lane.D2H, Lane.COLLECTIVE)
 
 
+_YES = {"yes": True, "no": False}
+#: Options of a row that `replan` can change.
+_PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
+            "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
+#: The options of `stream` that a row may have, besides those of all rows, and their defaults where these are not `stream`'s.
+OPTIONS = {*_PLANNED, "pinned_memory", "host_memory", "disk", "disk_state", "state_slabs", "precision"} - {"micro_batch_size"}
+DEFAULTS: dict[str, Any] = {"checkpoint_interval": 1, "resident": []}
+_HOW: dict[Takes, dict[str, Any]] = {Takes.COUNT: dict(type=int), Takes.TILES: dict(nargs="*"), Takes.TEXT: {}, Takes.BYTES: {},
+                                     Takes.FLAG: dict(choices=tuple(_YES))}
+
+
 def options() -> argparse.ArgumentParser:
     parser = rows.parser(__doc__)
-    parser.add_argument("--checkpoint-interval", type=int, default=1,
-                        help="number of layers between activation checkpoints (default: 1)")
-    parser.add_argument("--weight-slots", type=int,
-                        help="number of device buffers for streamed weights (default: chosen by the planner)")
-    parser.add_argument("--resident", nargs="*", default=[],
-                        help="tiles whose weights stay on the device, or all (default: none)")
-    parser.add_argument("--resident-state", nargs="*",
-                        help="tiles that stay on the device with their optimizer state (default: chosen by the planner)")
-    parser.add_argument("--visiting-state", nargs="*",
-                        help="tiles that are copied to the device for their update (default: chosen by the planner)")
-    parser.add_argument("--deferred-moments", choices=tuple(_YES),
-                        help="update moments after the weights of all tiles (default: chosen by the planner)")
-    parser.add_argument("--saved-layers", type=int,
-                        help="number of layers, counted from the last, that keep their residuals (default: as many as fit)")
-    parser.add_argument("--residuals", choices=RESIDUALS,
-                        help="which residuals these layers keep (default: chosen by the planner)")
-    parser.add_argument("--token-chunk", type=int,
-                        help="number of tokens that a layer computes at a time (default: chosen by the planner)")
-    parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
-    parser.add_argument("--pinned-memory",
-                        help="budget for pinned memory; if it does not hold all tiles, copies use pinned buffers "
-                             "(default: no limit)")
-    parser.add_argument("--host-memory", help='host memory budget, such as "48GiB" (default: the available memory)')
-    parser.add_argument("--disk", help="folder on a local drive for moments that host memory does not hold (default: none)")
-    parser.add_argument("--disk-state", nargs="*",
-                        help="tiles whose moments are there, or all (default: the fewest that let training fit host memory)")
-    parser.add_argument("--state-slabs", type=int,
-                        help="number of buffers for moments of layers on their way (default: chosen by the planner)")
+    for name, _, row in stream_options.rows():
+        if name in OPTIONS:
+            parser.add_argument(f"--{name.replace('_', '-')}", help=f"{row.help} (default: {DEFAULTS.get(name, row.unset)})",
+                                default=DEFAULTS.get(name), **_HOW[row.takes])
     parser.add_argument("--uncompiled", action="store_true", help="run templates op by op instead of compiling them")
     parser.add_argument("--train-step", action="store_true", help="run each step as one program")
-    parser.add_argument("--waves", type=int, help="number of waves in a step (default: chosen by the planner)")
     parser.add_argument("--overlap", action="store_true", help="update tiles as their gradients arrive, without clipping")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK",
                         help="train PEFT's adapters on all linear layers, over frozen weights (default: train all weights)")
     parser.add_argument("--quantize", choices=tuple(FORMATS), help="format of the frozen weights (default: bfloat16)")
-    parser.add_argument("--precision", help='"float8", "float8-emulated", or with fields, such as "float8:scaling=row" '
-                                            "(default: bfloat16)")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw", help="optimizer (default: adamw)")
     parser.add_argument("--optim-args", help='more of its options, such as "master=bfloat16"')
     parser.add_argument("--synchronous-optimizer", action="store_true",
@@ -149,10 +134,6 @@ def options() -> argparse.ArgumentParser:
 #: Rows that have these options in common are measured on one model.
 MODEL = ("shape", "layers", "device", "pinned_memory", "host_memory", "disk", "disk_state", "state_slabs", "uncompiled", "nccl",
          "lora", "quantize", "precision", "overlap")  # clipping leaves gradients in tiles
-#: Options of a row that `replan` can change.
-_PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
-            "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
-_YES = {"yes": True, "no": False}
 
 
 class Models(KeptModel):

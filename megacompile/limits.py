@@ -12,6 +12,8 @@ from megacompile.errors import ArgumentError, MegacompileError, shortened
 
 #: A name must have fewer characters.
 LONGEST_NAME = 1024
+#: Limit for counts that `LARGEST` does not name.
+LARGEST_COUNT = 1 << 24
 #: Limit for all other numbers, such as bytes and parameters.
 LARGEST_NUMBER = 2**63 - 1
 #: Limit for the characters of a program. A program for 1,000 layers and 100 micro-batches has a tenth as many.
@@ -32,9 +34,10 @@ LARGEST: Mapping[str, int] = {
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raises `MegacompileError` unless `value` is a whole number from `least` to `LARGEST[name]`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST[name]:
-        most = f" and at most {LARGEST[name]:,}" if isinstance(value, int) and value > least else ""
+    """Raises `MegacompileError` unless `value` is a whole number from `least` to `LARGEST[name]`, or `LARGEST_COUNT`."""
+    largest = LARGEST.get(name, LARGEST_COUNT)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
+        most = f" and at most {largest:,}" if isinstance(value, int) and value > least else ""
         raise MegacompileError(f"{name} must be a whole number of at least {least}{most}, "
                                f"not {_shown(value)}")
 

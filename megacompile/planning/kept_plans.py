@@ -15,6 +15,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megacompile import schema
 from megacompile.codegen import kept_files
 from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.ir.placement import LISTS
-from megacompile.ir.plan import RESIDUALS, UPDATES, Plan
+from megacompile.ir.plan import Plan
 from megacompile.limits import LONGEST_NAME
 
 #: How many plans are kept, those that were used last.
@@ -34,17 +35,14 @@ _LONGEST = 1 << 22
 
 _count = schema.whole(0, 2**31 - 1)
 _name = schema.must(lambda value: type(value) is str and len(value) < LONGEST_NAME, "a name")
-_tiles = schema.sequence(_name)
-#: What each of `Plan.values` may be; `Plan` itself checks combinations.
+#: What a field of `Plan` may be in a file, by its annotation; `Plan` itself checks values and combinations.
+_RULES: Mapping[str, schema.Rule] = {
+    "int": _count, "bool": schema.flag, "str": _name, "tuple[str, ...]": schema.sequence(_name),
+    "tuple[int, ...]": schema.sequence(_count)}
+#: The same for each of `Plan.values`.
 FIELDS: Mapping[str, schema.Rule] = {
-    **dict.fromkeys(("batch", "length", "checkpoint_interval", "saved_layers", "weight_slots", "gradient_slots",
-                     "staging_slabs", "gradient_slabs", "waves", "token_chunk", "host_checkpoints",
-                     "checkpoint_slots", "ranks", "hosts", "state_slabs"), _count),
-    **dict.fromkeys((*LISTS, "update_order"), _tiles),
-    **dict.fromkeys(("pinned", "deferred_moments"), schema.flag),
-    **dict.fromkeys(("micro_batches", "lengths"), schema.sequence(_count)),
-    "update": schema.one_of(UPDATES), "residuals": schema.one_of(RESIDUALS), "output": _name,
-}
+    **{each.name: _RULES[str(each.type)] for each in fields(Plan) if each.name != "placements"},
+    **dict.fromkeys(LISTS, _RULES["tuple[str, ...]"])}
 _FILE = schema.record({"plan": schema.record(FIELDS),
                        "free": schema.record({}, optional=dict.fromkeys(ALIKE, schema.whole(0, 2**63 - 1)))})
 

@@ -10,15 +10,10 @@ from typing import Any
 
 import torch
 
+from megacompile.ir.options import Scope, named
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
-from megacompile.planning.config import StreamConfig
 from megacompile.planning.search_space import SearchSpace
 from megacompile.torch_compat.inductor import config as inductor_config
-
-#: Options that change no plan, or whose effects are in a question (graphs, budgets, passes).
-ELSEWHERE = frozenset({"device", "device_memory", "pinned_memory", "host_memory", "dtype", "compile", "dynamic",
-                       "expert_pieces", "passes", "template_passes", "loss", "stall_timeout", "repack", "distributed",
-                       "mesh", "peer_copies", "reference", "disk", "precision"})
 
 
 def question(space: SearchSpace, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
@@ -38,8 +33,7 @@ def question(space: SearchSpace, batch: int, length: int, update: str, whole_ste
         "device_bytes": None if config.device_memory is None else space.device_bytes,
         "host_bytes_left": None if config.host_memory is None else space.host_bytes_left,
         "pinned_bytes": space.pinned_bytes, "margin_bytes": space.margin_bytes, "fused": space.fused,
-        "knobs": {field.name: getattr(config, field.name) for field in dataclasses.fields(StreamConfig)
-                  if field.name not in ELSEWHERE},
+        "options": {name: getattr(config, name) for name in named(lambda row: row.scope is Scope.PLAN)},
         "model": {name: bool(getattr(captured, name)) for name in (
             "has_loss_denominator", "is_averaged", "across_rows", "fused_attention")},
         "pair_bytes": captured.pair_bytes, "patches": [(x.encoder.elements, str(x.dtype)) for x in captured.patches],

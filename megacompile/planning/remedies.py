@@ -2,17 +2,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from megacompile.errors import NoFittingPlanError
-from megacompile.planning.config import StreamConfig
+from megacompile.ir.options import rows
 from megacompile.planning.search_space import SearchSpace
 from megacompile.sizes import format_bytes
 
-#: Options of `stream` that may keep a plan from fitting.
-OPTIONS = ("weight_slots", "gradient_slots", "micro_batch_size", "checkpoint_interval", "saved_layers", "token_chunk",
-           "host_checkpoints", "resident", "resident_state")
 #: The shortest sequences that a remedy names.
 LEAST_LENGTH = 16
 
@@ -46,8 +43,8 @@ def _batches(space: SearchSpace, batch: int, length: int, update: str) -> list[s
 
 def _options(space: SearchSpace, batch: int, length: int, update: str) -> list[str]:
     """The given options without which this batch would fit."""
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(StreamConfig)}
-    given = {name: value for name in OPTIONS if (value := getattr(space.config, name)) != defaults[name]}
+    defaults = {name: default for name, default, row in rows() if row.hinders}
+    given = {name: value for name, default in defaults.items() if (value := getattr(space.config, name)) != default}
 
     def hinders(name: str) -> bool:
         other: dict[str, Any] = {name: defaults[name]}

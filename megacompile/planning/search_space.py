@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
+from megacompile.ir.options import planned
 from megacompile.ir.placement import LISTS_OF_UPDATED, Placement, Placements, Updated
 from megacompile.ir.plan import FULL_TOKENS, STATE_SLABS, Plan, split
 from megacompile.planning.memory import slab_bytes, state_slab_bytes
@@ -145,10 +146,9 @@ class SearchSpace(MemoryBudget):
         slots = config.weight_slots or min(len(self.captured.calls) - 2, max(2, interval + 1))
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-            config.gradient_slots or 2, self._placements(update), pinned.tiles, pinned.staging_slabs,
-            self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted,
-            output=self.output,
-            deferred_moments=config.defers(update), residuals=config.residuals or "all",
+            placements=self._placements(update), pinned=pinned.tiles, staging_slabs=pinned.staging_slabs,
+            gradient_slabs=self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted,
+            output=self.output, deferred_moments=config.defers(update), **planned(config),
             ranks=self.tiling.ranks, hosts=self.tiling.hosts, state_slabs=self._state_slabs(update))
 
     def _state_slabs(self, update: str) -> int:

@@ -5,13 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from megacompile.errors import MegacompileError
+from megacompile.ir.options import named
 from megacompile.planning.device import device_budget
 from megacompile.streaming.streamed import Streamed
 
 #: The options of `stream` that affect plans alone. The others also decide tiles, kernels or lanes.
-OPTIONS = ("checkpoint_interval", "deferred_moments", "device_memory", "gradient_slots", "host_checkpoints",
-           "host_sums", "micro_batch_size", "resident", "resident_state", "residuals", "saved_layers", "token_chunk",
-           "visiting_state", "waves", "weight_slots")
+OPTIONS = named(lambda row: row.replan)
 
 
 def replan(streamed: Streamed, **options: Any) -> None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
+from megacompile.ir.options import Row, Takes, rows
 from megacompile.limits import LARGEST
 from megacompile.tools.lora import Lora
 from megacompile.tools.recipe import Kind, default_length, default_of, default_words
@@ -32,7 +34,6 @@ DEFAULT_HARDWARE = "h200"
 
 _PLAN_PANEL = "Plan"
 _SCHEDULE_PANEL = "What to plan for"
-_PLANNER = "chosen by the planner"
 
 
 class DType(enum.StrEnum):
@@ -55,14 +56,6 @@ class Update(enum.StrEnum):
 Model = Annotated[str, typer.Argument(
     metavar="MODEL", help="A model directory, a config (directory or JSON file), or a model id on the Hugging Face Hub. Only "
                           "the config is read.")]
-CheckpointInterval = Annotated[int | None, typer.Option(
-    min=1, rich_help_panel=_PLAN_PANEL, help="Number of layers between activation checkpoints.", show_default=_PLANNER)]
-MicroBatchSize = Annotated[int | None, typer.Option(
-    min=1, rich_help_panel=_PLAN_PANEL, help="Number of sequences that the device computes at a time.", show_default=_PLANNER)]
-Device = Annotated[str | None, typer.Option(
-    help="Device to compute on: cpu or cuda.", show_default="cuda if there is a GPU")]
-DeviceMemory = Annotated[str | None, typer.Option(
-    rich_help_panel=_PLAN_PANEL, help='Device memory budget, such as "24GiB".', show_default="the free memory, less a margin")]
 Optim = Annotated[str, typer.Option(
     "--optim", "--optimizer", help="Optimizer: adamw, muon, lion or sgd, with state in float32; or with smaller state: "
                                    "adamw_bf16, adamw_8bit, and the same for muon and lion. Names of transformers that mean "
@@ -75,84 +68,49 @@ Strict = Annotated[bool, typer.Option(
 ModelDType = Annotated[DType, typer.Option(help="Data type of the weights. auto: the model's own.")]
 
 
-@dataclass(frozen=True)
-class Knobs:
-    """The fields of `StreamConfig` that shape a plan. The planner chooses those that are None."""
+#: The type of the value of each kind of option, as a command gets it.
+_TYPES: dict[Takes, Any] = {Takes.COUNT: int | None, Takes.BYTES: str | None, Takes.FLAG: bool | None, Takes.TEXT: str | None,
+                           Takes.TILES: list[str] | None}
+#: Options that are not among the details of a plan.
+_PLAIN = ("device",)
 
-    device: Device = None
-    device_memory: DeviceMemory = None
-    pinned_memory: Annotated[str | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help='Budget for pinned host memory, such as "64GiB". If weights and gradients need more, they are copied through '
-             "pinned buffers.", show_default="no limit")] = None
-    host_memory: Annotated[str | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL, help='Host memory budget, such as "256GiB".',
-        show_default="the memory of the hardware")] = None
-    precision: Annotated[str | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help="float8: layers multiply in float8; float8-emulated: with the same rounding, on any device, slowly. Fields of the "
-             "recipe may follow: float8:weight_gradients=bfloat16,scaling=row.",
-        show_default="the data type of the weights")] = None
-    checkpoint_interval: CheckpointInterval = None
-    micro_batch_size: MicroBatchSize = None
-    saved_layers: Annotated[int | None, typer.Option(
-        min=0, rich_help_panel=_PLAN_PANEL,
-        help="Number of layers, counted from the last, that keep their residuals instead of recomputing them.",
-        show_default=_PLANNER)] = None
-    residuals: Annotated[str | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help='What these layers keep: "all" residuals, or only the results of "attention" (the rest is recomputed).',
-        show_default=_PLANNER)] = None
-    waves: Annotated[int | None, typer.Option(
-        min=1, rich_help_panel=_PLAN_PANEL,
-        help="Number of waves in a step. Each wave runs forward and backward for a share of the batch.",
-        show_default=_PLANNER)] = None
-    host_sums: Annotated[list[str] | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help="Name of a tile whose gradients are summed over waves in host memory (FP32), or all, or none. Repeat for more.",
-        show_default=_PLANNER)] = None
-    token_chunk: Annotated[int | None, typer.Option(
-        min=0, rich_help_panel=_PLAN_PANEL,
-        help="Number of tokens of a sequence that a layer computes at a time, except in attention. 0: all.",
-        show_default=_PLANNER)] = None
-    resident: Annotated[list[str] | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL, help="Name of a tile whose weights stay on the device, or all. Repeat for more.",
-        show_default="none")] = None
-    resident_state: Annotated[list[str] | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help="Name of a tile that stays on the device with its optimizer state and is updated there, or all, or none. Repeat "
-             "for more.", show_default=_PLANNER)] = None
-    visiting_state: Annotated[list[str] | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help="Name of a tile that is copied to the device for its update and back, or all, or none. Repeat for more.",
-        show_default=_PLANNER)] = None
-    deferred_moments: Annotated[bool | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help="Update the weights of all tiles first, and their moments during the next forward.",
-        show_default=_PLANNER)] = None
-    disk: Annotated[str | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help="A folder on a local drive for optimizer state that host memory does not hold.",
-        show_default="all state is in host memory")] = None
-    disk_state: Annotated[list[str] | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help="Name of a tile whose moments are on that drive, or all, or none. Repeat for more.",
-        show_default="the fewest that let training fit host memory")] = None
-    state_slabs: Annotated[int | None, typer.Option(
-        min=1, rich_help_panel=_PLAN_PANEL,
-        help="Number of buffers in host memory through which moments pass from and to the drive.",
-        show_default=_PLANNER)] = None
-    dynamic: Annotated[bool | None, typer.Option(
-        rich_help_panel=_PLAN_PANEL,
-        help="Compile kernels of packed rows once for rows of any number and length, instead of once for each of a few sizes.",
-        show_default="on if kernels are compiled, as on a GPU")] = None
-    weight_slots: Annotated[int | None, typer.Option(
-        min=1, rich_help_panel=_PLAN_PANEL, help="Number of device buffers for streamed weights.",
-        show_default=_PLANNER)] = None
+
+def flag(name: str, row: Row) -> Any:
+    """The type of a command's parameter for this option of `stream`."""
+    help = re.sub(r"`(\w+)`", lambda found: f"--{found[1].replace('_', '-')}", row.help)
+    if row.takes is Takes.TILES:
+        help += ' The name of a tile, repeated for more; or "all", or "none".'
+    more = dict(min=row.least) if row.takes is Takes.COUNT else {}
+    panel = None if name in _PLAIN else _PLAN_PANEL
+    return Annotated[_TYPES[row.takes], typer.Option(help=help, show_default=row.unset, rich_help_panel=panel, **more)]
+
+
+FLAGS = {name: flag(name, row) for name, _, row in rows() if row.flag}
+if TYPE_CHECKING:
+    Device = DeviceMemory = str | None
+else:
+    Device, DeviceMemory = FLAGS["device"], FLAGS["device_memory"]
+
+
+class Knobs:
+    """The options of `stream` that commands have, each None unless it is given."""
+
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __init__(self, **given: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def given(self) -> dict[str, Any]:
-        """The options that were given, without those that are left to the planner."""
+        """The options that were given, as `StreamConfig` takes them."""
         return {name: _tile_names(value) for name, value in asdict(self).items() if value is not None}
+
+
+Knobs.__annotations__ = FLAGS
+for _name in FLAGS:
+    setattr(Knobs, _name, None)
+dataclass(frozen=True)(Knobs)
 
 
 def _tile_names(value: Any) -> Any:
