@@ -15,7 +15,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, get_type_hints
 
 import typer
 
@@ -80,14 +80,15 @@ def flag(name: str, row: Row) -> Any:
     help = re.sub(r"`(\w+)`", lambda found: f"--{found[1].replace('_', '-')}", row.help)
     if row.takes is Takes.TILES:
         help += ' The name of a tile, repeated for more; or "all", or "none".'
-    more = dict(min=row.least) if row.takes is Takes.COUNT else {}
+    more: dict[str, Any] = dict(min=row.least) if row.takes is Takes.COUNT else {}
     panel = None if name in _PLAIN else _PLAN_PANEL
     return Annotated[_TYPES[row.takes], typer.Option(help=help, show_default=row.unset, rich_help_panel=panel, **more)]
 
 
 FLAGS = {name: flag(name, row) for name, _, row in rows() if row.flag}
 if TYPE_CHECKING:
-    Device = DeviceMemory = str | None
+    Device: TypeAlias = str | None
+    DeviceMemory: TypeAlias = str | None
 else:
     Device, DeviceMemory = FLAGS["device"], FLAGS["device_memory"]
 
