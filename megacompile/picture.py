@@ -26,7 +26,7 @@ COLORS = {
     "gradients summed": "#8a8a8a", "gradients summed over GPUs": "#7d6bb0", "gradients summed over hosts": "#a9539c",
     "norms and losses of all GPUs": "#5a4d80",
     "gradients to the host": "#52a9c9", "clip": "#333333",
-    "checkpoints to the host and back": "#b0c4de", "residuals to the host and back": "#8fa3c2", "update": "#cfae3c",
+    "checkpoints to the host and back": "#b0c4de", "update": "#cfae3c",
     "optimizer state from disk": "#8c6d4f", "optimizer state to disk": "#6b4f3a",
     "optimizer state moved": "#a8825e", "updated weights to the host": "#6fbfa5"}
 assert set(COLORS) == set(KINDS.values()), "every kind of instruction needs a color"

@@ -35,7 +35,6 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("share_norms", "share_host_norms", "share_loss"), "norms and losses of all GPUs"),
     "offload": "gradients to the host", "offload_norms": "gradients to the host",
     **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),
-    **dict.fromkeys(("stash_residuals", "fetch_residuals"), "residuals to the host and back"),
     "clip": "clip", "adam": "update", "adam_weights": "update", "adam_moments": "update",
     "adam_of_sum": "update", "adam_resident": "update",
     "adam_visiting": "update", "adam_from_disk": "update",
@@ -44,8 +43,7 @@ KINDS: dict[str, str] = {
     "offload_weights": "updated weights to the host"}
 #: Ops that do no work.
 MARKS = frozenset({"record", "wait", "enter", "leave", "release", "lease", "leased", "result", "resident", "resident_state",
-                   "resident_gradients", "stashed", "output_gradient", "total_loss", "announce", "release_residuals",
-                   "stashed_residuals", "residual_memory"})
+                   "resident_gradients", "stashed", "output_gradient", "total_loss", "announce"})
 
 
 def kind_of(item: Item) -> str | None:

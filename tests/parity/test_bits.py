@@ -135,7 +135,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "two layers keep their residuals",
               "everything resident, its state too", "the first tiles' state resident, K = 2", "checkpoints on the host",
-              "residuals of one layer on the host", "a tile's state resident, all others visit", "moments after all weights")
+              "a tile's state resident, all others visit", "moments after all weights")
 
 
 @pytest.mark.parametrize("plan", PLANS)

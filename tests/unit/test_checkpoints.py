@@ -127,7 +127,7 @@ def test_too_little_host_memory_is_refused_before_anything_runs(monkeypatch: pyt
     model = megacompile.stream(tiny_models.build(), device="cpu", **OPTIONS)
     try:
         monkeypatch.setattr(activation_checkpoints, "available_host_bytes", lambda: 100)
-        with pytest.raises(InsufficientMemoryError, match=r"and residuals need .* and 100 B are available: use fewer"):
+        with pytest.raises(InsufficientMemoryError, match=r"activation checkpoints need .* and 100 B are available: use fewer"):
             model(**batch())
         assert not model.megacompile.streamed.forwards.open()
         monkeypatch.undo()

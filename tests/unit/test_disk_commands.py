@@ -63,7 +63,7 @@ def test_a_run_with_state_on_disk_logs_what_it_writes_and_resumes_to_the_bit(
 def test_a_plan_with_a_disk_says_what_is_written_and_how_long_drives_last(tmp_path: Path) -> None:
     arguments = ("plan", CONFIG, "--hardware", "h200", "--batch", 16, "--length", 1024, "--host-memory", "12GiB")
     alone = command(*arguments)
-    assert alone.exit_code == 1 and "or keep moments on a local drive (disk='/nvme/state')" in alone.stderr, alone.output
+    assert alone.exit_code == 1 and "or keep moments on a local drive (--disk /nvme/state)" in alone.stderr, alone.output
     found = command(*arguments, "--disk", tmp_path, "--disk-rating", "1.2PB")
     assert found.exit_code == 0, found.output
     said = re.search(r"disk: the moments of (\d+) of 6 tiles, (\d+\.\d+) GiB, are read and written in each step.*; drives "

@@ -163,7 +163,10 @@ def test_a_range_that_a_function_reads_is_made_inside_of_the_loop(model: Any) ->
     assert not outside and len(inside) == 1
 
 
-def test_a_function_that_looks_at_sizes_holds_where_it_was_traced(model: Any) -> None:
+def test_a_function_that_looks_at_sizes_holds_where_it_was_traced() -> None:
+    """Its condition stays with the capture, which no other test may share."""
+    model = megacompile.stream(tiny_models.build(intermediate_size=40), device="cpu")
+
     def by_size(logits: Tensor) -> Tensor:
         return logits[:, 0] if logits.shape[0] > 8 else logits[:, 1]
 

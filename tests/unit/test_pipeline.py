@@ -85,7 +85,7 @@ def test_a_pass_that_replaces_another_serves_the_passes_after_it(make_schedule: 
     check_pipeline(pipeline)
     usual = make_schedule()
     compiled = compile_program(usual.stages["model"], Plan(1, 8, (1,)), pipeline)
-    assert list(compiled.stages)[5] == "mine"
+    assert list(compiled.stages)[list(usual.stages).index("prefetch")] == "mine"
     assert compiled.program == usual.program
 
 
@@ -144,7 +144,8 @@ def test_a_schedule_and_a_template_pass_run_where_they_were_put_and_change_no_bi
         template_passes=insert_after(TEMPLATE_PIPELINE, "chunk_tokens", example["SquareByProduct"]()))
     assert tiny_models.same_bits(usual, changed)
     handle = model.megacompile
-    assert list(handle.stages)[5:7] == ["prefetch", "late_prefetch"]
+    stages = list(handle.stages)
+    assert stages[stages.index("prefetch") + 1] == "late_prefetch"
     program = handle.program(stage="late_prefetch")
     for section in ("forward", "backward"):
         graph = program.section(section)

@@ -29,7 +29,7 @@ _AGAIN = "the model is then captured with attention of its own"
 #: Words of sentences that no user meets, with the reason.
 UNMET = {
     "an attention mask that is neither": _AGAIN, "a padding mask reached a": _AGAIN, "attention dropout": _AGAIN,
-    "attention argument": _AGAIN, "capped scores have": _AGAIN,
+    "attention argument": _AGAIN, "does not pass sliding_window=": _AGAIN, "capped scores have": _AGAIN,
     "holds a constant tensor": "Dynamo makes such tensors inputs of the graph, which are refused before",
 }
 

@@ -639,7 +639,7 @@ def test_the_handle_shows_program_stages_plan_and_counters(model: Any) -> None:
     train_step(model, optimizer, rows=3, length=9)
     assert optimizer.grad_norm > 0
     assert handle.plan.micro_batches == (2, 1) and handle.plan.checkpoint_interval == 2
-    assert [*handle.stages][::10] == ["model", "synchronize"]
+    assert next(iter(handle.stages)) == "model" and [*handle.stages][-1] == "synchronize"
     program = handle.program(batch(0, rows=4))
     assert program.micro_batches == (2, 2) and program == handle.program()
     assert handle.program(batch(0, rows=4), stage="partition").stage == "partition"
