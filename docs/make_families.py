@@ -4,7 +4,7 @@
     python docs/make_families.py --missing           judges models without a verdict on the page
     python docs/make_families.py llama qwen3_next    judges these model types and keeps the other rows
 
-tests/families/verdicts.py judges. The verdicts are stored only on the page.
+tests/support/verdicts.py judges. The verdicts are stored only on the page.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, README = ROOT / "docs" / "families.md", ROOT / "README.md"
-sys.path.insert(0, str(ROOT / "tests" / "families"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from kinds import DECODER, KINDS, kind_of  # noqa: E402
 
@@ -41,7 +41,7 @@ Every such class of transformers {transformers} ({classes} classes) was streamed
 left out, and why), no dropout, float32. The batch has 5 x 29 tokens padded on the right, and the captured size was 3 x 17.
 Exact means that the loss and every gradient are within 1e-5 of their norm, or within 8 times the difference between native
 float32 and native float64.
-`python docs/make_families.py` makes this page; `pytest tests/families --all-families` judges all classes again.
+`python docs/make_families.py` makes this page; `pytest tests/nightly --nightly` judges all classes again.
 
 **{counts} classes that can be trained this way and were judged are exact. Of the decoder-only Transformers among them,
 {decoders} are.**

@@ -2,7 +2,7 @@
 
 A tutorial is one Markdown page. Its ```python blocks run from top to bottom in one namespace, its ```shell blocks are commands
 of `megacompile`, and a ```text block after one of these shows what it prints. `--execute` runs the pages first and puts their
-output into them. tests/unit/test_tutorials.py runs every page and compares.
+output into them. tests/system/test_tutorials.py runs every page and compares.
 """
 from __future__ import annotations
 

@@ -9,18 +9,15 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 # Inductor tries out six instruction sets in each fresh cache, for longer than a small test takes: scalar code serves here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests are not a package
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # nor are benchmarks
-
 import alike_models
 import torch
+from fixtures import *  # noqa: F403  (fixtures of several tiers)
 from hypothesis import HealthCheck, settings
 from torch import fx
 
@@ -43,11 +40,12 @@ LAYER_BYTES, BOUNDARY_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.txt; read the diff")
-    parser.addoption("--all-families", action="store_true", help="judge every causal language model of transformers, not a "
-                     "few, and run the tests that are marked on_demand")
-    parser.addoption("--curve-steps", type=int, default=0, help="how many steps tests/parity/test_curves.py trains each family")
-    parser.addoption("--sabotage-programs", type=int, default=20, help="how many random programs tests/sabotage breaks; "
-                     "from 500 on it also breaks goldens in many more ways")
+    parser.addoption("--nightly", action="store_true", help="run all tests: every causal language model of transformers, the "
+                     "tests that are marked nightly, and all cases of those that are marked sample")
+    parser.addoption("--curve-steps", type=int, default=0, help="how many steps tests/nightly/test_curves.py "
+                     "trains each family")
+    parser.addoption("--sabotage-programs", type=int, default=20, help="how many random programs "
+                     "tests/ir/test_sabotage.py breaks; from 500 on it also breaks goldens in many more ways")
     parser.addoption("--kill-moments", type=int, default=5, help="at how many random moments a training process is killed")
     parser.addoption("--interrupts", type=int, default=5, help="at how many lines Ctrl-C comes, in each kind of step")
 
@@ -71,14 +69,26 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    skipped = {"on_demand": pytest.mark.skipif(not config.getoption("--all-families"),
-                                               reason="takes ten seconds or more: with --all-families"),
-               "gpu": pytest.mark.skipif(not (torch.cuda.is_available() and importlib.util.find_spec("cupy")),
-                                         reason="needs a CUDA device and CuPy")}
-    for item in items:
-        for marker, skip in skipped.items():
-            if item.get_closest_marker(marker):
-                item.add_marker(skip)
+    """Keeps the tests of this run: without `--nightly`, none of `tests/nightly` and none that is marked nightly; of the cases
+    of a test that is marked `sample(count)`, so many, spread evenly over those that are not nightly."""
+    if not (torch.cuda.is_available() and importlib.util.find_spec("cupy")):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device and CuPy"))
+    if config.getoption("--nightly"):
+        return
+    kept = [item for item in items if not item.get_closest_marker("nightly") and item.path.parent.name != "nightly"]
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in kept:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set(items) - set(kept)
+    for alike in cases.values():
+        sample = alike[0].get_closest_marker("sample")
+        if sample:
+            count = min(sample.args[0], len(alike))
+            left_out |= set(alike) - {alike[index * len(alike) // count] for index in range(count)}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

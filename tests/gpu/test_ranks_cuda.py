@@ -3,24 +3,20 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ranks"))
-
 from jobs import USUAL, train_native
 from processes import start
-from test_parity import assert_alike, found_by
+from test_ranks_parity import assert_alike, found_by
 
 from megacompile.frontend.tracing.model_options import loop_is_an_op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 JOBS = (*USUAL, "arrival", "visits", "deferred moments", "waves", "uneven rows, packed", "slabs")
-SCRIPT = Path(__file__).resolve().parents[1] / "ranks" / "jobs.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "support" / "jobs.py"
 
 
 @pytest.fixture(scope="session")

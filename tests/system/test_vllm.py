@@ -1,0 +1,149 @@
+"""GRPO and RLOO with `use_vllm=True`: a streamed policy's weights go to a server that speaks the protocol of `vllm serve`.
+
+vLLM itself needs a GPU and is not installed. TRL's client is real; the server stands for vLLM, and a socket for NCCL.
+"""
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+import peft
+import tiny_models
+import torch
+import trl
+from generation_server import EngineInProcess, GenerationServer, connect, send_weights
+from test_preference import assert_alike, grpo, tokenizer  # noqa: F401  (a fixture)
+from trl.generation import vllm_client, vllm_generation
+
+import megacompile
+from megacompile.errors import UnsupportedError
+from megacompile.grpo import GRPOTrainer
+from megacompile.rloo import RLOOTrainer
+from megacompile.trainers.sent_weights import refuse_codes, sent_weights
+
+ADAPTER = functools.partial(peft.LoraConfig, r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM",
+                            init_lora_weights=False)
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL finds vLLM, whose transport is a socket."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for module in (vllm_client, vllm_generation):
+        monkeypatch.setattr(module, "is_vllm_available", lambda *_, **__: True)
+    for name, value in (("get_ip", lambda: "127.0.0.1"), ("_HAS_STATEFUL_TRAINER_ENGINE", True),
+                        ("_HAS_RESET_PREFIX_CACHE_SUCCESS", True), ("open_trainer_endpoint", connect),
+                        ("packed_nccl_broadcast_producer", send_weights)):
+        monkeypatch.setattr(vllm_client, name, value, raising=False)
+    join = vllm_client.VLLMClient.init_communicator
+    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: join(self, "cuda"))
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[[Any], GenerationServer]]:
+    """Starts a server that generates with a copy of a model."""
+    with contextlib.ExitStack() as stack:
+        yield lambda model: stack.enter_context(contextlib.closing(GenerationServer(copy.deepcopy(model), end=1)))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def served(server: GenerationServer) -> dict[str, Any]:
+    return dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=server.url, vllm_group_port=free_port())
+
+
+@pytest.mark.parametrize(("trainers", "adapted"), [
+    ((trl.GRPOTrainer, GRPOTrainer), False),
+    pytest.param((trl.GRPOTrainer, GRPOTrainer), True, marks=pytest.mark.nightly),
+    pytest.param((trl.RLOOTrainer, RLOOTrainer), False, marks=pytest.mark.nightly)], ids=["grpo", "adapter", "rloo"])
+def test_a_policy_is_sampled_by_a_server_and_trained_as_it_is_unstreamed(
+        trainers: tuple[type, type], adapted: bool, tokenizer: Any, serving: Any, tmp_path: Path) -> None:  # noqa: F811
+    """The same completions, token by token. The server has the weights of each step, tied ones once."""
+    runs, servers = [], []
+    for trainer in trainers:
+        model = tiny_models.build(num_hidden_layers=1)
+        servers.append(serving(model))
+        if trainer in (GRPOTrainer, RLOOTrainer):
+            model = megacompile.stream(model, device="cpu")
+        torch.manual_seed(3)
+        runs.append(grpo(trainer, tmp_path, model, tokenizer, adapter=ADAPTER() if adapted else None,
+                         num_iterations=1, **served(servers[-1])))
+    assert_alike(runs[1], runs[0])
+    theirs, ours = servers
+    assert ours.requests == theirs.requests and ours.requests.count("/update_weights") == 3
+    assert ours.received == theirs.received and len({*ours.received}) == len(ours.received)
+    assert "/reset_prefix_cache" in ours.requests
+    before = tiny_models.weights(ours.model)
+    runs[1].vllm_generation.sync_weights()
+    after = tiny_models.weights(ours.model)
+    assert not tiny_models.same_bits(before, after), "the last step's weights had not been sent"
+    trained = runs[1].model
+    trained.megacompile.close()
+    assert tiny_models.same_bits(after, tiny_models.weights(trained.merge_and_unload() if adapted else trained))
+
+
+def test_a_policy_is_sampled_by_an_engine_in_its_process_and_trained_as_it_is_unstreamed(
+        tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    engines = [EngineInProcess(tiny_models.build(num_hidden_layers=1), end=1) for _ in range(2)]
+    making = iter(engines)
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **_: next(making), raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+    native = tiny_models.build(num_hidden_layers=1)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    runs = []
+    try:
+        for trainer, each in ((trl.GRPOTrainer, native), (GRPOTrainer, model)):
+            with monkeypatch.context() as patched:
+                for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # TRL sets them
+                    patched.setenv(name, "")
+                    patched.delenv(name)
+                runs.append(grpo(trainer, tmp_path, each, tokenizer, num_iterations=1, use_vllm=True, vllm_mode="colocate"))
+        theirs, ours = runs
+        assert_alike(ours, theirs)
+        assert engines[0].loaded == engines[1].loaded and len({*engines[1].loaded}) == len(engines[1].loaded) // 3
+    finally:
+        model.megacompile.close()
+
+
+def test_merged_weights_leave_the_policy_as_it_is() -> None:
+    """In bf16, merging and unmerging in place would change the base a little with every step. DoRA is merged as PEFT does."""
+    native = tiny_models.build(bf16=True, num_hidden_layers=1)
+    for options in ({}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}):
+        plain = peft.get_peft_model(copy.deepcopy(native), ADAPTER(**options))
+        model = megacompile.stream(copy.deepcopy(plain), device="cpu")
+        try:
+            before = tiny_models.weights(model)
+            sent = {name: weight.clone() for name, weight in sent_weights(model, torch.device("cpu"))}
+            shapes = {name: weight.shape for name, weight in sent_weights(model, torch.device("meta"))}
+            assert shapes == {name: weight.shape for name, weight in sent.items()}
+            assert tiny_models.same_bits(tiny_models.weights(model), before)
+        finally:
+            model.megacompile.close()
+        merged = dict(plain.merge_and_unload().named_parameters())
+        assert sent.keys() == merged.keys()
+        assert tiny_models.same_bits(sent, {name: weight.detach() for name, weight in merged.items()})
+
+
+def test_weights_in_codes_are_not_sent(tmp_path: Path) -> None:
+    tiny_models.build(bf16=True, num_hidden_layers=1).save_pretrained(tmp_path)
+    model = megacompile.from_pretrained(tmp_path, quantize="nf4", adapter=ADAPTER(), device="cpu", compile=False)
+    try:
+        with pytest.raises(UnsupportedError, match=r"stored in codes: stream the policy without quantize="):
+            refuse_codes(model)
+    finally:
+        model.megacompile.close()
