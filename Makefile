@@ -6,10 +6,10 @@ STAMP  := $(VENV)/.installed
 TYPED  := build/typed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types check test docs pictures demo wheel smoke clean
+.PHONY: help setup lint types check quick test test-all docs pictures demo wheel smoke clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 setup: $(STAMP)  ## create .venv and install the project in it (only when stale)
 
@@ -33,10 +33,18 @@ types: $(STAMP)  ## mypy, against the installed package; and the benchmarks
 
 check: lint types
 
-test: check  ## ruff, mypy and all tests that need no GPU
-	@# Threads of OpenMP would take the cores from the lanes of the next test, and gain nothing on models so small. A worker
-	@# takes about a gigabyte.
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+# Threads of OpenMP would take the cores from the lanes of the next test, and gain nothing on models so small. A worker takes
+# about a gigabyte.
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+
+quick: check  ## ruff, mypy, and the tests that answer soonest: rules of the code, programs, kernels, and what you changed
+	$(PYTEST) tests/lint tests/ir tests/kernels $$($(BIN)/python tests/support/changed.py)
+
+test: check  ## ruff, mypy and the tests of every commit
+	$(PYTEST)
+
+test-all: check  ## ruff, mypy and all tests that need no GPU, for an hour or more
+	$(PYTEST) --nightly
 
 docs: $(STAMP)  ## build the documentation in build/docs, without network; warnings and broken links are errors
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs

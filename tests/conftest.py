@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      "tests that are marked nightly, and all cases of those that are marked sample")
     parser.addoption("--curve-steps", type=int, default=0, help="how many steps tests/nightly/test_curves.py "
                      "trains each family")
-    parser.addoption("--sabotage-programs", type=int, default=20, help="how many random programs "
+    parser.addoption("--sabotage-programs", type=int, default=8, help="how many random programs "
                      "tests/ir/test_sabotage.py breaks; from 500 on it also breaks goldens in many more ways")
     parser.addoption("--kill-moments", type=int, default=5, help="at how many random moments a training process is killed")
     parser.addoption("--interrupts", type=int, default=5, help="at how many lines Ctrl-C comes, in each kind of step")

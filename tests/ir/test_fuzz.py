@@ -245,6 +245,7 @@ def seconds(work: Callable[[], Any]) -> float:
     return min(taken)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", ADVERSARIAL)
 def test_parsing_takes_linear_time(case: str) -> None:
     """Eight times the text takes at most twenty times as long: a quadratic parser would take 64 times."""
@@ -260,6 +261,7 @@ def test_parsing_takes_linear_time(case: str) -> None:
     assert large < 20 * small + 0.02, f"{small:.4f} s, then {large:.4f} s"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", LARGE)
 def test_judging_takes_linear_time(case: str) -> None:
     """As parsing does; and what it says is short."""
@@ -268,6 +270,7 @@ def test_judging_takes_linear_time(case: str) -> None:
     judged(LARGE[case](2_000))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", ADVERSARIAL)
 def test_refusals_repeat_no_more_than_a_piece_of_the_text(case: str) -> None:
     judged(ADVERSARIAL[case](20_000))

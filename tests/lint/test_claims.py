@@ -80,18 +80,18 @@ def device_of(row: dict[str, Any]) -> str:
     return short if count is None else f"{count} x {short}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]}: {row[1]}" for row in ROWS])
-def test_a_figure_is_its_rows(row: list[str]) -> None:
-    _, figure, field, commands, where, device = row
-    named = [row_of(command, where) for command in re.findall(r"`([^`]+)`", commands)]
-    assert device == device_of(named[0])
-    first, *others = [value(each, field.strip("`")) for each in named]
-    measured = first / others[0] if others else first
-    stated = re.match(r"[\d,.]+", figure)
-    assert stated is not None
-    number = stated[0].replace(",", "")
-    decimals = len(number.partition(".")[2])
-    assert abs(measured - float(number)) <= 0.5 * 10 ** -decimals + 1e-9, f"{figure} is stated, the row has {measured}"
+def test_a_figure_is_its_rows() -> None:
+    for what, figure, field, commands, where, device in ROWS:
+        named = [row_of(command, where) for command in re.findall(r"`([^`]+)`", commands)]
+        assert device == device_of(named[0]), what
+        first, *others = [value(each, field.strip("`")) for each in named]
+        measured = first / others[0] if others else first
+        stated = re.match(r"[\d,.]+", figure)
+        assert stated is not None, what
+        number = stated[0].replace(",", "")
+        decimals = len(number.partition(".")[2])
+        off = abs(measured - float(number))
+        assert off <= 0.5 * 10 ** -decimals + 1e-9, f"{what}: {figure} is stated, the row has {measured}"
 
 
 def test_the_readme_states_no_other_figure() -> None:

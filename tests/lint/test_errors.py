@@ -57,6 +57,7 @@ def _capture_with(patch: pytest.MonkeyPatch, module: Any, function: str, error: 
     capture(tiny_models.build())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("error", FOREIGN, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(("module", "function"), [(build, "joint_graph"), (model_graph, "dynamo_graph_capture_for_export")])
 def test_an_unrelated_exception_raised_during_tracing_reaches_the_caller_unchanged(
