@@ -266,7 +266,7 @@ def compute_alone(streamed: Streamed) -> Iterator[None]:
     # Copies and gathers are still issued, since later nodes need their values, but they move nothing. Other ranks wait until
     # updates are announced. All other ops that are left out are replaced.
     idle = (name for name, op in OPS.items() if left_out(op) and name != "announce"
-            and (op.lane not in _COPYING or op.result is None or name.startswith("adam")))
+            and (op.lane not in _COPYING or op.result is None or name.startswith("update")))
     OPERATIONS.update(dict.fromkeys(idle, nothing))
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(streamed.backend, "copy", nothing))
@@ -281,7 +281,7 @@ def compute_alone(streamed: Streamed) -> Iterator[None]:
 
 def left_out(op: Op) -> bool:
     """Whether `--compute-only` leaves an op out: the work of other lanes, and all updates."""
-    return op.lane not in (None, Lane.COMPUTE) or op.name.startswith("adam")
+    return op.lane not in (None, Lane.COMPUTE) or op.name.startswith("update")
 
 
 def recorded(model: Any, step: Step, given: argparse.Namespace) -> Timeline | None:

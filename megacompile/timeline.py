@@ -17,6 +17,7 @@ from typing import Any
 
 from megacompile.errors import ArgumentError
 from megacompile.ir.listing import describe
+from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.program import Lane, op_of, place_of
 from megacompile.predict.simulate import Item, Timeline
 
@@ -35,9 +36,7 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("share_norms", "share_host_norms", "share_loss"), "norms and losses of all GPUs"),
     "offload": "gradients to the host", "offload_norms": "gradients to the host",
     **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),
-    "clip": "clip", "adam": "update", "adam_weights": "update", "adam_moments": "update",
-    "adam_of_sum": "update", "adam_resident": "update",
-    "adam_visiting": "update", "adam_from_disk": "update",
+    "clip": "clip", **dict.fromkeys((*UPDATE_OPS, "update_moments"), "update"),
     "read_state": "optimizer state from disk", "write_state": "optimizer state to disk",
     "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
     "offload_weights": "updated weights to the host"}

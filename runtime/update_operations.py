@@ -68,28 +68,29 @@ def _norms_of_sum(frame: Frame, node: fx.Node) -> None:
         norms[position] = host.norm(sums_of(tile)[tile.layout.at_home(position)])
 
 
-def _adam(frame: Frame, node: fx.Node) -> None:
-    _update(frame, node, frame.store[argument(node, "tile")], frame.read(node, "slab"))
+def _update(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    _update_on_host(frame, node, tile, frame.read(node, "slab"), moments=_in_slab(frame, node, tile))
 
 
-def _adam_weights(frame: Frame, node: fx.Node) -> None:
-    """With a rule whose moments cannot be updated later, this is the whole update, and nothing is left for `adam_moments`: not
-    even to write moments, whose slab is needed for others."""
+def _update_weights(frame: Frame, node: fx.Node) -> None:
+    """With a rule whose moments cannot be updated later, this is the whole update, and nothing is left for `update_moments`:
+    not even to write moments, whose slab is needed for others."""
     tile, update = frame.store[argument(node, "tile")], _updating(frame)
     if argument(node, "tile") not in update.halfway:
-        _update(frame, node, tile, moments=_in_slab(frame, node, tile),
-                part=Part.WEIGHTS if update.rule.separable else Part.WHOLE)
+        _update_on_host(frame, node, tile, moments=_in_slab(frame, node, tile),
+                        part=Part.WEIGHTS if update.rule.separable else Part.WHOLE)
         _write(frame, node, tile)
 
 
-def _adam_moments(frame: Frame, node: fx.Node) -> None:
+def _update_moments(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
-    _update(frame, node, tile, moments=_in_slab(frame, node, tile), part=Part.MOMENTS)
+    _update_on_host(frame, node, tile, moments=_in_slab(frame, node, tile), part=Part.MOMENTS)
 
 
-def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
+def _update_from_sum(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
-    _update(frame, node, tile, sums_of(tile))
+    _update_on_host(frame, node, tile, sums_of(tile))
 
 
 def _read_state(frame: Frame, node: fx.Node) -> Tensor:
@@ -97,15 +98,10 @@ def _read_state(frame: Frame, node: fx.Node) -> Tensor:
     written, of this tile or of another."""
     tile, update = frame.store[argument(node, "tile")], _updating(frame)
     slab = frame.memory(argument(node, "into"))[:tile.home.layout.disk_bytes]
-    done = tile.layout.name in update.halfway and any(op_of(user).name == "adam_weights" for user in node.users)
+    done = tile.layout.name in update.halfway and any(op_of(user).name == "update_weights" for user in node.users)
     if update.pending(tile.layout.name) and not done:
         _file_of(tile).read(tile.layout.name, slab)
     return slab
-
-
-def _adam_from_disk(frame: Frame, node: fx.Node) -> None:
-    tile = frame.store[argument(node, "tile")]
-    _update(frame, node, tile, frame.read(node, "slab"), moments=_in_slab(frame, node, tile))
 
 
 def _in_slab(frame: Frame, node: fx.Node, tile: Share) -> list[Tensor] | None:
@@ -131,8 +127,8 @@ def _file_of(tile: Share) -> MomentFile:
     return tile.home.file
 
 
-def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Tensor | None = None,
-            part: Part = Part.WHOLE, moments: Sequence[Tensor] | None = None) -> None:
+def _update_on_host(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Tensor | None = None,
+                    part: Part = Part.WHOLE, moments: Sequence[Tensor] | None = None) -> None:
     """Updates a tile on the host. `gradients`: a slab; or [elements] of the host tile, such as its sums; None: the host tile's
     gradients. `moments`: this share's, in a slab, from which they are still to be written; None: the host tile's."""
     update, home, name = _updating(frame), tile.home, tile.layout.name
@@ -157,7 +153,7 @@ def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Ten
             _updated(update, tile)
 
 
-def _adam_resident(frame: Frame, node: fx.Node) -> None:
+def _update_on_device(frame: Frame, node: fx.Node) -> None:
     update, tile = _updating(frame), frame.store[argument(node, "tile")]
     if segments := update.pending(tile.layout.name):
         weights, state, gradients = (frame.read(node, name) for name in ("resident", "state", "reduced"))
@@ -174,7 +170,7 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
         _updated(update, tile)
 
 
-def _adam_visiting(frame: Frame, node: fx.Node) -> None:
+def _update_visiting(frame: Frame, node: fx.Node) -> None:
     update, tile = _updating(frame), frame.store[argument(node, "tile")]
     if segments := update.pending(tile.layout.name):
         frame.store.preserve(tile.layout.name)
@@ -240,7 +236,7 @@ def _state(tile: Share, state: State, moments: Sequence[Tensor]) -> Iterator[tup
 
 
 UPDATE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
-    accumulate=_accumulate, clip=_clip, add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, adam=_adam,
-    adam_weights=_adam_weights, adam_moments=_adam_moments, adam_of_sum=_adam_of_sum, adam_resident=_adam_resident,
-    read_state=_read_state, adam_from_disk=_adam_from_disk, write_state=_write_state,
-    adam_visiting=_adam_visiting, fetch_state=_fetch_state, store_state=_store_state)
+    accumulate=_accumulate, clip=_clip, add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, update=_update,
+    update_weights=_update_weights, update_moments=_update_moments, update_from_sum=_update_from_sum,
+    update_on_device=_update_on_device, update_visiting=_update_visiting, read_state=_read_state, write_state=_write_state,
+    fetch_state=_fetch_state, store_state=_store_state)

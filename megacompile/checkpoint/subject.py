@@ -82,7 +82,7 @@ class Subject:
         if shape is not None:
             store, sections = self.streamed.store, shape.program.sections.values()
             order = [store[argument(node, "tile")].home.layout.name for section in sections for node in nodes(section)
-                     if op_of(node).name in ("adam", "adam_weights", "adam_from_disk", "offload_weights")]
+                     if op_of(node).name in ("update", "update_weights", "offload_weights")]
         return list(dict.fromkeys([*order, *self.streamed.store.tiles]))
 
     def stamp(self) -> Callable[[str], object]:

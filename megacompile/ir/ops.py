@@ -125,31 +125,31 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "the same, of norms in host memory"),
     Op("clip", Lane.CPU, ("tiles",), (), ("gradients[tiles]",), ("result",), "clip",
        "the global norm of all gradients, and the factor that clips them"),
-    Op("adam", Lane.CPU, ("tile", "clip", "slab"), ("clip", "slab"), ("gradients[tile]", "slab", "clip"), ("weights[tile]",),
-       None, "the fused update of one tile, from its gradients (or those in the slab)"),
-    Op("adam_weights", Lane.CPU, ("tile", "clip", "moments"), ("clip", "moments"), ("gradients[tile]", "clip", "moments"),
+    # Updates run the optimizer's rule, whichever it is. They differ in their lanes and in what they read and write.
+    Op("update", Lane.CPU, ("tile", "clip", "slab", "moments"), ("clip", "slab", "moments"),
+       ("gradients[tile]", "slab", "clip", "moments"), ("weights[tile]", "moments"),
+       None, "the update of one tile, from its gradients (or those in `slab`), and with its moments (or those in a slab)"),
+    Op("update_weights", Lane.CPU, ("tile", "clip", "moments"), ("clip", "moments"), ("gradients[tile]", "clip", "moments"),
        ("weights[tile]",), None, "only the weights of that update, which the next forward waits for"),
     # It touches no weights, or prefetches would wait for it. Updates in other lanes are ordered after it by their gradients,
     # which overwrite the gradients that it reads.
-    Op("adam_moments", Lane.CPU, ("tile", "clip", "moments"), ("clip", "moments"), ("gradients[tile]", "clip", "moments"),
+    Op("update_moments", Lane.CPU, ("tile", "clip", "moments"), ("clip", "moments"), ("gradients[tile]", "clip", "moments"),
        ("moments",), None, "the moments of that update, after its weights"),
     Op("add_to_sum", Lane.CPU, ("tile", "slab", "overwrite"), ("slab",), ("gradients[tile]", "slab"), ("sums[tile]",), None,
        "adds a wave's gradients, the tile's or the slab's, to the tile's FP32 sum (or overwrites it)"),
     Op("norms_of_sum", Lane.CPU, ("tile",), (), ("sums[tile]",), ("gradients[tile]",), None,
        "writes each parameter's norm of the sum to where the clip reads it"),
-    Op("adam_of_sum", Lane.CPU, ("tile", "clip"), ("clip",), ("sums[tile]", "clip"), ("weights[tile]",), None,
+    Op("update_from_sum", Lane.CPU, ("tile", "clip"), ("clip",), ("sums[tile]", "clip"), ("weights[tile]",), None,
        "the same update, of the gradients' FP32 sum"),
     # A disk reads and writes at the same time, so each has a lane.
     Op("read_state", Lane.DISK_READ, ("tile", "into"), ("into",), ("moments[tile]",), ("result",), "moments",
        "a tile's moments, disk -> a slab"),
-    Op("adam_from_disk", Lane.CPU, ("tile", "clip", "slab", "moments"), ("clip", "slab"),
-       ("gradients[tile]", "slab", "clip", "moments"), ("weights[tile]", "moments"), None,
-       "the same update, of a tile whose moments were read from the disk, in their slab"),
     Op("write_state", Lane.DISK_WRITE, ("tile", "moments"), (), ("moments",), ("moments[tile]",), None,
        "a tile's updated moments, slab -> disk"),
     # Both directions use one lane; otherwise prefetches would wait for one lane more, in every program.
-    Op("adam_visiting", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "clip"), ("weights[tile]", "result"),
-       "visiting", "the same update, on the device: weights, gradients and state are copied there a chunk at a time, and back"),
+    Op("update_visiting", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "clip"),
+       ("weights[tile]", "result"), "visiting",
+       "the same update, on the device: weights, gradients and state are copied there a chunk at a time, and back"),
     Op("announce", Lane.CPU, ("tiles", "on_disk"), ("on_disk",), ("weights[tiles]", "moments[on_disk]"), (), None,
        "tells the other ranks that this rank's shards of these tiles are updated, and written where moments are on disk",
        only_waits=True),
@@ -163,7 +163,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "a tile's gradients, host -> device, after they were added up or changed on the host"),
     Op("offload_weights", Lane.CPU, ("tile", "resident"), (), ("resident",), ("weights[tile]",), None,
        "weights that were updated on the device, device -> host"),
-    Op("adam_resident", Lane.COMPUTE, ("tile", "resident", "state", "reduced", "clip"), ("clip",),
+    Op("update_on_device", Lane.COMPUTE, ("tile", "resident", "state", "reduced", "clip"), ("clip",),
        ("state", "reduced", "clip"), ("resident", "state"), None,
        "the same update, bit for bit, on the device, of a tile that stays there with its state"),
     Op("gather_resident", Lane.COLLECTIVE, ("tile", "resident"), (), ("resident",), ("resident",), None,
@@ -191,4 +191,4 @@ OPS: dict[str, Op] = {op.name: op for op in (
 #: Ops that run a template; the variant has the op's name.
 TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward"})
 #: Ops that update a tile's weights.
-UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting", "adam_from_disk")
+UPDATE_OPS = ("update", "update_weights", "update_from_sum", "update_on_device", "update_visiting")

@@ -99,7 +99,7 @@ class StepSimulator:
         items = [item for item in self.timeline(plan, whole_step).items if item.section == section]
         last = [item for item in items if item.step == items[-1].step]
         arrives = {argument(i.node, "tile"): i.end_s for i in last if op_of(i.node).name in ("offload", "add_to_sum")}
-        updates = (i for i in last if op_of(i.node).name in ("adam", "adam_of_sum", "adam_from_disk"))
+        updates = (i for i in last if op_of(i.node).name in ("update", "update_from_sum"))
         update_s = {argument(i.node, "tile"): i.end_s - i.start_s for i in updates}
         coming = sorted(update_s, key=arrives.__getitem__)
         order: list[str] = []

@@ -49,15 +49,15 @@ COSTS: dict[str, str] = {
     **dict.fromkeys(("pack", "pack_shard"), "weight bytes / host copy rate"),
     **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
     "accumulate": "gradient bytes / host copy rate; twice that where it adds",
-    **dict.fromkeys(("adam", "adam_of_sum", "adam_from_disk"), "parameters / rate of the update with this state"),
-    **{f"adam_{part}": f"the same over the rate of its {part} alone" for part in ("weights", "moments")},
-    "adam_visiting": "(weight + gradient + state bytes) / h2d rate + (weight + state bytes) / d2h rate; products of matrices "
+    **dict.fromkeys(("update", "update_from_sum"), "parameters / rate of the update with this state"),
+    **{f"update_{part}": f"the same over the rate of its {part} alone" for part in ("weights", "moments")},
+    "update_visiting": "(weight + gradient + state bytes) / h2d rate + (weight + state bytes) / d2h rate; products of matrices "
                      "over the GEMM rate",
     "read_state": "bytes of the moments / rate of the disk's reads",
     "write_state": "bytes of the moments / rate of the disk's writes",
     "add_to_sum": "(gradient + FP32 sum bytes; the sum's twice where it adds) / (2 x host copy rate)",
     "norms_of_sum": "FP32 sum bytes / (2 x host copy rate)",
-    "adam_resident": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth; products of matrices over the GEMM rate",
+    "update_on_device": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth; products of matrices over the GEMM rate",
     "zeros": "bytes of the accumulators (FP32) / memory bandwidth",
     "reduce": "(accumulators + 2 x gradient bytes) / memory bandwidth", "scale": "2 x bytes of the value / memory bandwidth"}
 
@@ -197,21 +197,21 @@ class Durations:
                 return (tile.gradient_bytes + passes * self.layouts[tile.name].sum_bytes) / (2 * hardware.host_copy)
             case "norms_of_sum":
                 return self.layouts[tile.name].sum_bytes / (2 * hardware.host_copy)
-            case "adam" | "adam_of_sum" | "adam_from_disk":
+            case "update" | "update_from_sum":
                 return self.update_s(self.layouts[tile.name])
             case "read_state":  # all ranks share the drives' rates
                 return ranks * tile.disk_bytes / hardware.disk["read"]
             case "write_state":
                 return ranks * tile.disk_bytes / hardware.disk["write"]
-            case "adam_weights":
+            case "update_weights":
                 return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["weights"]
-            case "adam_moments":
+            case "update_moments":
                 return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["moments"]
-            case "adam_visiting":  # an elementwise update overlaps the next copy
+            case "update_visiting":  # an elementwise update overlaps the next copy
                 back = tile.weight_bytes + tile.state_bytes
                 copies = ((back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]) / ranks
                 return copies + self._products_s(self.layouts[tile.name])
-            case "adam_resident":  # gradients are read, weights and state read and written
+            case "update_on_device":  # gradients are read, weights and state read and written
                 moved = (tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes)) / ranks
                 return self._through_memory(moved) + self._products_s(self.layouts[tile.name])
             case "zeros":

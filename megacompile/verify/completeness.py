@@ -255,14 +255,14 @@ def sent_home(program: Program) -> Iterator[Fault]:
 
 def _from_slabs(graph: fx.Graph) -> Iterator[Fault]:
     for node in find(graph, "add_to_sum", *UPDATE_OPS):
-        if op_of(node).name not in ("adam_of_sum", "adam_resident") and not operands(node, "slab"):
+        if op_of(node).name not in ("update_from_sum", "update_on_device") and not operands(node, "slab"):
             yield Fault(f"{describe(node)} reads gradients in host memory, which holds none, since tiles are updated on "
                         "arrival", "offload them to a slab, and let it read that", node)
 
 
 def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> Iterator[Fault]:
     added = [user for user in offload.users if op_of(user).name == "accumulate"]
-    updated = [user for user in offload.users if op_of(user).name in ("adam", "adam_from_disk")]
+    updated = [user for user in offload.users if op_of(user).name in ("update",)]
     used = len(added) + len(updated)
     slab = bool(used) if not reached(program, "place") else argument(offload, "into") is not None
     if used != slab:

@@ -11,10 +11,8 @@ from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.program import Program, argument, find, op_of, operands
 from megacompile.verify.fault import Fault
 
-#: Ops that read a tile's moments in a slab; all but the first also change them there.
-_IN_A_SLAB = ("adam_weights", "adam_moments", "adam_from_disk")
-#: Of these, the ops that also update tiles in memory.
-_BY_PARTS = ("adam_weights", "adam_moments")
+#: Ops that change a tile's moments in a slab.
+_CHANGE = ("update", "update_moments")
 
 
 def on_disk(program: Program) -> Iterator[Fault]:
@@ -23,13 +21,12 @@ def on_disk(program: Program) -> Iterator[Fault]:
     for each, and only the second slab is written. Nothing of other tiles is read or written."""
     for name, graph in program.sections.items():
         tiles: dict[str, _Tile] = {}
-        for node in find(graph, "read_state", "write_state", "adam_moments", *UPDATE_OPS):
+        for node in find(graph, "read_state", "write_state", "update_moments", *UPDATE_OPS):
             tile, op = argument(node, "tile"), op_of(node).name
             there = program.tiles[tile].disk_bytes > 0
-            if there != (op in ("read_state", "write_state", "adam_from_disk") or bool(operands(node, "moments"))):
+            if there != (op in ("read_state", "write_state") or bool(operands(node, "moments"))):
                 where = "on disk" if there else "in memory"
-                remedy = ("update it by adam" if not there else "give it the value of read_state as moments" if op in _BY_PARTS
-                          else "update it by adam_from_disk, between read_state and write_state")
+                remedy = "give it the value of read_state as moments" if there else "update it without moments in a slab"
                 yield Fault(f"{describe(node)} would be wrong: the moments of {tile} are {where}", remedy, node)
             elif there:
                 yield from tiles.setdefault(tile, _Tile(name)).step(node, op)
@@ -58,9 +55,9 @@ class _Tile:
         if operands(node, "moments") != (self.read,):
             yield Fault(f"{describe(node)} takes {operands(node, 'moments')[0].name}, and not the moments that {self.section} "
                         "has read", "give it the value of read_state", node, self.read)
-        if op == "adam_weights":
+        if op == "update_weights":
             self.served = True
-        elif op in _IN_A_SLAB:
+        elif op in _CHANGE:
             self.updated = node
         else:
             if self.updated is None or self.written is not None:

@@ -125,9 +125,9 @@ def _norms(graph: fx.Graph) -> Iterator[Fault]:
 
 def _resident(graph: fx.Graph) -> Iterator[Fault]:
     updated: dict[str, fx.Node] = {}
-    for node in find(graph, "adam_resident", "gather_resident"):
+    for node in find(graph, "update_on_device", "gather_resident"):
         tile = argument(node, "tile")
-        if op_of(node).name == "adam_resident":
+        if op_of(node).name == "update_on_device":
             updated[tile] = node
         elif updated.pop(tile, None) is None:
             yield Fault(f"{describe(node)} does not follow an update of {tile} on the device", "drop it", node)
@@ -136,7 +136,7 @@ def _resident(graph: fx.Graph) -> Iterator[Fault]:
 
 
 def _announced(graph: fx.Graph) -> Iterator[Fault]:
-    updates = {argument(node, "tile"): node for node in find(graph, *UPDATE_OPS, "offload_weights", "adam_moments")}
+    updates = {argument(node, "tile"): node for node in find(graph, *UPDATE_OPS, "offload_weights", "update_moments")}
     announced = list(find(graph, "announce"))
     if len(announced) != bool(updates):
         yield Fault(f"{len(announced)} announce in a section that updates {len(updates)} tiles",

@@ -23,9 +23,9 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("backward", "recompute_backward", "reduce", "offload", "accumulate"), _BACKWARDS),
     "stash": ("forward", "train_step"), "fetch": _BACKWARDS, "stashed": ("backward", "backward_accumulate"),
     **dict.fromkeys(("offload_norms", "add_to_sum", "norms_of_sum"), ("train_step",)),
-    "clip": ("update",), "adam_of_sum": ("update", "train_step"),
-    **dict.fromkeys(("adam", "adam_resident", "adam_from_disk", "read_state", "write_state"), _UPDATES),
-    **dict.fromkeys(("adam_weights", "adam_moments", "adam_visiting"), ("update",)),
+    "clip": ("update",), "update_from_sum": ("update", "train_step"),
+    **dict.fromkeys(("update", "update_on_device", "read_state", "write_state"), _UPDATES),
+    **dict.fromkeys(("update_weights", "update_moments", "update_visiting"), ("update",)),
     "offload_weights": (*_UPDATES, "rescue"), "fetch_gradients": ("backward_accumulate", "refresh"),
     "fetch_state": ("load",), "store_state": ("store",),
     **dict.fromkeys(("reduce_scatter", "all_reduce", "share_norms"), _BACKWARDS),
@@ -118,7 +118,7 @@ def one_version(program: Program) -> Iterator[Fault]:
             tile, op = argument(node, "tile"), op_of(node).name
             if op in UPDATE_OPS:
                 updated[tile] = node
-                if op != "adam_resident" and name != "update" and tile not in home:
+                if op != "update_on_device" and name != "update" and tile not in home:
                     yield Fault(f"{describe(node)} comes before the tile's gradients are in host memory in {name}",
                                 "update it after its offload (or accumulate)", node)
             elif op in ("accumulate", "offload", "add_to_sum"):

@@ -35,9 +35,9 @@ def summed(program: Program) -> Iterator[Fault]:
             yield Fault(f"{describe(node)} is of a tile without a sum", "drop it", node)
     for name in ("train_step", "update"):
         for node in find(program.section(name), *UPDATE_OPS) if name in program.sections else ():
-            tile, reads_sum = argument(node, "tile"), op_of(node).name == "adam_of_sum"
+            tile, reads_sum = argument(node, "tile"), op_of(node).name == "update_from_sum"
             if reads_sum != (tile in tiles):
-                how, other = ("not ", "adam") if reads_sum else ("", "adam_of_sum")
+                how, other = ("not ", "update") if reads_sum else ("", "update_from_sum")
                 yield Fault(f"{describe(node)} would be wrong: gradients of {tile} are {how}added up on the host",
                             f"update it by {other}", node)
 
@@ -96,9 +96,9 @@ def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
 
 def _norms(program: Program, graph: fx.Graph, tile: str) -> Iterator[Fault]:
     """Norms are taken once, of the whole sum, after the last wave. Where nothing is clipped no norms are needed."""
-    ops = ("norms_of_sum", "add_to_sum", "offload", "adam_of_sum")
+    ops = ("norms_of_sum", "add_to_sum", "offload", "update_from_sum")
     found = [node for node in find(graph, *ops) if argument(node, "tile") == tile]
-    arrival = any(op_of(node).name == "adam_of_sum" for node in found)
+    arrival = any(op_of(node).name == "update_from_sum" for node in found)
     norms = [node for node in found if op_of(node).name == "norms_of_sum"]
     if arrival or not reached(program, "optimizer"):
         return

@@ -69,20 +69,20 @@ def updated(program: Program) -> Iterator[Fault]:
 
 
 def _moments(graph: fx.Graph, clips: list[fx.Node]) -> Iterator[Fault]:
-    """Each `adam_weights` is followed by one `adam_moments` of the same tile, with the same clip."""
+    """Each `update_weights` is followed by one `update_moments` of the same tile, with the same clip."""
     waiting: dict[str, fx.Node] = {}
-    for node in find(graph, "adam_weights", "adam_moments"):
+    for node in find(graph, "update_weights", "update_moments"):
         tile = argument(node, "tile")
-        if op_of(node).name == "adam_weights":
+        if op_of(node).name == "update_weights":
             waiting[tile] = node
         elif waiting.pop(tile, None) is None:
-            yield Fault(f"{describe(node)} does not follow an adam_weights of {tile}",
+            yield Fault(f"{describe(node)} does not follow an update_weights of {tile}",
                         "update each tile's moments once, after its weights", node)
         elif operands(node, "clip") != tuple(clips):
             yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)
     for tile, node in waiting.items():
         yield Fault(f"{describe(node)} updates the weights of {tile}, but nothing updates its moments",
-                    "add adam_moments after it", node)
+                    "add update_moments after it", node)
 
 
 def updates_on_arrival(program: Program) -> bool:
@@ -92,7 +92,7 @@ def updates_on_arrival(program: Program) -> bool:
 
 def updated_there(program: Program) -> list[str]:
     """The tiles that are updated on the device; before there are updates, those whose gradients stay there."""
-    marks = ("adam_resident",) if reached(program, "optimizer") else ("fetch_gradients", "offload_norms")
+    marks = ("update_on_device",) if reached(program, "optimizer") else ("fetch_gradients", "offload_norms")
     found = [argument(node, "tile") for graph in program.sections.values() for node in find(graph, *marks)]
     return list(dict.fromkeys(found if reached(program, "optimizer") else [*found, *consumed_there(program)]))
 
@@ -110,9 +110,9 @@ def _copied_home(program: Program, name: str) -> Iterator[Fault]:
     """Weights that were updated on the device are then copied back to the host."""
     graph = program.section(name)
     updated: dict[str, fx.Node] = {}
-    for node in find(graph, "adam_resident", "offload_weights"):
+    for node in find(graph, "update_on_device", "offload_weights"):
         tile = argument(node, "tile")
-        if op_of(node).name == "adam_resident":
+        if op_of(node).name == "update_on_device":
             updated[tile] = node
         else:
             updated.pop(tile, None)
@@ -135,8 +135,8 @@ def _refreshed(program: Program, name: str, tiles: Collection[str]) -> Iterator[
     resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
     fresh: dict[str, fx.Node | None] = {}
     for node in find(graph, *UPDATE_OPS, "prefetch", "gather"):
-        fresh[argument(node, "tile")] = node if op_of(node).name in ("adam_resident", "prefetch", "gather") else None
+        fresh[argument(node, "tile")] = node if op_of(node).name in ("update_on_device", "prefetch", "gather") else None
     for tile, node in resident.items():
         if tile in tiles and fresh.get(tile) is None:
             yield Fault(f"tile {tile} is resident on the device, but {name} leaves its old weights there",
-                        "prefetch it after its adam", node)
+                        "prefetch it after its update", node)

@@ -1,49 +1,49 @@
 """Adds the update: one clip, then every trainable tile, in the order in which the next forward needs them.
 
     c = clip(tiles=("prologue", "layers.0", ...))
-    adam("prologue", c)
-    adam("layers.0", c)
+    update("prologue", c)
+    update("layers.0", c)
     w = prefetch("layers.0", into="R0")                    # a resident tile is refreshed at once
 
 A tile whose optimizer state lives on the device is updated there. Its weights are copied to the host after all updates, since
 the host's weights are authoritative:
 
     w1, m1, g1 = resident("layers.0"), resident_state("layers.0"), resident_gradients("layers.0")
-    adam_resident("layers.0", resident=w1, state=m1, reduced=g1, clip=c)
+    update_on_device("layers.0", resident=w1, state=m1, reduced=g1, clip=c)
     offload_weights("layers.0", w1)
 
 A tile whose state visits the device is updated there as well, in the lane of the copies:
 
-    v5 = adam_visiting("layers.5", c, into="V0")
+    v5 = update_visiting("layers.5", c, into="V0")
 
 If the plan defers moments, the weights of all tiles are updated first, then their moments, in the order in which the next
 backward brings gradients:
 
-    adam_weights("prologue", c)
-    adam_weights("layers.0", c)
-    adam_moments("layers.0", c)
-    adam_moments("prologue", c)
+    update_weights("prologue", c)
+    update_weights("layers.0", c)
+    update_moments("layers.0", c)
+    update_moments("prologue", c)
 
 The moments of a tile on disk are read before its update and written back after it. Reads run ahead as far as slabs last:
 
     m5 = read_state("layers.5", into="M0")
-    adam_from_disk("layers.5", c, moments=m5)
+    update("layers.5", c, moments=m5)
     write_state("layers.5", m5)
 
 If the plan defers moments, those on disk are read for the weights, and once more for themselves. So the next forward waits for
 no write:
 
     m5 = read_state("layers.5", into="M0")
-    adam_weights("layers.5", c, moments=m5)                # all tiles, then all moments in the opposite order
+    update_weights("layers.5", c, moments=m5)                # all tiles, then all moments in the opposite order
     m5 = read_state("layers.5", into="M1")
-    adam_moments("layers.5", c, moments=m5)
+    update_moments("layers.5", c, moments=m5)
     write_state("layers.5", m5)
 
 If the plan updates on arrival, the update follows each tile's `offload` (or `reduce`) in the backward instead, and nothing is
 clipped. It reads the gradients in their slab, which is not free before:
 
     d5 = offload("layers.5", g5, into="D0")
-    adam("layers.5", slab=d5)
+    update("layers.5", slab=d5)
 
 Sections that run outside of steps: `load` copies resident tiles to the device, `store` copies their state to the host,
 `refresh` copies gradients that were changed on the host to the device, `rescue` saves weights that a failed update left there.
@@ -63,8 +63,8 @@ from .prefetch import layer_ranks
 
 name, requires, provides = "optimizer", "offload", "optimizer"
 #: The op that updates a tile.
-_OPS = {Updated.ON_HOST: "adam", Updated.ON_DEVICE: "adam_resident", Updated.VISITING: "adam_visiting",
-        Updated.FROM_HOST_SUMS: "adam_of_sum", Updated.FROM_DISK: "adam_from_disk"}
+_OPS = {Updated.ON_HOST: "update", Updated.ON_DEVICE: "update_on_device", Updated.VISITING: "update_visiting",
+        Updated.FROM_HOST_SUMS: "update_from_sum", Updated.FROM_DISK: "update"}
 
 
 def run(program: Program, plan: Plan) -> Program:
@@ -99,26 +99,26 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     clip = build.add("clip", "c", tiles=tuple(tiles))
     for tile in tiles:
         op = _op(plan, tile)
-        if op == "adam_resident":
+        if op == "update_on_device":
             gradients = build.add("resident_gradients", f"g{program.number(tile)}", tile=tile)
             _update_there(build, program, tile, gradients, clip)
             continue
-        if op == "adam_from_disk":
+        if plan.placement(tile).updated is Updated.FROM_DISK:
             moments = build.add("read_state", f"m{program.number(tile)}", tile=tile)
-            build.add("adam_weights" if plan.deferred_moments else op, tile=tile, clip=clip, moments=moments)
+            build.add(op, tile=tile, clip=clip, moments=moments)
             if not plan.deferred_moments:
                 build.add("write_state", tile=tile, moments=moments)
         else:
             build.add(op, f"v{program.number(tile)}" if OPS[op].result else None, tile=tile, clip=clip)
         if plan.placement(tile).resident:
             _arrive(build, program, plan, tile)
-    for node in reversed([*find(graph, "adam_weights")]):
+    for node in reversed([*find(graph, "update_weights")]):
         tile = argument(node, "tile")
         if plan.placement(tile).updated is not Updated.FROM_DISK:
-            build.add("adam_moments", tile=tile, clip=clip)
+            build.add("update_moments", tile=tile, clip=clip)
             continue
         moments = build.add("read_state", f"m{program.number(tile)}", tile=tile)
-        build.add("adam_moments", tile=tile, clip=clip, moments=moments)
+        build.add("update_moments", tile=tile, clip=clip, moments=moments)
         build.add("write_state", tile=tile, moments=moments)
     _send_home(program, plan, graph)
     return graph
@@ -127,12 +127,12 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
 def _op(plan: Plan, tile: str) -> str:
     """The op that updates a tile."""
     op = _OPS[plan.placement(tile).updated]
-    return "adam_weights" if op == "adam" and plan.deferred_moments else op
+    return "update_weights" if op == "update" and plan.deferred_moments else op
 
 
 def _update_there(build: Builder, program: Program, tile: str, reduced: fx.Node, clip: fx.Node | None) -> None:
     weights, state = _there(build, program, tile)
-    build.add("adam_resident", tile=tile, resident=weights, state=state, reduced=reduced, clip=clip)
+    build.add("update_on_device", tile=tile, resident=weights, state=state, reduced=reduced, clip=clip)
 
 
 def _send_home(program: Program, plan: Plan, graph: fx.Graph) -> None:
@@ -158,12 +158,12 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     position = {node: number for number, node in enumerate(graph.nodes)}
     last = dict(homes)  # the last node that was put after each tile's arrival
     for tile, arrival in _turns(program, plan, sorted(homes, key=lambda tile: position[homes[tile]])):
-        op = _op(plan, tile)
-        reads = {"slab": homes[tile]} if op in ("adam", "adam_from_disk") else {}
-        if op == "adam_from_disk":
+        op, on_disk = _op(plan, tile), plan.placement(tile).updated is Updated.FROM_DISK
+        reads = {"slab": homes[tile]} if op == "update" else {}
+        if on_disk:
             reads["moments"] = last[arrival] = build.after(last[arrival], "read_state", f"m{program.number(tile)}", tile=tile)
         last[arrival] = build.after(last[arrival], op, None, tile=tile, **reads)
-        if op == "adam_from_disk":
+        if on_disk:
             last[arrival] = build.after(last[arrival], "write_state", tile=tile, moments=reads["moments"])
         if plan.placement(tile).resident:
             staging = None

@@ -14,7 +14,7 @@ Gradients are added up in FP32 over the ranks before they are rounded. Each rank
 Where the host adds gradients up, norms are taken there, and shared after that (`share_host_norms`). A tile that is updated on
 the device has a shard of its state on each device, and all of its weights:
 
-    adam_resident("layers.3", resident=w3, state=m3, reduced=d3, clip=c)
+    update_on_device("layers.3", resident=w3, state=m3, reduced=d3, clip=c)
     gather_resident("layers.3", w3)
 
 After the last update, and the last write to the disk, a rank says so, since the others may read its shards:
@@ -137,7 +137,7 @@ def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder, ranks: i
             made = again()
             build.add("share_host_norms", tile=tile)
             return made
-        case "adam_resident":
+        case "update_on_device":
             made = again()
             build.add("gather_resident", tile=tile, resident=arguments["resident"])
             return made

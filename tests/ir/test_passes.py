@@ -198,13 +198,14 @@ def test_each_trainable_tile_is_offloaded_and_updated_once(case: tuple[Program, 
     program, plan = case
     trainable = {name: 1 for name, tile in program.tiles.items() if tile.trainable}
     there = dict.fromkeys(plan.resident_state, 1)
-    for section, ops in {"update": ("adam adam_weights adam_resident adam_visiting",), "backward": ("reduce", "offload"),
+    for section, ops in {"update": ("update update_weights update_on_device update_visiting",),
+                         "backward": ("reduce", "offload"),
                          "backward_accumulate": ("reduce", "offload", "accumulate")}.items():
         for op in ops:
             assert Counter(argument(n, "tile") for n in find(program.section(section), *op.split())) == trainable, (section, op)
-    for section, op in {"update": "adam_resident", "backward_accumulate": "fetch_gradients"}.items():
+    for section, op in {"update": "update_on_device", "backward_accumulate": "fetch_gradients"}.items():
         assert Counter(argument(n, "tile") for n in find(program.section(section), op)) == there, (section, op)
-    visiting = Counter(argument(n, "tile") for n in find(program.section("update"), "adam_visiting"))
+    visiting = Counter(argument(n, "tile") for n in find(program.section("update"), "update_visiting"))
     assert visiting == dict.fromkeys(plan.visiting_state, 1)
     (clip,) = find(program.section("update"), "clip")
     assert set(argument(clip, "tiles")) == set(trainable)
@@ -360,7 +361,7 @@ def test_an_order_of_updates_on_arrival_is_followed_as_far_as_slabs_last(slabs: 
     order = ("epilogue", "layers.0", "layers.2", "layers.1", "layers.3", "prologue")
     program = make_schedule(update="arrival", update_order=order, gradient_slabs=slabs).program
     graph = program.section("backward")
-    assert tuple(argument(node, "tile") for node in find(graph, "adam")) == expected
+    assert tuple(argument(node, "tile") for node in find(graph, "update")) == expected
     offloads = {argument(node, "tile"): node for node in find(graph, "offload")}
-    assert all(operands(node, "slab") == (offloads[argument(node, "tile")],) for node in find(graph, "adam"))
+    assert all(operands(node, "slab") == (offloads[argument(node, "tile")],) for node in find(graph, "update"))
     assert sum(name.startswith("D") and not name.startswith("DB") for name in program.slots) == slabs

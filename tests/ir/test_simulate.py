@@ -16,7 +16,7 @@ Schedules = Callable[..., Compiled]
 
 #: Seconds of each op, where a test does not say otherwise. Powers of two: sums are exact.
 SECONDS = {"prefetch": 1.0, "forward": 4.0, "forward_saving": 4.0, "loss": 8.0, "recompute_backward": 8.0, "backward": 8.0,
-           "reduce": 0.5, "offload": 1.0, "adam": 2.0, "accumulate": 0.25, "pack": 0.25, "zeros": 0.125, "scale": 0.125}
+           "reduce": 0.5, "offload": 1.0, "update": 2.0, "accumulate": 0.25, "pack": 0.25, "zeros": 0.125, "scale": 0.125}
 
 
 def seconds(**changes: float) -> Callable[[fx.Node], float]:
@@ -91,7 +91,7 @@ def test_sections_hand_events_on_by_place() -> None:
         build.add("wait", lane="h2d", event=e0)
         w1 = build.add("prefetch", "w1", tile="t", into="W0")
         build.add("record", "e1", node=w1)
-        a1 = build.add("adam", "a1", tile="t", clip=w1)
+        a1 = build.add("update", "a1", tile="t", clip=w1)
         e2 = build.add("record", "e2", node=a1)
         build.add("leave", place="weights/t", access="write", event=e2)
 
@@ -232,17 +232,17 @@ def test_double_buffering_hides_copies(make_schedule: Schedules) -> None:
 def test_an_update_overlaps_with_the_next_forward(make_schedule: Schedules) -> None:
     """All but the first tile's, where layers take longer than their updates; none of it costs more than it takes."""
     program = make_schedule(layers=8).program
-    without = run(program, steps=3, sections=None, adam=0.0).step_s
-    with_updates = run(program, steps=3, sections=None, adam=2.0).step_s
+    without = run(program, steps=3, sections=None, update=0.0).step_s
+    with_updates = run(program, steps=3, sections=None, update=2.0).step_s
     assert without + 2.0 <= with_updates <= without + 2 * 2.0
-    slow = run(program, steps=3, sections=None, adam=64.0)
+    slow = run(program, steps=3, sections=None, update=64.0)
     assert slow.binds == Lane.CPU
 
 
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_an_update_on_arrival_overlaps_with_the_backward(whole_step: bool, make_schedule: Schedules) -> None:
     """The update at the step's end overlaps with nothing, since the forward is short."""
-    slow = {"adam": 6.0, "forward": 1.0, "loss": 1.0}
+    slow = {"update": 6.0, "forward": 1.0, "loss": 1.0}
     programs = [make_schedule(layers=8, whole_step=whole_step, update=update).program for update in ("step", "arrival")]
     at_end, on_arrival = (run(program, steps=3, sections=None, **slow) for program in programs)
     assert on_arrival.step_s < at_end.step_s - 8 * 2.0

@@ -69,17 +69,16 @@ def forward(p):
     c = p.clip(tiles=("layers.0",))                                                    # cpu
     s = p.fetch_state("layers.0", into="RS0")                                          # cpu
     s_1 = p.resident_state("layers.0", into="RS0")
-    p.adam_resident("layers.0", resident=v, state=s, reduced=q, clip=c)                # compute
+    p.update_on_device("layers.0", resident=v, state=s, reduced=q, clip=c)             # compute
     p.gather_resident("layers.0", resident=v)                                          # collective
     p.store_state("layers.0", state=s_1)                                               # cpu
     p.offload_weights("layers.0", resident=v)                                          # cpu
-    update = p.adam("layers.0", clip=c)                                                # cpu
-    p.adam_weights("layers.0", clip=c)                                                 # cpu
-    p.adam_moments("layers.0", clip=c)                                                 # cpu
-    p.adam_of_sum("layers.0", clip=c)                                                  # cpu
-    v_3 = p.adam_visiting("layers.0", clip=c, into="V0")                               # h2d
+    update = p.update("layers.0", clip=c)                                              # cpu
+    p.update_weights("layers.0", clip=c)                                               # cpu
+    p.update_moments("layers.0", clip=c)                                               # cpu
+    p.update_from_sum("layers.0", clip=c)                                              # cpu
+    v_3 = p.update_visiting("layers.0", clip=c, into="V0")                             # h2d
     m = p.read_state("layers.0", into="M0")                                            # disk_read
-    p.adam_from_disk("layers.0", clip=c, moments=m)                                    # cpu
     p.write_state("layers.0", moments=m)                                               # disk_write
     p.announce(tiles=("layers.0",))                                                    # cpu
     z = p.total_loss(values=(l,))                                                      # compute
@@ -398,8 +397,8 @@ def test_nothing_in_the_text_is_executed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_node_that_others_need_has_a_name_in_text_though_it_has_no_value() -> None:
     section = parse(EVERY_OP).section("forward")
-    adam, accumulate = next(find(section, "adam")), next(find(section, "accumulate"))
-    assert print_node(adam).startswith("update = p.adam(")
+    update, accumulate = next(find(section, "update")), next(find(section, "accumulate"))
+    assert print_node(update).startswith("update = p.update(")
     assert print_node(accumulate).startswith("p.accumulate(")
 
 

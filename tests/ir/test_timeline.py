@@ -64,7 +64,7 @@ def test_an_arrow_leads_from_an_instruction_to_a_later_one_of_another_lane(simul
         assert arrow.source.lane != arrow.target.lane
         assert arrow.source.end_s <= arrow.target.start_s
     pairs = {(op_of(a.source.node).name, op_of(a.target.node).name) for a in found}
-    assert {("prefetch", "forward"), ("reduce", "offload"), ("adam", "prefetch")} <= pairs
+    assert {("prefetch", "forward"), ("reduce", "offload"), ("update", "prefetch")} <= pairs
 
 
 @pytest.mark.parametrize("name", ["simulated", "measured"])

@@ -110,11 +110,11 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("supplied", "no weights"): (
         STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0), weights=\(w1,\)", r"\1", "has weights of nothing"),
     ("on_disk", "moments that are never read"): (
-        DISK, "optimizer", "update", r"    m1 = .*\n(.*)adam_from_disk\(\"layers.0\", clip=c, moments=m1\)(.*\n)    .*\n",
-        r'\1adam("layers.0", clip=c)\2', "adam layers.0 would be wrong: the moments of layers.0 are on disk"),
+        DISK, "optimizer", "update", r"    m1 = .*\n(.*)update\(\"layers.0\", clip=c, moments=m1\)(.*\n)    .*\n",
+        r'\1update("layers.0", clip=c)\2', "update layers.0 would be wrong: the moments of layers.0 are on disk"),
     ("on_disk", "moments of a tile that has them in memory"): (
-        DISK, "optimizer", "update", r"p.adam\(\"epilogue\", clip=c\)",
-        'm3 = p.read_state("epilogue")\n    p.adam_from_disk("epilogue", clip=c, moments=m3)',
+        DISK, "optimizer", "update", r"p.update\(\"epilogue\", clip=c\)",
+        'm3 = p.read_state("epilogue")\n    p.update("epilogue", clip=c, moments=m3)',
         "read_state epilogue would be wrong: the moments of epilogue are in memory"),
     ("on_disk", "moments that are read twice"): (
         DISK, "optimizer", "update", r"(    m1 = .*\n)(.*\n)", r"\1    again = p.read_state('layers.0')\n\2".replace("'", '"'),
@@ -126,23 +126,23 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         DISK, "optimizer", "update", r"    p.write_state\(\"layers.0\".*\n", "",
         "reads moments that update never writes back: their update would be lost"),
     ("on_disk", "moments that are written before their update"): (
-        DISK, "optimizer", "update", r"(    p.adam_from_disk\(\"layers.0\".*\n)(    p.write_state.*\n)", r"\2\1",
+        DISK, "optimizer", "update", r"(    p.update\(\"layers.0\".*\n)(    p.write_state.*\n)", r"\2\1",
         "writes moments that are not updated"),
     ("on_disk", "moments that are written twice"): (
         DISK, "optimizer", "update", r"(    p.write_state\(\"layers.0\".*\n)", r"\1\1",
         "writes moments that were written before"),
     ("well_formed", "moments of another tile"): (
-        DISK, "optimizer", "update", r'(adam_from_disk\("layers.1", clip=c, moments=)m2', r"\1m1",
+        DISK, "optimizer", "update", r'(update\("layers.1", clip=c, moments=)m2', r"\1m1",
         "takes m1, which is of tile layers.0"),
     ("placed", "slab of moments that are not written yet"): (
         DISK, "place", "update", r"(    p.write_state\(\"layers.0\".*\n    p.release\(m1\)\n)(    m2 = .*\n)", r"\2\1",
         "slot M0 is overwritten by read_state layers.1 while m1"),
     ("ordered", "an update that does not wait for the disk"): (
         DISK, "synchronize", "update", r'    p.wait\("cpu", e_16\).*\n', "",
-        "slot M0 is overwritten by adam_from_disk layers.0 while read_state layers.0 may still write it"),
+        "slot M0 is overwritten by update layers.0 while read_state layers.0 may still write it"),
     ("ordered", "moments that are written while they are updated"): (
         DISK, "synchronize", "update", r'    p.wait\("disk_write", e_17\).*\n', "",
-        "slot M0 is read by write_state layers.0 while adam_from_disk layers.0 may still write it"),
+        "slot M0 is read by write_state layers.0 while update layers.0 may still write it"),
     ("ordered", "a slab that is read into while it is written from"): (
         DISK, "synchronize", "update", r'    p.wait\("disk_read", e_18\).*\n',
         '    e_99 = p.enter("moments/layers.1", "write", "disk_write")\n    p.wait("disk_read", e_99)\n'
@@ -178,14 +178,14 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         STREAMED, "offload", "backward_accumulate", r"    p.accumulate\(\"layers.1\".*\n", "",
         "overwrites gradients that backward_accumulate must add to"),
     ("updated", "tile without an update"): (
-        STREAMED, "optimizer", "update", r'    p.adam\("layers.1".*\n', "",
-        "tile layers.1 trains, but has no adam in update"),
+        STREAMED, "optimizer", "update", r'    p.update\("layers.1".*\n', "",
+        "tile layers.1 trains, but has no update in update"),
     ("updated", "tile updated twice"): (
-        STREAMED, "optimizer", "update", r'(    p.adam\("layers.1".*\n)', r"\1\1",
-        "tile layers.1 has a second adam in update"),
+        STREAMED, "optimizer", "update", r'(    p.update\("layers.1".*\n)', r"\1\1",
+        "tile layers.1 has a second update in update"),
     ("updated", "frozen tile updated"): (
-        {**STREAMED, "frozen": ("layers.0",)}, "optimizer", "update", r'(    p.adam\("layers.1", clip=c\).*\n)',
-        r'\1    p.adam("layers.0", clip=c)\n', "tile layers.0 has adam in update, but does not train"),
+        {**STREAMED, "frozen": ("layers.0",)}, "optimizer", "update", r'(    p.update\("layers.1", clip=c\).*\n)',
+        r'\1    p.update("layers.0", clip=c)\n', "tile layers.0 has update in update, but does not train"),
     ("updated", "tile that the norm leaves out"): (
         STREAMED, "optimizer", "update", r'"layers.0", "layers.1", ', '"layers.0", ',
         "one clip over all trainable tiles"),
@@ -196,35 +196,35 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         RESIDENT, "optimizer", "load", r"    w1 = p.prefetch\(.*\n", "",
         "tile layers.0 is resident on the device, but load does not copy it there"),
     ("sent_home", "update on arrival of gradients that stay in the tile"): (
-        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'(adam\("layers.1"), slab=o2', r"\1",
-        "adam layers.1 reads gradients in host memory, which holds none, since tiles are updated on arrival"),
+        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'(update\("layers.1"), slab=o2', r"\1",
+        "update layers.1 reads gradients in host memory, which holds none, since tiles are updated on arrival"),
     ("sent_home", "update on arrival of accumulated gradients"): (
-        {**SLABS, "update": "arrival"}, "optimizer", "backward", r'    p.adam\("layers.1", slab=o2\)',
-        r'    p.accumulate("layers.1", slab=o2, overwrite=True)\n    p.adam("layers.1")',
-        "adam layers.1 reads gradients in host memory, which holds none, since tiles are updated on arrival"),
+        {**SLABS, "update": "arrival"}, "optimizer", "backward", r'    p.update\("layers.1", slab=o2\)',
+        r'    p.accumulate("layers.1", slab=o2, overwrite=True)\n    p.update("layers.1")',
+        "update layers.1 reads gradients in host memory, which holds none, since tiles are updated on arrival"),
     ("sent_home", "wave on arrival that is added from the tile"): (
         {**SUMS, "update": "arrival"}, "optimizer", "train_step", r'(add_to_sum\("layers.1"), slab=o2_1', r"\1",
         "add_to_sum layers.1 reads gradients in host memory, which holds none"),
     ("sent_home", "slab that is accumulated although an update reads it"): (
-        ARRIVAL, "place", "train_step", r'(    p.adam\("layers.1")',
+        ARRIVAL, "place", "train_step", r'(    p.update\("layers.1")',
         r'    p.accumulate("layers.1", slab=o2, overwrite=True)\n\1',
         "goes to a slab and is accumulated, or used by an update, 2 times"),
     ("well_formed", "update from the slab of another tile"): (
-        ARRIVAL, "optimizer", "train_step", r'(adam\("layers.1", slab=)o2', r"\1o3", "takes o3, which is of tile epilogue"),
+        ARRIVAL, "optimizer", "train_step", r'(update\("layers.1", slab=)o2', r"\1o3", "takes o3, which is of tile epilogue"),
     ("updated", "tile without an update on arrival"): (
-        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'    p.adam\("layers.1", slab=o2\)',
-        '    p.accumulate("layers.1", slab=o2, overwrite=True)', "tile layers.1 trains, but has no adam in backward"),
+        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'    p.update\("layers.1", slab=o2\)',
+        '    p.accumulate("layers.1", slab=o2, overwrite=True)', "tile layers.1 trains, but has no update in backward"),
     ("sent_home", "gradient on arrival that is never offloaded"): (
-        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'    o2 = .*\n    p.adam\("layers.1".*\n', "",
+        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'    o2 = .*\n    p.update\("layers.1".*\n', "",
         "tile layers.1 trains, but has no offload in backward"),
     ("updated", "updated on arrival and again"): (
         ARRIVAL, "optimizer", "", r"(?s)(def train_step.*)$",
-        r'\1\ndef update(p):\n    c = p.clip(tiles=("prologue",))\n    p.adam("prologue", clip=c)\n',
+        r'\1\ndef update(p):\n    c = p.clip(tiles=("prologue",))\n    p.update("prologue", clip=c)\n',
         "tiles are updated on arrival of their gradients, and again in update"),
     ("trained", "gradient in place of an activation"): (
         STREAMED, "differentiate", "backward", r"inputs=\(h1_0, s_0\)", "inputs=(l_0, s_0)", "takes l_0 of loss as inputs"),
     ("belongs", "update in the forward"): (
-        STREAMED, "synchronize", "forward", r"(    p.lease)", r'    p.adam("layers.0")\n\1', "adam layers.0 is in forward"),
+        STREAMED, "synchronize", "forward", r"(    p.lease)", r'    p.update("layers.0")\n\1', "update layers.0 is in forward"),
     ("belongs", "gradient sent home in the forward"): (
         STREAMED, "offload", "forward", r"(    p.lease\(a3\).*\n)",
         r'    d = p.reduce("epilogue", accumulators=a3)\n    o = p.offload("epilogue", reduced=d)\n\1',
@@ -248,13 +248,13 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "scale g2_0 scales a value, not a gradient that the forward kept"),
     ("one_version", "update before the gradients"): (
         {**SUMS, "update": "arrival"}, "optimizer", "train_step",
-        r'(?s)(    o2 = .*)(    p.adam_of_sum\("layers.1"[^\n]*\n)', r"\2\1",
-        "adam_of_sum layers.1 comes before the tile's gradients are in host memory in train_step"),
+        r'(?s)(    o2 = .*)(    p.update_from_sum\("layers.1"[^\n]*\n)', r"\2\1",
+        "update_from_sum layers.1 comes before the tile's gradients are in host memory in train_step"),
     ("one_version", "run on weights of the next step"): (
-        ARRIVAL, "optimizer", "train_step", r'(    p.adam\("layers.0", slab=o1\).*\n)',
+        ARRIVAL, "optimizer", "train_step", r'(    p.update\("layers.0", slab=o1\).*\n)',
         r'\1    w = p.prefetch("layers.0")\n'
         r'    x = p.forward("decoder", "layers.0", mb=0, weights=(w,), inputs=(s_0, s_0))\n',
-        "forward layers.0 mb 0 would run on weights that adam layers.0 has updated"),
+        "forward layers.0 mb 0 would run on weights that update layers.0 has updated"),
     ("summed", "wave that is never added"): (
         SUMS, "offload", "train_step", r'    p.add_to_sum\("layers.1", overwrite=False\).*\n', "",
         "offload layers.1 is never added to the sum: a wave would be lost"),
@@ -275,11 +275,11 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         r'(    p.add_to_sum\("layers.1", overwrite=False\).*\n)(    p.norms_of_sum.*\n)', r"\2\1",
         "the clip reads norms of the sum of layers.1, which are taken 1 times, not once after its last wave"),
     ("summed", "update with the last wave alone"): (
-        SUMS, "optimizer", "update", r'adam_of_sum\("layers.1"', 'adam("layers.1"',
-        "adam layers.1 would be wrong: gradients of layers.1 are added up on the host"),
+        SUMS, "optimizer", "update", r'update_from_sum\("layers.1"', 'update("layers.1"',
+        "update layers.1 would be wrong: gradients of layers.1 are added up on the host"),
     ("summed", "update with a sum that is not there"): (
-        SUMS, "optimizer", "update", r'adam\("layers.0"', 'adam_of_sum("layers.0"',
-        "adam_of_sum layers.0 would be wrong: gradients of layers.0 are not added up on the host"),
+        SUMS, "optimizer", "update", r'update\("layers.0"', 'update_from_sum("layers.0"',
+        "update_from_sum layers.0 would be wrong: gradients of layers.0 are not added up on the host"),
     ("summed", "wave that is never reduced"): (
         SUMS, "offload", "train_step", r'    d2_1 = .*\n    o2_1 = .*\n    p.add_to_sum\("layers.1".*\n', "",
         "a2_1 is a wave's share of the gradients of layers.1, and is never reduced"),
@@ -288,8 +288,8 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         r'    more = p.zeros("layers.0")\n\1accumulators=(more,)', "but a1 holds gradients of the same tile"),
     ("one_version", "update on arrival before the last wave"): (
         {**SUMS, "update": "arrival"}, "optimizer", "train_step",
-        r'(    p.add_to_sum\("layers.1", slab=o2_1, overwrite=False\).*\n)(    p.adam_of_sum\("layers.1".*\n)', r"\2\1",
-        "add_to_sum layers.1 brings gradients of a tile that adam_of_sum layers.1 has updated"),
+        r'(    p.add_to_sum\("layers.1", slab=o2_1, overwrite=False\).*\n)(    p.update_from_sum\("layers.1".*\n)', r"\2\1",
+        "add_to_sum layers.1 brings gradients of a tile that update_from_sum layers.1 has updated"),
     ("placed", "slot that is alive"): (
         STREAMED, "place", "forward", r'into="W1"', 'into="W0"',
         r"slot W0 is overwritten by prefetch layers.1 while w1 (prefetch layers.0) is alive in it"),
@@ -662,16 +662,16 @@ p.accumulate("t", slab=o, overwrite=True)"""
 
 
 def test_a_lane_is_ordered_after_its_own_past() -> None:
-    assert hazards('c = p.clip(tiles=())\np.adam("t", clip=c)') == [
+    assert hazards('c = p.clip(tiles=())\np.update("t", clip=c)') == [
         ("gradients/t", "cpu", None), *[("weights/t", "cpu", None)] * 3]  # written by h2d; read by it, and by pack
 
 
 def test_the_last_accesses_of_each_lane_are_known_by_sort() -> None:
     clocks = Clocks()
-    graph = section('c = p.clip(tiles=("t",))\nu = p.adam("t", clip=c)\ne = p.record(u)')
+    graph = section('c = p.clip(tiles=("t",))\nu = p.update("t", clip=c)\ne = p.record(u)')
     for node in nodes(graph):
         clocks.step(node)
-    update = next(find(graph, "adam"))
+    update = next(find(graph, "update"))
     assert clocks.last() == {("gradients/t", Lane.CPU): {Access.READ: update},
                              ("weights/t", Lane.CPU): {Access.WRITE: update}}
     assert clocks.covers(next(find(graph, "record")), update)

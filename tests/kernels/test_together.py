@@ -36,7 +36,7 @@ def test_a_failure_of_the_own_lanes_says_more_than_that_another_rank_has_ended()
     def check_lanes() -> None:
         raise own
 
-    with pytest.raises(LaneError, match="adam failed"), together(ranks, check_lanes).failing():
+    with pytest.raises(LaneError, match="update failed"), together(ranks, check_lanes).failing():
         raise RankError("rank 0 has ended")
     assert ranks.failures == [own]
 

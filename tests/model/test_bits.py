@@ -263,7 +263,7 @@ def test_late_lanes_change_no_bit_in_bf16(seed: int) -> None:
 
 # ---- without a wait --------------------------------------------------------------------------------------------------
 
-#: A wait by what it is between: plan, section, lane and op that wait, op that is waited for (an `adam` may be one of an
+#: A wait by what it is between: plan, section, lane and op that wait, op that is waited for (an `update` may be one of an
 #: earlier section, which `enter` stands for).
 WAITS = {
     "Weights-Ready": ("streamed, K = 1", "forward", Lane.COMPUTE, "forward", "prefetch"),
@@ -276,16 +276,16 @@ WAITS = {
     "a staging slab is free": ("slab pool", "forward", Lane.PACK, "pack", "prefetch"),
     "gradients are in the slab": ("slab pool", "backward", Lane.CPU, "accumulate", "offload"),
     "a gradient slab is free": ("slab pool of one slab, K = 2", "backward", Lane.D2H, "offload", "accumulate"),
-    "weights are updated": ("streamed, K = 1", "forward", Lane.H2D, "prefetch", "adam"),
-    "weights are updated, slab pool": ("slab pool", "forward", Lane.PACK, "pack", "adam"),
-    "a resident copy is updated": ("resident", "update", Lane.H2D, "prefetch", "adam"),
+    "weights are updated": ("streamed, K = 1", "forward", Lane.H2D, "prefetch", "update"),
+    "weights are updated, slab pool": ("slab pool", "forward", Lane.PACK, "pack", "update"),
+    "a resident copy is updated": ("resident", "update", Lane.H2D, "prefetch", "update"),
     "a checkpoint is made": ("checkpoints on the host", "forward", Lane.D2H, "stash", "forward"),
     "a checkpoint has left": ("checkpoints on the host", "forward", Lane.COMPUTE, "release", "stash"),
     "a checkpoint is back": ("checkpoints on the host", "backward", Lane.COMPUTE, "recompute_backward", "fetch"),
     "a checkpoint's slot is free": ("checkpoints on the host", "backward", Lane.H2D, "fetch", "recompute_backward"),
-    "the clip is known": ("the first tiles' state resident, K = 2", "update", Lane.COMPUTE, "adam_resident", "clip"),
+    "the clip is known": ("the first tiles' state resident, K = 2", "update", Lane.COMPUTE, "update_on_device", "clip"),
     "weights are updated on the device": (
-        "the first tiles' state resident, K = 2", "update", Lane.CPU, "offload_weights", "adam_resident"),
+        "the first tiles' state resident, K = 2", "update", Lane.CPU, "offload_weights", "update_on_device"),
 }
 
 
@@ -300,7 +300,7 @@ def waits_of(graph: fx.Graph, lane: Lane, op: str, awaited: str) -> Iterator[tup
             continue
         if op_of(event).name == "enter":
             part, _, tile = argument(event, "place").partition("/")
-            if (awaited, part, argument(event, "lane")) == ("adam", "weights", Lane.CPU):
+            if (awaited, part, argument(event, "lane")) == ("update", "weights", Lane.CPU):
                 yield wait, tile
         elif op_of(operands(event, "node")[0]).name == awaited:
             yield wait, operands(event, "node")[0].name

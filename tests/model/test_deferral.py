@@ -58,15 +58,15 @@ def at_once(shared: tiny_models.Shared) -> dict[bool, dict[str, Tensor]]:
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
-@pytest.mark.parametrize("late", [None, "adam_weights", "adam_moments", "offload"])
+@pytest.mark.parametrize("late", [None, "update_weights", "update_moments", "offload"])
 def test_moments_updated_after_all_weights_have_the_bits_of_whole_updates(
         whole: bool, late: str | None, shared: tiny_models.Shared, at_once: Any) -> None:
     model = planned(shared, **DEFERRED)
     assert same_bits(trained(model, whole, lambda node: time.sleep(3e-3 * (op_of(node).name == late))), at_once[whole])
     updates = model.megacompile.streamed.step.trained.program.section("update")
-    weights = [argument(node, "tile") for node in find(updates, "adam_weights")]
+    weights = [argument(node, "tile") for node in find(updates, "update_weights")]
     assert weights == ["model.layers.0", "model.layers.2", "epilogue"]
-    assert [argument(node, "tile") for node in find(updates, "adam_moments")] == weights[::-1]
+    assert [argument(node, "tile") for node in find(updates, "update_moments")] == weights[::-1]
 
 
 def test_the_next_forward_waits_for_weights_and_the_next_gradients_for_moments(shared: tiny_models.Shared) -> None:
@@ -74,19 +74,19 @@ def test_the_next_forward_waits_for_weights_and_the_next_gradients_for_moments(s
     seen: list[tuple[str, str | None]] = []
 
     def probe(node: fx.Node) -> None:
-        if op_of(node).name == "adam_moments":
+        if op_of(node).name == "update_moments":
             time.sleep(0.02)
         seen.append((op_of(node).name, argument(node, "tile")))
 
     trained(model, False, probe)
-    begun = [i for i, (op, _) in enumerate(seen) if op == "adam_moments"]
+    begun = [i for i, (op, _) in enumerate(seen) if op == "update_moments"]
     assert any(op == "loss" for op, _ in seen[begun[0]:begun[-1]]), "no forward ran beside the moments"
     moments: set[str | None] = set()
     waiting: set[str | None] = set()
     for op, tile in seen:
-        if op == "adam_weights":
+        if op == "update_weights":
             waiting.add(tile)
-        elif op == "adam_moments":
+        elif op == "update_moments":
             waiting.discard(tile)
             moments.add(tile)
         elif op in ("offload", "accumulate"):
@@ -96,7 +96,7 @@ def test_the_next_forward_waits_for_weights_and_the_next_gradients_for_moments(s
 
 # ---- failures --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("op", ["adam_weights", "adam_moments"])
+@pytest.mark.parametrize("op", ["update_weights", "update_moments"])
 def test_an_update_that_stops_half_way_is_completed(op: str, shared: tiny_models.Shared) -> None:
     def run(fails: bool) -> dict[str, Tensor]:
         model = planned(shared, **DEFERRED)
@@ -122,7 +122,7 @@ def test_the_first_weights_alone_make_a_step_torn(shared: tiny_models.Shared) ->
 
     def probe(node: fx.Node) -> None:
         names.append(op_of(node).name)
-        if names.count("adam_weights") == 2:
+        if names.count("update_weights") == 2:
             raise RuntimeError("power cut")
 
     model.megacompile.streamed.executor.probe = probe
@@ -130,7 +130,7 @@ def test_the_first_weights_alone_make_a_step_torn(shared: tiny_models.Shared) ->
     with pytest.raises(LaneError):
         model.megacompile.synchronize()
     model.megacompile.streamed.executor.probe = None
-    assert "adam_moments" not in names
+    assert "update_moments" not in names
     with pytest.raises(TornError):
         model(**batch(1, rows=ROWS))
     assert all(state["step"] == 1 for state in optimizer.state.values()), "a step that has begun is counted"

@@ -182,8 +182,8 @@ def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: 
     # looked up when a section is submitted
     never = {"enter", "leave", "resident", "resident_state", "resident_gradients", "stashed"}
     # (test_sums.py, test_outputs.py, test_deferral.py)
-    elsewhere = {"evaluate", "outputs", "output_gradient", "offload_norms", "add_to_sum", "norms_of_sum", "adam_of_sum",
-                 "adam_weights", "adam_moments"}
+    elsewhere = {"evaluate", "outputs", "output_gradient", "offload_norms", "add_to_sum", "norms_of_sum", "update_from_sum",
+                 "update_weights", "update_moments"}
     # (tests/system/test_ranks_faults.py, tests/system/test_ranks_faults_of_hosts.py)
     of_ranks = {"pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "all_reduce", "share_norms",
                 "share_host_norms", "total_loss", "share_loss", "announce"}
@@ -315,7 +315,7 @@ def undisturbed(slab_model: Any, slabs: tiny_models.Shared) -> dict[str, torch.T
 @pytest.mark.parametrize("forgotten", [True, False], ids=["zero_grad", "gradients kept"])
 def test_an_update_that_stopped_half_way_is_completed_by_the_next_step(
         slab_model: Any, undisturbed: Any, number: int, forgotten: bool) -> None:
-    victims = [n for n in executed(slab_model, "update") if op_of(n).name in ("adam", "adam_visiting", "adam_from_disk")]
+    victims = [n for n in executed(slab_model, "update") if op_of(n).name in ("update", "update_visiting")]
     optimizer, after = two_steps(slab_model, lambda: throw_at(slab_model, victims[number]), forgotten)
     assert same_bits(after, undisturbed)
     assert all(state["step"] == 2 for state in optimizer.state.values())
@@ -324,7 +324,7 @@ def test_an_update_that_stopped_half_way_is_completed_by_the_next_step(
 def tear(model: Any, optimizer: Any, number: int = 2) -> None:
     """Leaves the model with `number` tiles of a step and the others of the step before."""
     model(**batch(0, **SHAPE)).loss.backward()
-    throw_at(model, [n for n in executed(model, "update") if op_of(n).name in ("adam", "adam_from_disk")][number])
+    throw_at(model, [n for n in executed(model, "update") if op_of(n).name in ("update",)][number])
     optimizer.step()
     with pytest.raises(LaneError):
         model.megacompile.synchronize()
@@ -366,7 +366,7 @@ def test_a_fault_in_a_backward_that_updates_reaches_the_caller_and_a_checkpoint_
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
     train_step(model, optimizer, **SHAPE)
     victims = one_of_each_op(executed(model, "backward"))
-    assert {"adam", "adam_resident", "offload", "offload_weights", "recompute_backward"} <= set(victims)
+    assert {"update", "update_on_device", "offload", "offload_weights", "recompute_backward"} <= set(victims)
     threads, outcomes = lane_threads(), set()
     for kind, node in victims.items():
         slabs.fresh()
@@ -488,15 +488,15 @@ def test_the_failure_of_the_earlier_of_two_runs_is_raised(slab_model: Any) -> No
     model(**batch(0, **SHAPE)).loss.backward()
     executor.delay = lambda lane: time.sleep(0.02) if lane == Lane.CPU else None
     forward = next(n for n in executed(model, "forward") if op_of(n).name == "prefetch")
-    adam = [n for n in executed(model, "update") if op_of(n).name == "adam"][-1]
+    update = [n for n in executed(model, "update") if op_of(n).name == "update"][-1]
 
     def probe(node: fx.Node) -> None:
-        if node in (forward, adam):
+        if node in (forward, update):
             raise InjectedError(f"at {node.name}")
 
     executor.probe = probe
     optimizer.step()
-    with pytest.raises(LaneError, match="adam failed in lane cpu"):
+    with pytest.raises(LaneError, match="update failed in lane cpu"):
         model(**batch(1, **SHAPE))
     executor.probe = None
     assert model.megacompile.streamed.step.torn
@@ -551,7 +551,7 @@ def test_a_model_can_be_closed_after_a_failed_update() -> None:
     cls = type(model).__bases__[-1]
     optimizer = megacompile.AdamW(model.parameters())
     model(**batch(0, **SHAPE)).loss.backward()
-    throw_at(model, [n for n in executed(model, "update") if op_of(n).name in ("adam", "adam_from_disk")][1])
+    throw_at(model, [n for n in executed(model, "update") if op_of(n).name in ("update",)][1])
     optimizer.step()
     with pytest.raises(LaneError):
         model.megacompile.close()

@@ -129,7 +129,7 @@ def test_an_update_that_stops_between_visits_is_completed(model: Any) -> None:
     again = muon(other)
     steps(other, again, range(1))
     other.megacompile.synchronize()
-    cut_power(other, "adam_visiting", 2)
+    cut_power(other, "update_visiting", 2)
     other(**batch(1, rows=4)).backward()
     again.step()
     assert_torn(other)

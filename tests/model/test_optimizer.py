@@ -366,7 +366,7 @@ def test_the_norm_is_of_the_gradients_that_the_step_uses(model: Any, change: str
 def test_the_norm_is_known_before_the_update_is_done(model: Any, whole_step: bool) -> None:
     optimizer = megacompile.AdamW(model.parameters(), max_grad_norm=1.0, **ADAMW)
     released = threading.Event()
-    model.megacompile.streamed.executor.probe = lambda node: op_of(node).name == "adam" and released.wait(60)
+    model.megacompile.streamed.executor.probe = lambda node: op_of(node).name == "update" and released.wait(60)
     begun = time.monotonic()
     if whole_step:
         model.megacompile.train_step(batch(0), optimizer)

@@ -110,7 +110,7 @@ def test_the_step_returns_before_the_update_is_done(model: Any, optimizer: Any) 
     streamed, released = model.megacompile.streamed, threading.Event()
 
     def hold(node: fx.Node) -> None:
-        assert op_of(node).name != "adam" or released.wait(30), "the step waits for an update"
+        assert op_of(node).name != "update" or released.wait(30), "the step waits for an update"
 
     streamed.executor.probe = hold
     model(**batch(1)).loss.backward()
@@ -296,7 +296,7 @@ def fail_at(model: Any, number: int) -> None:
     executor, seen = model.megacompile.streamed.executor, []
 
     def probe(node: Any) -> None:
-        if op_of(node).name == "adam":
+        if op_of(node).name == "update":
             seen.append(node)
             if len(seen) == number:
                 executor.probe = None

@@ -136,7 +136,7 @@ def test_an_update_that_stops_half_way_is_completed(kind: str, one: Streamed, ex
     optimizer = made(model, kind, max_grad_norm=1.0)
     steps(model, optimizer, range(2))
     model.megacompile.synchronize()
-    cut_power(model, "adam", 3)
+    cut_power(model, "update", 3)
     model(**batch(2, rows=4)).backward()
     optimizer.step()
     assert_torn(model)

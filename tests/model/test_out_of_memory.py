@@ -250,7 +250,7 @@ def test_an_update_on_the_device_that_runs_out_of_memory_says_whether_weights_ar
     seen: list[str] = []
 
     def probe(node: Any) -> None:
-        if op_of(node).name == "adam":
+        if op_of(node).name == "update":
             seen.append(argument(node, "tile"))
             if len(seen) == 2:
                 raise torch.OutOfMemoryError("CUDA out of memory.")

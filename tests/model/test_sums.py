@@ -167,7 +167,7 @@ def test_an_update_that_stops_half_way_is_completed_from_the_sums(fp32: Replanne
     streamed, optimizer, seen = model.megacompile.streamed, optimizer_of(model), []
 
     def probe(node: Any) -> None:
-        if op_of(node).name == "adam_of_sum":
+        if op_of(node).name == "update_from_sum":
             seen.append(node)
             if len(seen) == 3:
                 raise RuntimeError("power cut")

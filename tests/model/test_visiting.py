@@ -95,9 +95,9 @@ def test_visiting_tiles_get_the_bits_of_updates_on_the_host(
     model = planned(shared, **options)
     assert same_bits(trained(model, whole), at_home[whole])
     updates = model.megacompile.streamed.step.trained.program.section("update")
-    there = {argument(n, "tile") for n in find(updates, "adam_resident")}
+    there = {argument(n, "tile") for n in find(updates, "update_on_device")}
     named = set(model.megacompile.streamed.store.tiles) if options["visiting_state"] == "all" else {*options["visiting_state"]}
-    assert {argument(n, "tile") for n in find(updates, "adam_visiting")} == named - there
+    assert {argument(n, "tile") for n in find(updates, "update_visiting")} == named - there
     model.megacompile.streamed.executor.idle()
 
 
@@ -169,7 +169,7 @@ def test_an_update_that_stops_between_visits_is_completed(shared: tiny_models.Sh
         model = planned(shared, visiting_state="all")
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
         if fails:
-            cut_power(model, "adam_visiting", 3)
+            cut_power(model, "update_visiting", 3)
         step(model, optimizer, 0, whole=True)
         if fails:
             assert_torn(model)

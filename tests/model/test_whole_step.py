@@ -151,7 +151,7 @@ def test_an_update_on_arrival_that_stops_half_way_is_torn_for_good(model: Any) -
     streamed, seen = model.megacompile.streamed, []
 
     def probe(node: Any) -> None:
-        if op_of(node).name == "adam":
+        if op_of(node).name == "update":
             seen.append(node)
             if len(seen) == 3:
                 raise RuntimeError("power cut")

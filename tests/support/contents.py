@@ -129,18 +129,18 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             return {result: one("moments/")}
         case "write_state":
             return {at["moments/"][0]: one("moments")}
-        case "adam" | "adam_weights" | "adam_moments" | "adam_of_sum" | "adam_resident" | "adam_visiting" | "adam_from_disk":
-            state = at["state" if op == "adam_resident" else "moments" if "moments" in at else "state/"][0]
+        case "update" | "update_weights" | "update_moments" | "update_from_sum" | "update_on_device" | "update_visiting":
+            state = at["state" if op == "update_on_device" else "moments" if "moments" in at else "state/"][0]
             stored = "slab" if "slab" in at else "gradients/"
-            gradients = one({"adam_of_sum": "sums/", "adam_resident": "reduced"}.get(op, stored))
+            gradients = one({"update_from_sum": "sums/", "update_on_device": "reduced"}.get(op, stored))
             moments = mix("moments", look(state), gradients, *([one("clip")] if "clip" in at else []))
-            if op == "adam_moments":
+            if op == "update_moments":
                 return {state: moments}
-            weights = at["resident" if op == "adam_resident" else "weights/"][0]
+            weights = at["resident" if op == "update_on_device" else "weights/"][0]
             made = {weights: mix("weights", look(weights), moments)}
-            if op == "adam_resident":
+            if op == "update_on_device":
                 made = {weights: of_shard("shard", made[weights])}
-            return made if op == "adam_weights" else made | {state: moments}
+            return made if op == "update_weights" else made | {state: moments}
         case "result":
             for value in at["values"]:
                 look(value)

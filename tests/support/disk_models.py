@@ -52,4 +52,4 @@ def update_of(model: Any) -> dict[str, set[str]]:
     program = model.megacompile.streamed.step.trained.program
     graph = program.section("update" if "update" in program.sections else "train_step")
     return {op: {argument(node, "tile") for node in find(graph, op)}
-            for op in ("read_state", "adam_from_disk", "write_state", "adam", "adam_weights", "adam_moments")}
+            for op in ("read_state", "write_state", "update", "update_weights", "update_moments")}

@@ -12,12 +12,12 @@ from megacompile.ir.listing import describe
 from megacompile.ir.program import Builder, Program, Slot, argument, copy_section, nodes, op_of, operands, slot_family
 
 SYNCHRONIZING = ("wait", "record", "enter", "leave")
-DROPPED = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_visiting", "offload_weights", "offload_norms",
-           "stash", "fetch", "offload", "accumulate", "clip",
-           "add_to_sum", "norms_of_sum", "adam_of_sum",
-           "fetch_gradients", "fetch_state", "store_state", "scale", "read_state", "adam_from_disk", "write_state")
-UPDATES = ("read_state", "adam_from_disk", "write_state", "adam", "adam_weights", "adam_moments", "adam_resident",
-           "adam_of_sum", "adam_visiting", "offload_weights")
+DROPPED = ("update", "update_weights", "update_moments", "update_on_device", "update_visiting", "offload_weights",
+           "offload_norms", "stash", "fetch", "offload", "accumulate", "clip",
+           "add_to_sum", "norms_of_sum", "update_from_sum",
+           "fetch_gradients", "fetch_state", "store_state", "scale", "read_state", "write_state")
+UPDATES = ("read_state", "write_state", "update", "update_weights", "update_moments", "update_on_device",
+           "update_from_sum", "update_visiting", "offload_weights")
 #: What several ranks do together, or tell each other.
 EXCHANGES = ("gather", "reduce_scatter", "all_reduce", "share_norms", "share_host_norms", "gather_resident", "share_loss",
              "announce")

@@ -72,7 +72,7 @@ try:
         batch = even(rank, step)
         if fault == "loop, update" and faulty and step == 2:
             model.megacompile.synchronize()
-            (*_, last) = [each for each in nodes(model.megacompile.program().section("update")) if op_of(each).name == "adam"]
+            (*_, last) = [each for each in nodes(model.megacompile.program().section("update")) if op_of(each).name == "update"]
             model(**batch).loss.backward()
             model.megacompile.streamed.executor.probe = last_update_fails
             optimizer.step()

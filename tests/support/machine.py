@@ -30,14 +30,13 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "add_to_sum": ("cpu", ("slab", "gradients/"), ("sums/",)),
     "norms_of_sum": ("cpu", ("sums/",), ("gradients/",)),
     "clip": ("cpu", ("gradients/",), ("result",)),
-    "adam": ("cpu", ("slab", "gradients/", "clip"), ("weights/", "state/")),
-    "adam_weights": ("cpu", ("gradients/", "clip", "state/", "moments"), ("weights/",)),
-    "adam_moments": ("cpu", ("gradients/", "clip", "moments"), ("state/", "moments")),
-    "adam_of_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
-    "adam_resident": ("compute", ("reduced", "clip"), ("resident", "state")),
-    "adam_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
+    "update": ("cpu", ("slab", "gradients/", "clip", "moments"), ("weights/", "state/", "moments")),
+    "update_weights": ("cpu", ("gradients/", "clip", "state/", "moments"), ("weights/",)),
+    "update_moments": ("cpu", ("gradients/", "clip", "moments"), ("state/", "moments")),
+    "update_from_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
+    "update_on_device": ("compute", ("reduced", "clip"), ("resident", "state")),
+    "update_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
     "read_state": ("disk_read", ("moments/",), ("result",)),
-    "adam_from_disk": ("cpu", ("slab", "gradients/", "clip", "moments"), ("weights/", "moments")),
     "write_state": ("disk_write", ("moments",), ("moments/",)),
     "fetch_state": ("cpu", ("state/", "weights/"), ("result",)),
     "store_state": ("cpu", ("state", "weights/"), ("state/",)),
@@ -274,7 +273,7 @@ class Machine:
             at["state/"] = ()
         if each.op == "announce":
             at["moments/"] = tuple(f"moments/{tile}" for tile in each.says.get("on_disk") or ())
-        if each.op in ("add_to_sum", "adam", "adam_from_disk") and "slab" in at:
+        if each.op in ("add_to_sum", "update") and "slab" in at:
             at["gradients/"] = ()
         reads, writes = (tuple(place for name in names for place in at.get(name, ())) for names in touched)
         return Step(each.name, each.op, lane, reads, writes, at, each.says, shared=self.job.ranks > 1)

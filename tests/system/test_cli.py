@@ -224,7 +224,7 @@ def test_inspect_prints_the_stage_and_section_asked_for(config: Path) -> None:
     result = inspect(config, "--stage", "partition", "--section", "forward", "--no-fold")
     assert result.exit_code == 0, result.output
     assert "forward(" in result.output
-    assert "prefetch(" not in result.output and "adam(" not in result.output
+    assert "prefetch(" not in result.output and "update(" not in result.output
 
 
 def test_inspect_prints_the_layers_asked_for(config: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_rank_whose_update_fails_says_so_though_the_other_has_ended_since(star
     job = start_job(SCRIPT, 2, "loop, update")
     began(job)
     assert job.wait(60) == [0, RAISED], job.errors(1)
-    assert ended(job, 1)["message"].startswith("adam failed in lane cpu: RuntimeError: power cut"), ended(job, 1)
+    assert ended(job, 1)["message"].startswith("update failed in lane cpu: RuntimeError: power cut"), ended(job, 1)
 
 
 #: Ops that only programs of several ranks have. One fails in every run, the others on demand.
