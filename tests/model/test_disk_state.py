@@ -45,8 +45,7 @@ def test_ten_steps_have_the_bits_of_ten_steps_in_memory(
     assert same_bits(trained(some_on_disk, whole, **options), expected)
     if "overlap" not in options:
         ops = update_of(some_on_disk.model)
-        assert ops["read_state"] == ops["update"] == ops["write_state"] == {*SOME}
-        assert ops["update"] == {*TILES} - {*SOME}
+        assert ops["read_state"] == ops["write_state"] == {*SOME} and ops["update"] == {*TILES}
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
@@ -58,7 +57,7 @@ def test_moments_that_are_updated_after_all_weights_have_the_bits_of_memory_too(
     before = ours.model.megacompile.stats
     assert same_bits(trained(ours, whole, steps=5, **options), trained(without_disk, whole, steps=5, **options))
     ops, after = update_of(ours.model), ours.model.megacompile.stats
-    assert ops["update_weights"] == ops["update_moments"] == {*TILES} and not ops["update"] | ops["update"]
+    assert ops["update_weights"] == ops["update_moments"] == {*TILES} and not ops["update"]
     assert after["disk_bytes_read"] - before["disk_bytes_read"] == 2 * (
         after["disk_bytes_written"] - before["disk_bytes_written"]) > 0, "read for weights, and for moments"
     ours.close()
