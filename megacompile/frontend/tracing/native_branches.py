@@ -14,7 +14,7 @@ from unittest import mock
 
 from torch import nn
 
-from megacompile.torch_compat.core import reported_as_export
+from megacompile.compat.core import reported_as_export
 
 #: The function that a model's module calls to ask whether it is exported.
 _ASKS = "is_torchdynamo_exporting"

@@ -1,4 +1,4 @@
-"""Private parts of PyTorch: only `megacompile/torch_compat` names any, and the installed torch has each of them."""
+"""Private parts of PyTorch: only `megacompile/compat` names any, and the installed torch has each of them."""
 from __future__ import annotations
 
 import ast
@@ -18,12 +18,12 @@ import sympy
 import torch
 from torch import fx, nn
 
-from megacompile.torch_compat import aot, core, dynamo, inductor, module_hooks, symbols
-from megacompile.torch_compat.attributes import ATTRIBUTES
+from megacompile.compat import aot, core, dynamo, inductor, module_hooks, symbols
+from megacompile.compat.attributes import ATTRIBUTES
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES: dict[str, Path] = runpy.run_path(str(ROOT / "docs" / "make_packages.py"))["source_files"]()
-OTHERS = {name: path for name, path in FILES.items() if not name.startswith("megacompile.torch_compat.")}
+OTHERS = {name: path for name, path in FILES.items() if not name.startswith("megacompile.compat.")}
 MODULES = (aot, core, dynamo, inductor, symbols)
 #: Private attributes of objects that are not PyTorch's: of transformers, of its Trainer.
 FOREIGN = {"_attn_implementation", "_gradient_checkpointing_func", "_is_expert_parallel", "_is_hf_initialized",
@@ -53,7 +53,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
 def test_no_other_file_names_a_private_part_of_torch() -> None:
     found = [f"{module} names {name}" for module, path in OTHERS.items()
              for name in sorted(set(filter(_is_private, _names(ast.parse(path.read_text())))))]
-    assert not found, "put it into megacompile/torch_compat, with what it is for"
+    assert not found, "put it into megacompile/compat, with what it is for"
 
 
 @pytest.mark.parametrize(("source", "private"), [
@@ -195,7 +195,7 @@ def test_inductor_has_the_settings_and_counters_that_we_read() -> None:
 
 
 def test_light_modules_import_nothing_heavy() -> None:
-    script = ("import sys\nimport megacompile.torch_compat.core\n"
+    script = ("import sys\nimport megacompile.compat.core\n"
               "print({'torch._dynamo', 'torch._inductor', 'torch._functorch.aot_autograd', 'sympy'} & sys.modules.keys())")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "set()", done.stderr
