@@ -1,15 +1,20 @@
-"""Private parts of PyTorch: only `megacompile/compat` names any, and the installed torch has each of them."""
+"""Private parts of PyTorch and of Hugging Face's libraries: `megacompile/compat` has each that the code uses, and so have the
+installed libraries."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.metadata
+import inspect
+import pkgutil
 import re
 import runpy
 import subprocess
 import sys
+import textwrap
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +25,18 @@ from torch import fx, nn
 
 from megacompile.compat import aot, core, dynamo, inductor, module_hooks, symbols
 from megacompile.compat.attributes import ATTRIBUTES
+from megacompile.compat.hugging_face import PARTS, Part, replaced
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES: dict[str, Path] = runpy.run_path(str(ROOT / "docs" / "make_packages.py"))["source_files"]()
-OTHERS = {name: path for name, path in FILES.items() if not name.startswith("megacompile.compat.")}
+OTHERS = {name: ast.parse(path.read_text()) for name, path in FILES.items() if not name.startswith("megacompile.compat.")}
 MODULES = (aot, core, dynamo, inductor, symbols)
-#: Private attributes of objects that are not PyTorch's: of transformers, of its Trainer.
-FOREIGN = {"_attn_implementation", "_gradient_checkpointing_func", "_is_expert_parallel", "_is_hf_initialized",
-           "_model_mapping", "_n_gpu", "_name_or_path", "_weight_conversions"}
-#: Functions that Python documents: `os._exit` and `sys._current_frames`.
-OF_PYTHON = {"_current_frames", "_exit"}
+#: What Python documents: `os._exit`, `sys._current_frames`, `_fields` of named tuples.
+OF_PYTHON = {"_current_frames", "_exit", "_fields"}
+LIBRARIES = ("transformers", "trl", "peft", "accelerate")
+LISTED = {part.name for part in PARTS}
+#: A class of ours that becomes a base beside one of theirs when a model is streamed.
+MIXED_IN = {"megacompile.streaming.streamed_module.StreamedPretrained": "transformers.PreTrainedModel"}
 
 
 def _is_private(dotted: str) -> bool:
@@ -40,19 +47,33 @@ def _is_private(dotted: str) -> bool:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """The dotted names that a file imports or writes out."""
+    """The dotted names that a file imports or writes out, with imported names in full."""
+    imported = _imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", name := ast.unparse(node)):
-            yield name
+            first, _, rest = name.partition(".")
+            yield f"{imported.get(first, first)}.{rest}"
+
+
+def _imported(tree: ast.AST) -> dict[str, str]:
+    """What the names that a file imports stand for."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
 def test_no_other_file_names_a_private_part_of_torch() -> None:
-    found = [f"{module} names {name}" for module, path in OTHERS.items()
-             for name in sorted(set(filter(_is_private, _names(ast.parse(path.read_text())))))]
+    listed = {f"{owner}.{name}" for name, (owner, _) in ATTRIBUTES.items()}
+    found = [f"{module} names {name}" for module, tree in OTHERS.items()
+             for name in sorted(set(filter(_is_private, _names(tree))) - listed)]
     assert not found, "put it into megacompile/compat, with what it is for"
 
 
@@ -74,12 +95,16 @@ def test_each_part_is_there_and_says_what_it_is_for() -> None:
                 assert "  # " in line or line.startswith("import"), f"{module.__name__}: {line}"
 
 
-def _private_attributes() -> dict[str, list[str]]:
-    """Attribute -> the files that have it of an object other than `self`, but for those that the package defines itself."""
+_BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
+
+
+def _private_attributes(trees: Mapping[str, ast.AST]) -> dict[str, list[str]]:
+    """Attribute -> the files that have it of an object other than `self`, but for those that the files define themselves and
+    those that have a row."""
     own: set[str] = set()
     used: dict[str, list[str]] = {}
-    for module, path in OTHERS.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -90,11 +115,15 @@ def _private_attributes() -> dict[str, list[str]]:
                     own.add(node.attr)
                 elif not of_self and re.match(r"_[^_]", node.attr) and not re.match(r".*\b_?(aten|ops)\.", ast.unparse(node)):
                     used.setdefault(node.attr, []).append(module)
-    return {name: modules for name, modules in used.items() if name not in own | FOREIGN | OF_PYTHON}
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _BY_NAME:
+                name = getattr(node.args[1], "value", None)
+                if isinstance(name, str) and re.match(r"_[^_]", name):
+                    used.setdefault(name, []).append(module)
+    return {name: modules for name, modules in used.items() if name not in own | OF_PYTHON | LISTED | ATTRIBUTES.keys()}
 
 
 def test_private_attributes_are_listed() -> None:
-    assert {name: modules for name, modules in _private_attributes().items() if name not in ATTRIBUTES} == {}
+    assert _private_attributes(OTHERS) == {}
 
 
 def test_private_attributes_are_where_they_should_be() -> None:
@@ -207,3 +236,155 @@ def test_the_versions_of_torch_that_may_be_installed_are_those_that_were_tested(
     assert bounds == "torch>=2.11,<2.14"
     installed = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
     assert (2, 11) <= installed < (2, 14)
+
+
+def _resolved(owner: str) -> Any:
+    try:
+        return pkgutil.resolve_name(owner)
+    except (AttributeError, ImportError) as error:
+        raise AssertionError(f"{owner} is gone") from error
+
+
+def _kin(owner: Any) -> list[Any]:
+    """A class with those that it derives from, as far as they are theirs; or a function or module."""
+    return [each for each in getattr(owner, "__mro__", [owner]) if each is owner or each.__module__.startswith(LIBRARIES)]
+
+
+@functools.cache
+def _words(owner: Any) -> set[str]:
+    """Attributes, functions and texts in the source of a module, a function or a class (without its bases)."""
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(owner)))))
+    return {found for node in nodes for key in ("attr", "name", "value")
+            if isinstance(found := getattr(node, key, None), str)}
+
+
+def _has(owner: Any, name: str) -> bool:
+    return any(name in vars(each) or name in _words(each) for each in _kin(owner))
+
+
+def _fault(part: Part) -> str | None:
+    """What the installed libraries lack of a part; None if nothing."""
+    try:
+        owner = _resolved(part.owner)
+    except AssertionError as gone:
+        return str(gone)
+    if not hasattr(owner, part.name) and not _has(owner, part.name):
+        return f"{part.owner} has no {part.name}"
+    wanted = part.parameters.split()
+    lacking = [each for each in wanted if each not in inspect.signature(getattr(owner, part.name)).parameters]
+    return f"{part.owner}.{part.name} does not take {', '.join(lacking)}" if lacking else None
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_installed_library_has_each_part(library: str) -> None:
+    parts = [part for part in PARTS if part.owner.split(".")[0] == library]
+    assert parts and all(part.purpose for part in parts)
+    assert [fault for part in parts if (fault := _fault(part))] == []
+
+
+@pytest.mark.parametrize(("part", "fault"), [
+    (("transformers.no_such_module", "x"), "transformers.no_such_module is gone"),
+    (("transformers.Trainer", "_no_such_method"), "transformers.Trainer has no _no_such_method"),
+    (("transformers.Trainer", "log", "", "logs verse"), "transformers.Trainer.log does not take verse")])
+def test_a_part_that_is_gone_is_named(part: tuple[str, ...], fault: str) -> None:
+    assert _fault(Part(*part, *[""] * (3 - len(part)))) == fault
+
+
+def _is_listed(dotted: str) -> bool:
+    """Whether a dotted name needs no row, or has one. The name of a module needs parts with rows in it."""
+    parts = dotted.split(".")
+    if parts[0] not in LIBRARIES or parts[-1].startswith("__"):
+        return True
+    ends = next((number for number, part in enumerate(parts, 1) if part[0].isupper()), len(parts))
+    public = ends <= 2 and not any(part.startswith("_") for part in parts)  # the documented names are in the packages
+    owners = [part.owner for part in PARTS] + [f"{part.owner}.{part.name}" for part in PARTS]
+    return public or any(f"{owner}.".startswith(f"{dotted}.") for owner in owners)
+
+
+def _lineage(dotted: str, classes: Mapping[str, tuple[ast.ClassDef, list[str]]]) -> tuple[list[ast.ClassDef], set[str]]:
+    """A class of ours with its bases that are ours, and the names of its bases that are not. "?": one in a variable."""
+    if dotted not in classes:
+        return [], {dotted}
+    node, bases = classes[dotted]
+    found = [_lineage(base, classes) for base in bases]
+    return [node, *(each for ours, _ in found for each in ours)], {each for _, theirs in found for each in theirs}
+
+
+def _private_names_of_self(node: ast.ClassDef) -> set[str]:
+    """What a class calls its own: methods, class attributes, and attributes of `self`, `cls` and `super()`."""
+    inside = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+    names = {each.attr for each in inside if ast.unparse(each.value) in ("self", "cls", "super()")}
+    names |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    names |= {each.id for stated in node.body if isinstance(stated, ast.Assign | ast.AnnAssign) for each in ast.walk(stated)
+              if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return {name for name in names if re.match(r"_[^_]", name)}
+
+
+def _unlisted_of_classes(trees: Mapping[str, ast.AST]) -> Iterator[str]:
+    """Private names in classes that derive from theirs, which theirs have too and which have no row."""
+    rows: set[tuple[Any, str]] = set()
+    classes: dict[str, tuple[ast.ClassDef, list[str]]] = {}
+    for module, tree in trees.items():
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        known = {node.name: f"{module}.{node.name}" for node in nodes} | _imported(tree)
+        variables = {target.id for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets
+                     if isinstance(target, ast.Name)} - known.keys()
+
+        def in_full(base: ast.expr, known: dict[str, str] = known, variables: set[str] = variables) -> str:
+            first, dot, rest = ast.unparse(base).partition(".")
+            return "?" if first in variables else f"{known.get(first, first)}{dot}{rest}"
+
+        for node in nodes:
+            mixed = MIXED_IN.get(f"{module}.{node.name}")
+            classes[f"{module}.{node.name}"] = node, [*map(in_full, node.bases), *([mixed] if mixed else [])]
+    for dotted in classes:
+        ours, bases_of_others = _lineage(dotted, classes)
+        theirs = [_resolved(base) for base in bases_of_others if base.split(".")[0] in LIBRARIES]
+        if not theirs and "?" not in bases_of_others:
+            continue
+        for name in {name for node in ours for name in _private_names_of_self(node)}:
+            rows = rows or {(_resolved(part.owner), part.name) for part in PARTS}
+            unlisted = any(_has(base, name) and not any((each, name) in rows for each in _kin(base)) for base in theirs)
+            if unlisted or ("?" in bases_of_others and name not in LISTED):
+                yield f"{dotted}: {name}"
+
+
+def _unlisted(trees: Mapping[str, ast.AST]) -> list[str]:
+    """Parts of the libraries that files use, override or replace without a row."""
+    found = [*_private_attributes(trees), *_unlisted_of_classes(trees)]
+    for module, tree in trees.items():
+        found += [f"{module}: {name}" for name in _names(tree) if not _is_listed(name)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("replaced"):
+                found += [f"{module}: replaced {word.arg}" for word in node.keywords if word.arg not in LISTED]
+            text = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.fullmatch(r"\w+(\.\w+)+", text) and not _is_listed(text):
+                found.append(f"{module}: {text}")
+    return found
+
+
+def test_each_part_of_hugging_face_that_is_used_has_a_row() -> None:
+    assert _unlisted(OTHERS) == []
+
+
+@pytest.mark.parametrize(("source", "seen"), [
+    ("from transformers.trainer import _is_peft_model", True), ("from trl.trainer.utils import pad", True),
+    ("import transformers as t\nt.AutoModelForCausalLM._from_config(c)", True), ("model.config._moe_implementation", True),
+    ("getattr(model, '_tp_plan', None)", True), ("replaced(module, get_peft_model=f, unwrap_model=f)", True),
+    ("replaced(module, **values)", True), ("kind.__module__ == 'trl.trainer.kto_trainer'", True),
+    ("from transformers import Trainer as T\nclass A(T): ...\nclass B(A):\n def _inner_training_loop(self): ...", True),
+    ("import trl\nclass A(trl.GRPOTrainer):\n def f(self):\n  return self._textual_logs, self._logs", True),
+    ("def f(module):\n theirs = module.VLLMGeneration\n class A(theirs):\n  def _generate_all(self): ...", True),
+    ("import transformers\nclass A(transformers.Trainer):\n def _ours(self): self._save_optimizer_and_scheduler(x)", False),
+    ("from transformers import Trainer\nTrainer.log, __name__ == 'peft.tuners.tuners_utils'", False),
+    ("replaced(module, get_peft_model=f)", False)])
+def test_a_part_without_a_row_is_seen(source: str, seen: bool) -> None:
+    assert bool(_unlisted({"planted": ast.parse(source)})) is seen
+
+
+def test_replaced_values_come_back() -> None:
+    with replaced(textwrap, dedent=print):
+        assert textwrap.dedent is print
+    assert textwrap.dedent("  a") == "a"
+    with pytest.raises(AttributeError), replaced(textwrap, no_such_name=print):
+        pass
