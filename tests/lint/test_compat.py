@@ -230,12 +230,17 @@ def test_light_modules_import_nothing_heavy() -> None:
     assert done.stdout.strip() == "set()", done.stderr
 
 
-def test_the_versions_of_torch_that_may_be_installed_are_those_that_were_tested() -> None:
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    (bounds,) = (each for each in wanted if re.match(r"torch\b", each))
-    assert bounds == "torch>=2.11,<2.14"
-    installed = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
-    assert (2, 11) <= installed < (2, 14)
+@pytest.mark.parametrize(("library", "least", "below"), [
+    ("torch", "2.11", "2.14"), ("transformers", "5.17", "5.24"), ("trl", "", "1.17"), ("peft", "", "0.22"),
+    ("accelerate", "1.9", "1.16")])
+def test_the_versions_that_may_be_installed_are_those_that_were_tested(library: str, least: str, below: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [each for group in (project["dependencies"], *project["optional-dependencies"].values()) for each in group]
+    bounds = f"{library}{least and f'>={least},'}<{below}"
+    assert {each for each in wanted if re.match(rf"{library}\b", each)} == {bounds}
+    low, installed, high = (tuple(int(part) for part in each.split(".")[:2] if part)
+                            for each in (least, importlib.metadata.version(library), below))
+    assert low <= installed < high
 
 
 def _resolved(owner: str) -> Any:
