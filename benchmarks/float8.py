@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from megacompile.api import analyse
 from megacompile.codegen.scaled_products import add_scaled_product, scaled_product
+from megacompile.compat.core import FakeTensorMode
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.ops.scaled_linear import quantized
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template
@@ -35,7 +36,6 @@ from megacompile.planning.config import StreamConfig
 from megacompile.runtime.kernels import Kernel, ParameterGradient, accumulate
 from megacompile.runtime.memory.arena import Accumulators
 from megacompile.streaming.programs.binding import example_inputs
-from megacompile.torch_compat.core import FakeTensorMode
 
 #: Recipes by the name of their row; "" is bfloat16.
 RECIPES = {

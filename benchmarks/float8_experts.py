@@ -26,8 +26,8 @@ from rows import Row, append, commit, machine, measured_before
 from shapes import SHAPES, config, expert_count
 from torch import Tensor
 
+from megacompile.compat.core import grouped_mm
 from megacompile.frontend.ops.scaled_linear import quantized
-from megacompile.torch_compat.core import grouped_mm
 
 RUNS = ("bfloat16", "float8, products alone", "float8")
 #: Values in float8, with K last, and the scales of their rows.

@@ -18,7 +18,7 @@ FOLDERS = {"megacompile": "megacompile", "passes": "megacompile.passes", "runtim
 #: modules directly in `megacompile/`, followed by the other modules of that rank. `__init__` loads public names on first use.
 ORDER = (
     ("base", "errors", "sizes", "limits", "schema", "losses", "version"),
-    ("system",), ("torch_compat",), ("codegen",), ("ir", "program", "plan", "text"), ("verify",), ("runtime",), ("frontend",),
+    ("system",), ("compat",), ("codegen",), ("ir", "program", "plan", "text"), ("verify",), ("runtime",), ("frontend",),
     ("passes",),
     ("predict", "timeline", "picture"), ("weights",), ("planning",), ("inputs",), ("streaming",), ("checkpoint",),
     ("public", "api", "loading", "scheduling", "capture_report", "__init__"),

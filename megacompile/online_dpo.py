@@ -12,6 +12,7 @@ from torch import Tensor
 from trl.experimental.online_dpo import online_dpo_trainer
 
 from megacompile import trainer
+from megacompile.compat.hugging_face import replaced
 from megacompile.errors import UnsupportedError
 from megacompile.inputs.repacking import Wanted
 from megacompile.losses import IGNORED
@@ -19,7 +20,6 @@ from megacompile.trainers.added_adapter import add_adapter
 from megacompile.trainers.fused_head import function_of, refuse_dropout
 from megacompile.trainers.named_models import load_named
 from megacompile.trainers.reference_model import reference_of
-from megacompile.trainers.replaced import replaced
 from megacompile.trainers.trainer_arguments import check_model
 
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacompile.compat.distributed import all_gather, memory_of_peers, reduce_scatter
 from megacompile.errors import UnsupportedError
 from megacompile.runtime.backends.stream_signals import StreamSignals
 from megacompile.runtime.hosts import Hosts
 from megacompile.runtime.peer_copies import HALVES_BYTES, PeerCopies
-from megacompile.torch_compat.distributed import all_gather, memory_of_peers, reduce_scatter
 
 #: Bytes of device memory for exchanges by copies.
 PEER_MEMORY_BYTES = HALVES_BYTES + (1 << 16)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megacompile.codegen.scaled_products import add_scaled_product
+from megacompile.compat.core import grouped_mm
 from megacompile.runtime.memory.arena import Accumulators, Weights
-from megacompile.torch_compat.core import grouped_mm
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megacompile.compat.distributed import all_gather
 from megacompile.runtime.hosts import Hosts
 from megacompile.system.mailbox import LETTER_BYTES, MOST_BYTES, RANK_BYTES, Mailbox
 from megacompile.system.shared_memory import SharedMemory
-from megacompile.torch_compat.distributed import all_gather
 
 _SIZE = struct.Struct("<q")
 #: Bytes of a rank's value between hosts: its size, and the value.

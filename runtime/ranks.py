@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacompile.compat.distributed import all_gather, end, never_end
 from megacompile.errors import RankError, shortened
 from megacompile.runtime.device_watch import DeviceWatch
 from megacompile.runtime.exchanges import Exchanges
@@ -33,7 +34,6 @@ from megacompile.system.exit_limit import limit_exit
 from megacompile.system.links import Listener, connected
 from megacompile.system.shared_memory import SharedMemory
 from megacompile.system.status_board import ROW_BYTES, StatusBoard
-from megacompile.torch_compat.distributed import all_gather, end, never_end
 from megacompile.version import __version__
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from megacompile.torch_compat.inductor import inductor_prims
+from megacompile.compat.inductor import inductor_prims
 
 
 def keep_operands(graph: fx.Graph) -> None:

@@ -25,14 +25,14 @@ from torch import Tensor, fx
 from megacompile.codegen.cache import CacheError, cache_directory, processor_name
 from megacompile.codegen.grouped_products import keep_operands
 from megacompile.codegen.seal import discard, sealed
-from megacompile.torch_compat import inductor
-from megacompile.torch_compat.core import FakeTensor, TracingContext, tracing
-from megacompile.torch_compat.dynamo import counters
+from megacompile.compat import inductor
+from megacompile.compat.core import FakeTensor, TracingContext, tracing
+from megacompile.compat.dynamo import counters
 
 #: The cache folders of inductor and Triton. Inductor sets both variables itself, for the rest of the process.
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 #: Folders whose code decides what a compiled template computes: our ops and their shapes, passes over templates, what they use.
-_HASHED = ("codegen", "frontend", "ir", "passes/template", "torch_compat")
+_HASHED = ("codegen", "compat", "frontend", "ir", "passes/template")
 _lock = threading.RLock()  # lanes compile too, and all threads share the environment
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.core import lazy_graph_modules
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.batches.argument_uses import is_implied, only_hides
 from megacompile.frontend.batches.image_patches import Patches, model_arguments
@@ -28,7 +29,6 @@ from megacompile.ir.plan import PLAIN, CaptureKey
 from megacompile.ir.precision import Float8
 from megacompile.system.long_lived import collections_paused
 from megacompile.system.under_way import under_way
-from megacompile.torch_compat.core import lazy_graph_modules
 
 __all__ = ["CapturedModel", "CpuTarget", "capture"]
 

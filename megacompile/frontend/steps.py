@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.core import FakeTensorMode, pytree
 from megacompile.frontend.batches.image_patches import (
     Patches,
     install_encoders,
@@ -56,7 +57,6 @@ from megacompile.frontend.tracing.validity import Validity
 from megacompile.ir.plan import CaptureKey
 from megacompile.ir.token_loop import CHUNK_TOKENS
 from megacompile.system.under_way import at
-from megacompile.torch_compat.core import FakeTensorMode, pytree
 
 Example = Mapping[str, Tensor] | None
 Loss = Callable[..., Any] | None

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from megacompile.compat.inductor import config as inductor_config
 from megacompile.ir.options import Scope, named
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.planning.search_space import SearchSpace
-from megacompile.torch_compat.inductor import config as inductor_config
 
 
 def question(space: SearchSpace, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:

@@ -7,12 +7,12 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from megacompile.compat.distributed import only_default_group
 from megacompile.errors import DeviceUnavailableError, MegacompileError
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device
 from megacompile.runtime.hosts import rows_of
 from megacompile.runtime.ranks import Ranks, connect
-from megacompile.torch_compat.distributed import only_default_group
 
 
 def process_count() -> int:

@@ -12,6 +12,7 @@ import torch
 from tabulate import tabulate
 from torch import fx
 
+from megacompile.compat.symbols import size_functions
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template, Variant
 from megacompile.ir.ops import TEMPLATE_OPS
@@ -23,7 +24,6 @@ from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline, simulate
 from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
 from megacompile.runtime.memory.tiles import TileLayout
-from megacompile.torch_compat.symbols import size_functions
 
 #: At one batch and length: (FLOPs of GEMMs, of products in float8, of grouped GEMMs, bytes of GEMMs, other bytes, kernels), and
 #: for each attention kernel its FLOPs and those of one additional key.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megacompile.torch_compat.module_hooks import AFTER_FORWARD, BEFORE_FORWARD, FLAGS
+from megacompile.compat.module_hooks import AFTER_FORWARD, BEFORE_FORWARD, FLAGS
 
 
 @dataclass(frozen=True, eq=False)

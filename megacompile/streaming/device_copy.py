@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.module_hooks import hooks_of
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.ir.places import stays
@@ -33,7 +34,6 @@ from megacompile.streaming.residency import Residency
 from megacompile.streaming.section_runner import SectionRunner
 from megacompile.streaming.step_state import StepState
 from megacompile.streaming.together import Together
-from megacompile.torch_compat.module_hooks import hooks_of
 from megacompile.weights.tiling import Tiling
 
 #: Values of these types in a module are read again for each use: flags of adapters, `training`, counters.

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.core import graph_is_kept, node_will_run
+from megacompile.compat.module_hooks import hooks_of
 from megacompile.errors import LeaseError, UnsupportedError
 from megacompile.frontend.tracing.recorders import asks_for_gradients, collects_outputs
 from megacompile.streaming.open_forward import OpenForward
 from megacompile.streaming.streamed import Streamed
-from megacompile.torch_compat.core import graph_is_kept, node_will_run
-from megacompile.torch_compat.module_hooks import hooks_of
 
 
 class StreamedResults(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.core import pytree
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.heads import LOGITS, batch_name
@@ -37,7 +38,6 @@ from megacompile.streaming.statistics import stats_of
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import StreamedModule, original_class
 from megacompile.streaming.user_tensors.owners import disclaim
-from megacompile.torch_compat.core import pytree
 
 
 class Handle:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.core import parse_to, pytree
 from megacompile.errors import UnsupportedError
 from megacompile.ir.program import Lane
 from megacompile.streaming.adapters import base_calls_streamed
@@ -19,7 +20,6 @@ from megacompile.streaming.generation.call_options import by_name, with_options
 from megacompile.streaming.generation.ways import Way, ways_to_generate
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
-from megacompile.torch_compat.core import parse_to, pytree
 from megacompile.weights.saving import save_whole
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megacompile.api import make_backend
 from megacompile.codegen.scaled_products import scaled_product
+from megacompile.compat.core import grouped_mm
 from megacompile.frontend.ops import attention_kernels
 from megacompile.ir.program import Lane
 from megacompile.planning.config import check_device
@@ -32,7 +33,6 @@ from megacompile.streaming.optimizer.adamw import RULE, Options
 from megacompile.system import control_groups
 from megacompile.system.host_memory import PAGE, available_host_bytes, host_memory
 from megacompile.system.progress import Say, nothing
-from megacompile.torch_compat.core import grouped_mm
 
 #: Long enough for a GPU to settle at the clock rate that its power limit allows.
 SUSTAINED_S = 3.0

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput
 
+from megacompile.compat.hugging_face import replaced
 from megacompile.errors import UnsupportedError
 from megacompile.inputs.repacking import Wanted
 from megacompile.losses import IGNORED, log_probabilities_and_entropies, next_tokens, zero_where_ignored
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.trainers.added_adapter import add_adapter
-from megacompile.trainers.replaced import replaced
 
 
 class FusedHead:
@@ -92,8 +92,9 @@ def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[list[Any
             raise UnsupportedError("cast_lm_head_to_fp32 would change the head, which is captured already: leave it out")
         model.__dict__["forward"] = FusedHead(model, temperature, outputs)
 
-    adapting = {"get_peft_model": adapt} if hasattr(trainer, "get_peft_model") else {}  # missing without peft
-    with replaced(trainer, add_fused_lm_head=add, **adapting):
+    has_adapters = hasattr(trainer, "get_peft_model")  # not without peft
+    adapting = replaced(trainer, get_peft_model=adapt) if has_adapters else contextlib.nullcontext()
+    with replaced(trainer, add_fused_lm_head=add), adapting:
         yield wrappers
 
 

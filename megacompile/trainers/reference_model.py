@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from megacompile.api import attach
+from megacompile.compat.hugging_face import replaced
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes
-from megacompile.trainers.replaced import replaced
 from megacompile.trainers.trainer_arguments import check_model
 from megacompile.weights.moving import build_store
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.hugging_face import replaced
 from megacompile.errors import UnsupportedError
 from megacompile.streaming.streamed_module import StreamedModule
-from megacompile.trainers.replaced import replaced
 
 _BASE = ".base_layer."
 

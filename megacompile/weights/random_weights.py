@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.torch_compat.core import TorchDispatchMode
+from megacompile.compat.core import TorchDispatchMode
 from megacompile.weights.empty_models import replace_parameters
 
 #: Elements of a block, which has its own generator.

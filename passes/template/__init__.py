@@ -19,8 +19,8 @@ import dataclasses
 import torch
 from torch import fx
 
+from megacompile.compat.core import LazyGraphModule
 from megacompile.ir.precision import Float8
-from megacompile.torch_compat.core import LazyGraphModule
 
 
 @dataclasses.dataclass(frozen=True)

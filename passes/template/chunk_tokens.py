@@ -20,11 +20,11 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from megacompile.compat.core import LazyGraphModule
 from megacompile.ir.token_loop import TokenLoop, Tokens, Total, total_dtype
 from megacompile.ir.tokenwise import TAKING_SIZES, Layout, is_size, is_view, packet, tensors
 from megacompile.passes.template import Target
 from megacompile.passes.template.stretches import Stretches
-from megacompile.torch_compat.core import LazyGraphModule
 
 name = "chunk_tokens"
 level = "variant"

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megacompile.compat.core import builtin_linear
 from megacompile.ir.example_values import example_of
 from megacompile.ir.precision import Float8
 from megacompile.passes.template import Target, copy_graph
-from megacompile.torch_compat.core import builtin_linear
 
 name = "float8"
 level = "model"

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megacompile.compat.core import builtin_linear
 from megacompile.ir.example_values import example_of
 from megacompile.ir.token_loop import CHUNK_TOKENS
 from megacompile.passes.template import Target, copy_graph
-from megacompile.torch_compat.core import builtin_linear
 
 name = "fuse_loss"
 level = "model"

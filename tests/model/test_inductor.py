@@ -132,7 +132,7 @@ def test_a_graph_that_inductor_refuses_is_refused_with_its_reason(cache: Path, m
     folder = newest_folder()
     assert folder is not None
     (folder / "entry").touch()
-    monkeypatch.setattr("megacompile.torch_compat.inductor.compile", refuse)
+    monkeypatch.setattr("megacompile.compat.inductor.compile", refuse)
     with pytest.raises(NotImplementedError, match="no such op"):
         compile_once(torch.sin)
     assert newest_folder() == folder
@@ -170,7 +170,7 @@ def test_only_our_compilations_are_silent_about_tf32(cache: Path, monkeypatch: p
         warnings.warn("something else", stacklevel=1)
         return graph
 
-    monkeypatch.setattr("megacompile.torch_compat.inductor.compile", compile_loudly)
+    monkeypatch.setattr("megacompile.compat.inductor.compile", compile_loudly)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         compile_once(torch.sin)

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Mamba2Config
 import megacompile
 from megacompile import api
 from megacompile.codegen import seal
+from megacompile.compat.symbols import ShapeEnv, known_of
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.templates import build, joint, kept_graphs
 from megacompile.ir.plan import PLAIN, CaptureKey
-from megacompile.torch_compat.symbols import ShapeEnv, known_of
 
 SMALL: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
                              use_cache=False)

@@ -182,17 +182,17 @@ def test_an_inductor_failure_is_reported_with_the_workaround(monkeypatch: pytest
     def fail(*_: object) -> None:
         raise AssertionError("wrong number of dimensions\nError in op")
 
-    monkeypatch.setattr("megacompile.torch_compat.inductor.compile", lambda *_: fail)
+    monkeypatch.setattr("megacompile.compat.inductor.compile", lambda *_: fail)
     with pytest.raises(CompilationError, match=r"does not run \(AssertionError: wrong number of dimensions\): .*compile=False"):
         variants._compile_graph(graph, [0], [value], Inductor())(value)
-    monkeypatch.setattr("megacompile.torch_compat.inductor.compile", fail)
+    monkeypatch.setattr("megacompile.compat.inductor.compile", fail)
     with pytest.raises(CompilationError, match=r"cannot compile a layer \(AssertionError: wrong.*compile=False.*doctor"):
         variants._compile_graph(graph, [0], [value], Inductor())
 
 
 def test_what_an_op_of_ours_asserts_is_not_laid_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, value = fx.symbolic_trace(lambda x: (torch.ops.aten.mul.Tensor(x, 2),)), torch.ones(1, 1, 2, 2)
-    monkeypatch.setattr("megacompile.torch_compat.inductor.compile",
+    monkeypatch.setattr("megacompile.compat.inductor.compile",
                         lambda *_: lambda x: flash_forward(x, x, x, 1.0, 0, softcap=1.0))
     with pytest.raises(AssertionError, match="does not cap scores"):
         variants._compile_graph(graph, [0], [value], Inductor())(value)

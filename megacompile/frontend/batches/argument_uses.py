@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.core import FakeTensorMode, TorchDispatchMode, pytree, unset_fake_temporarily
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.native_branches import as_traced
-from megacompile.torch_compat.core import FakeTensorMode, TorchDispatchMode, pytree, unset_fake_temporarily
 
 
 class _Uses(TorchDispatchMode):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megacompile.compat.core import FakeTensorMode
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.batches.modalities import MAKING_POSITIONS, MODALITIES, POSITIONS, Modality, aligned
 from megacompile.frontend.batches.patch_survey import survey
@@ -18,7 +19,6 @@ from megacompile.frontend.batches.split_rows import images_in_a_row
 from megacompile.frontend.graph.loss import TargetCount
 from megacompile.frontend.ops.patch_encoder import PatchEncoder
 from megacompile.frontend.tracing.fake_model import make_fake_model
-from megacompile.torch_compat.core import FakeTensorMode
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from megacompile.compat.core import enable_python_dispatcher
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.graph.loss import TargetCount, count_batch
 from megacompile.frontend.graph.split import source_line
 from megacompile.frontend.tracing.model_graph import ModelGraph
-from megacompile.torch_compat.core import enable_python_dispatcher
 
 _SCATTERS = ("masked_scatter", torch.masked_scatter)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.compat.core import TorchDispatchMode, pytree
 from megacompile.errors import CaptureError, UnsupportedError, first_line
 from megacompile.frontend.ops.patch_encoder import PatchEncoder
 from megacompile.frontend.templates.refused_ops import draws
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
-from megacompile.torch_compat.core import TorchDispatchMode, pytree
 
 #: Features along each side of the image that the survey uses.
 _SIDE = 4

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from megacompile.compat.symbols import statically_known_true
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.tracing.model_graph import ModelGraph
-from megacompile.torch_compat.symbols import statically_known_true
 
 _OF_ROUTERS = ("aux_loss", "router_logits")
 #: Outputs of models of transformers that are ingredients of the loss or the logits.

@@ -17,13 +17,13 @@ import sympy
 import torch
 from torch import fx
 
+from megacompile.compat.core import LazyGraphModule
 from megacompile.errors import CaptureError
 from megacompile.frontend.graph.expert_pieces import BOUNDARY, Rows
 from megacompile.frontend.graph.split import NUMBERS, Section, needs_gradient, owned
 from megacompile.frontend.graph.totals import MODES, writes
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.layer_calls import source_line
-from megacompile.torch_compat.core import LazyGraphModule
 
 _WHOLE = "keep the experts whole (expert_pieces=1)"
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from megacompile.compat.core import LazyGraphModule
 from megacompile.errors import CaptureError
 from megacompile.frontend.graph.totals import made_in_layers, writes
 from megacompile.frontend.templates.template import Source
@@ -19,7 +20,6 @@ from megacompile.frontend.tracing.layer_calls import LayerCall, check_chain, lay
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph, called_name
 from megacompile.ir.precision import Float8
-from megacompile.torch_compat.core import LazyGraphModule
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 

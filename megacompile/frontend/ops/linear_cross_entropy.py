@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacompile.codegen.inductor import Inductor
+from megacompile.compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
+from megacompile.compat.symbols import ShapeEnv
 from megacompile.frontend.templates.symbolic_sizes import UNIT, CodeForAnySize, SymbolicSizes
 from megacompile.frontend.templates.template import BATCH
 from megacompile.frontend.templates.variants import Traced, code_for_any_size
 from megacompile.ir.target_tokens import targets_first
 from megacompile.ir.token_loop import accumulate_product
-from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
-from megacompile.torch_compat.symbols import ShapeEnv
 
 #: If tokens are left out, the number of the others is rounded up to a multiple of this. So there are few sizes of a last chunk.
 _MULTIPLE = 128

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.torch_compat.core import DispatchKey, SetExcludeDispatchKeyGuard
+from megacompile.compat.core import DispatchKey, SetExcludeDispatchKeyGuard
 
 #: Images are encoded in groups of at most this many patches in all; an image with more is a group of its own.
 PATCHES_AT_ONCE = 8192

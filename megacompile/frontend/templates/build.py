@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megacompile.compat.core import FakeTensorMode, LazyGraphModule, get_decompositions
 from megacompile.errors import CaptureError, MegacompileError, first_line
 from megacompile.frontend.graph.split import Section, relative
 from megacompile.frontend.ops import (  # noqa: F401  # registers the ops that fuse_loss and float8 insert
@@ -22,7 +23,6 @@ from megacompile.frontend.templates.refused_ops import line_of_mutation, refuse_
 from megacompile.frontend.templates.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS, raise_foreign
 from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
-from megacompile.torch_compat.core import FakeTensorMode, LazyGraphModule, get_decompositions
 
 #: Decompositions of losses into ops that are known to treat each token alone.
 LOSSES_OF_TOKENS = get_decompositions([torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.torch_compat.core import FakeTensorMode, pytree
+from megacompile.compat.core import FakeTensorMode, pytree
 
 aten = torch.ops.aten
 

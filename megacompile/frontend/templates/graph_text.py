@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from megacompile.compat.core import OpOverload
 from megacompile.frontend.ops.patch_encoder import encoder_of
 from megacompile.frontend.templates.joint import JointGraph
-from megacompile.torch_compat.core import OpOverload
 
 #: Which argument of an encoder call is the encoder's number.
 _NUMBERED = {torch.ops.megacompile.encode_patches.default: 4, torch.ops.megacompile.encode_patches_backward.default: 5}

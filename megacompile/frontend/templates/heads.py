@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megacompile.compat.core import pytree
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.graph.split import Section
 from megacompile.frontend.templates.build import Renaming
@@ -27,7 +28,6 @@ from megacompile.frontend.templates.template import Call, Template
 from megacompile.frontend.templates.token_functions import Described, name_of, with_function
 from megacompile.frontend.tracing.model_graph import ModelGraph
 from megacompile.ir.token_loop import CHUNK_TOKENS
-from megacompile.torch_compat.core import pytree
 
 LOGITS = "logits"
 #: Limit of functions for one model: each is traced and compiled.

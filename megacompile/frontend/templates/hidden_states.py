@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from megacompile.compat.core import LazyGraphModule, builtin_linear
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.graph.split import Section, needs_gradient, owned
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
-from megacompile.torch_compat.core import LazyGraphModule, builtin_linear
 
 #: Outputs of programs: only the last hidden state; and those of all layers, with the logits.
 LAST, ALL = "last_hidden_state", "hidden_states"

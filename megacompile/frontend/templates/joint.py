@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from megacompile.compat import aot
+from megacompile.compat.aot import min_cut_rematerialization_partition
+from megacompile.compat.core import FakeTensorMode, LazyGraphModule
 from megacompile.frontend.templates.device_results import correct_results
 from megacompile.frontend.templates.kept_graphs import functional_graph
-from megacompile.torch_compat import aot
-from megacompile.torch_compat.aot import min_cut_rematerialization_partition
-from megacompile.torch_compat.core import FakeTensorMode, LazyGraphModule
 
 # A lean cut: with these bans of the partitioner off, cheap elementwise chains are recomputed instead of saved.
 _LEAN = {

@@ -25,11 +25,11 @@ from torch import Tensor, fx
 from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.codegen.inductor import version_digest
 from megacompile.codegen.kept_files import keep, read_kept
+from megacompile.compat import aot
+from megacompile.compat.aot import aot_export_joint_simple, read_graph, written_graph
+from megacompile.compat.core import FakeTensorMode, HigherOrderOperator, LazyGraphModule, OpOverload, OpOverloadPacket
+from megacompile.compat.symbols import known_of
 from megacompile.errors import MegacompileError
-from megacompile.torch_compat import aot
-from megacompile.torch_compat.aot import aot_export_joint_simple, read_graph, written_graph
-from megacompile.torch_compat.core import FakeTensorMode, HigherOrderOperator, LazyGraphModule, OpOverload, OpOverloadPacket
-from megacompile.torch_compat.symbols import known_of
 
 #: How many graphs are kept, those that were used last: a model has about ten for each kind of batch.
 MOST_GRAPHS = 1024

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from megacompile.compat.core import OpOverload
+from megacompile.compat.symbols import free_unbacked_symbols
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.graph.split import Section
 from megacompile.frontend.tracing.layer_calls import source_line
 from megacompile.frontend.tracing.model_graph import called_name
-from megacompile.torch_compat.core import OpOverload
-from megacompile.torch_compat.symbols import free_unbacked_symbols
 
 _RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "rrelu", "uniform")
 #: Ops that return a tensor of the same memory which autograd does not treat as a view.

@@ -17,10 +17,10 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
+from megacompile.compat.core import FakeTensorMode, without_cache
+from megacompile.compat.dynamo import ConstantSource
+from megacompile.compat.symbols import DimDynamic, ShapeEnv
 from megacompile.frontend.templates.template import BATCH, LENGTH
-from megacompile.torch_compat.core import FakeTensorMode, without_cache
-from megacompile.torch_compat.dynamo import ConstantSource
-from megacompile.torch_compat.symbols import DimDynamic, ShapeEnv
 
 #: Tokens. The shortest packed rows have two units.
 UNIT = 32

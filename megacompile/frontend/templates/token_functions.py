@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from megacompile.compat.core import pytree
 from megacompile.errors import UnsupportedError, first_line
 from megacompile.frontend.graph.loss import DENOMINATOR
 from megacompile.frontend.graph.split import Section, needs_gradient
@@ -25,7 +26,6 @@ from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import ModelGraph
 from megacompile.ir.tokenwise import across_tokens
 from megacompile.losses import IGNORED, leaves_out_ignored
-from megacompile.torch_compat.core import pytree
 
 #: Tensors that a function takes besides logits: name, dtype, and shape after [B, T].
 Described = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.codegen.inductor import Inductor
+from megacompile.compat.core import FakeTensorMode, LazyGraphModule, enable_python_dispatcher, make_fx
+from megacompile.compat.symbols import ShapeEnv
 from megacompile.errors import CompilationError, MegacompileError, UnsupportedError, named_line
 from megacompile.frontend.templates.joint import tolerate_strides
 from megacompile.frontend.templates.symbolic_sizes import CodeForAnySize, Runnable, SymbolicSizes
 from megacompile.frontend.templates.template import BATCH, Variant
 from megacompile.ir.token_loop import TokenLoop, token_loops
-from megacompile.torch_compat.core import FakeTensorMode, LazyGraphModule, enable_python_dispatcher, make_fx
-from megacompile.torch_compat.symbols import ShapeEnv
 
 _UNCOMPILED = "stream(model, compile=False) runs it op by op"
 

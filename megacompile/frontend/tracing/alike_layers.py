@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.core import pytree
 from megacompile.frontend.graph.split import Section
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.layers import LayerStack, build_of
 from megacompile.frontend.tracing.modes import RecordedCall, operation_number, torch_calls
-from megacompile.torch_compat.core import pytree
 
 #: Where nn.Module keeps what `build_of` compares.
 _COMPARED = frozenset({"_parameters", "_buffers", "_modules"})

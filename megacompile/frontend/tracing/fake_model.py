@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacompile.compat.core import FakeTensorMode
 from megacompile.errors import CaptureError
 from megacompile.frontend.batches.modalities import aligned, is_images
 from megacompile.frontend.batches.pair_masks import argument, example_of, pairs_of, tokens_of
@@ -21,7 +22,6 @@ from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
 from megacompile.frontend.tracing.peft_tracing import forward_signature
 from megacompile.frontend.tracing.recorders import remove_hooks_for_gradients, remove_hooks_of_whole
 from megacompile.ir.plan import CaptureKey
-from megacompile.torch_compat.core import FakeTensorMode
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialized, and equal sizes could share one symbol.
 

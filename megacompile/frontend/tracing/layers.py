@@ -19,9 +19,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat import dynamo
+from megacompile.compat.dynamo import get_metrics_context
 from megacompile.errors import CaptureError, shortened
-from megacompile.torch_compat import dynamo
-from megacompile.torch_compat.dynamo import get_metrics_context
 
 M = TypeVar("M", bound=nn.Module)
 

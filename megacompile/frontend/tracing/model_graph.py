@@ -18,6 +18,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
+from megacompile.compat import dynamo
+from megacompile.compat.core import (
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    get_signature_for_torch_op,
+    torch_check,
+)
+from megacompile.compat.dynamo import LazySymNodeFormatString, dynamo_graph_capture_for_export
+from megacompile.compat.symbols import PythonReferenceAnalysis, ShapeEnv, sympy_interp
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.frontend.batches.pair_masks import pairs_of
 from megacompile.frontend.templates.template import Source
@@ -30,16 +40,6 @@ from megacompile.frontend.tracing.native_branches import native_branches
 from megacompile.frontend.tracing.peft_tracing import traceable_adapters
 from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
 from megacompile.frontend.tracing.trace_caches import release_tracked_fakes
-from megacompile.torch_compat import dynamo
-from megacompile.torch_compat.core import (
-    FakeTensorMode,
-    OpOverload,
-    OpOverloadPacket,
-    get_signature_for_torch_op,
-    torch_check,
-)
-from megacompile.torch_compat.dynamo import LazySymNodeFormatString, dynamo_graph_capture_for_export
-from megacompile.torch_compat.symbols import PythonReferenceAnalysis, ShapeEnv, sympy_interp
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from unittest import mock
 
 from torch import nn
 
-from megacompile.torch_compat.core import reported_as_export
-
-#: The function that a model's module calls to ask whether it is exported.
-_ASKS = "is_torchdynamo_exporting"
+from megacompile.compat.core import reported_as_export
+from megacompile.compat.hugging_face import replaced
 
 
 @contextlib.contextmanager
@@ -27,8 +24,9 @@ def native_branches(model: nn.Module) -> Iterator[None]:
     own = {type(module).__module__ for module in model.modules()}
     with contextlib.ExitStack() as patches:
         for name in own:
-            if hasattr(sys.modules.get(name), _ASKS):
-                patches.enter_context(mock.patch.object(sys.modules[name], _ASKS, _not_exporting))
+            # What a module calls to ask whether it is exported.
+            if hasattr(sys.modules.get(name), "is_torchdynamo_exporting"):
+                patches.enter_context(replaced(sys.modules[name], is_torchdynamo_exporting=_not_exporting))
         yield
 
 

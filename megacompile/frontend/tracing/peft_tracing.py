@@ -9,24 +9,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megacompile.compat.hugging_face import replaced
 from megacompile.errors import MegacompileError, UnsupportedError
-
-_READER = "dequantize_module_weight"
 
 
 @contextlib.contextmanager
 def traceable_adapters() -> Iterator[None]:
     """A context in which PEFT reads a layer's weight directly, or its values if it is quantized. Before DoRA reads a weight, it
     imports the module of the layer's class to find quantized layers, which Dynamo cannot follow."""
-    readers = {key: module for key, module in sys.modules.items() if key.startswith("peft.") and _READER in vars(module)}
-    originals = {key: getattr(module, _READER) for key, module in readers.items()}
-    for module in readers.values():
-        setattr(module, _READER, _weight)
-    try:
+    with contextlib.ExitStack() as patches:
+        for key, module in list(sys.modules.items()):
+            if key.startswith("peft.") and "dequantize_module_weight" in vars(module):
+                patches.enter_context(replaced(module, dequantize_module_weight=_weight))
         yield
-    finally:
-        for key, module in readers.items():
-            setattr(module, _READER, originals[key])
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megacompile.compat.core import pytree
+from megacompile.compat.module_hooks import HOOKS
 from megacompile.frontend.tracing.layers import LayerStack, encoders
-from megacompile.torch_compat.core import pytree
-from megacompile.torch_compat.module_hooks import HOOKS
 
 ROUTERS = "router_logits"
 

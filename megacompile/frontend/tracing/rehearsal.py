@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacompile.compat.core import TorchDispatchMode
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.native_branches import as_traced
-from megacompile.torch_compat.core import TorchDispatchMode
 
 
 @dataclasses.dataclass(frozen=True)

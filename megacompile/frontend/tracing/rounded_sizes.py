@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 
-from megacompile.torch_compat.symbols import FloorDiv, Mod, PythonMod, ShapeEnv, SymNode
+from megacompile.compat.symbols import FloorDiv, Mod, PythonMod, ShapeEnv, SymNode
 
 
 @contextlib.contextmanager

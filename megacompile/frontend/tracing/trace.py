@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from megacompile.compat.core import FakeTensorMode
+from megacompile.compat.symbols import ShapeEnv
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.batches.image_patches import model_arguments
 from megacompile.frontend.batches.pair_masks import masks_of
@@ -23,8 +25,6 @@ from megacompile.frontend.tracing.peft_tracing import forward_signature, switch_
 from megacompile.frontend.tracing.recorders import install_recorders
 from megacompile.frontend.tracing.rehearsal import Rehearsal, rehearse
 from megacompile.ir.plan import CaptureKey
-from megacompile.torch_compat.core import FakeTensorMode
-from megacompile.torch_compat.symbols import ShapeEnv
 
 
 class Traced(NamedTuple):

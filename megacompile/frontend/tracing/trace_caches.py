@@ -5,8 +5,8 @@ import gc
 import linecache
 from types import FunctionType
 
-from megacompile.torch_compat.core import generated_code
-from megacompile.torch_compat.symbols import ShapeEnv
+from megacompile.compat.core import generated_code
+from megacompile.compat.symbols import ShapeEnv
 
 
 def forget_symbols() -> None:

@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from megacompile.codegen.inductor import Inductor
+from megacompile.compat.core import FakeTensorMode
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.symbolic_sizes import UNIT, UNITS, CodeForAnySize, SymbolicSizes, can_be_symbols
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template, Variant
@@ -22,7 +23,6 @@ from megacompile.ir.program import Program, argument, nodes, op_of
 from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
 from megacompile.system.long_lived import collections_paused
 from megacompile.system.under_way import at, under_way
-from megacompile.torch_compat.core import FakeTensorMode
 from megacompile.weights.tiling import Tiling
 
 #: A variant of any number of packed rows, and their length, None for any.

@@ -11,8 +11,8 @@ from torch.fx import GraphModule  # what is written
 from torch.fx._graph_pickler import GraphPickler, Options  # writes graphs of fakes as inductor's cache does
 from torch.utils._mode_utils import no_dispatch  # makes what a fake holds: a tensor without data that is not a fake
 
-from megacompile.torch_compat.core import FakeTensor, FakeTensorMode
-from megacompile.torch_compat.symbols import ShapeEnv
+from megacompile.compat.core import FakeTensor, FakeTensorMode
+from megacompile.compat.symbols import ShapeEnv
 
 __all__ = ["aot_export_joint_simple", "config", "min_cut_rematerialization_partition", "read_graph", "written_graph"]
 

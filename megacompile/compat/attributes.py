@@ -25,6 +25,7 @@ ATTRIBUTES = {
     "_optimizer_load_state_dict_post_hooks": Attribute("", "call the hooks of an optimizer that loads its state itself"),
     "_optimizer_load_state_dict_pre_hooks": Attribute("", "the same, before it loads"),
     "_parameters": Attribute("", "copy a module's own parameters"),
+    "_post_accumulate_grad_hooks": Attribute("torch.Tensor", "refuse these hooks too"),
     "_schema": Attribute("", "find the inputs that an op changes"),
     "_set_replacement": Attribute("torch.fx.experimental.symbolic_shapes.ShapeEnv", "keep a size that is compared a symbol"),
     "_validate_args": Attribute("torch.distributions.Distribution", "switch off checks of values, which fakes lack"),
