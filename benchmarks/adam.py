@@ -21,12 +21,11 @@ import tabulate
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optimizer import host_kernels, host_update, native
+from megacompile.runtime.optimizer import host_update, native
 from megacompile.runtime.optimizer.rule import Part, Segment
 from megacompile.runtime.optimizer.state_format import BFLOAT16, EIGHT_BITS, FLOAT32, StateFormat
 from megacompile.streaming.optimizer.adamw import RULE, Options
-from megacompile.system.host_memory import host_memory
-from megacompile.system.shared_memory import SharedMemory
+from megacompile.system.host_memory import SharedMemory, host_memory
 
 
 class Memory:
@@ -97,9 +96,9 @@ def measure(elements: int, threads: int, repeats: int, shared: bool) -> dict[str
         "adamw_bf16": (lambda: update(Part.WHOLE), 1),
         "adamw_bf16_weights": (lambda: update(Part.WEIGHTS), 1),
         "adamw_bf16_moments": (lambda: update(Part.MOMENTS), 1),
-        "norm_bf16": (lambda: lambda: host_kernels.norm(gradient, threads), 2),
-        "accumulate_bf16": (lambda: lambda: host_kernels.accumulate(gradient, other, False, threads), 6),
-        "copy_bf16": (lambda: lambda: host_kernels.copy(gradient, other, threads), 4),
+        "norm_bf16": (lambda: lambda: host_update.norm(gradient, threads), 2),
+        "accumulate_bf16": (lambda: lambda: host_update.accumulate(gradient, other, False, threads), 6),
+        "copy_bf16": (lambda: lambda: host_update.copy(gradient, other, threads), 4),
         "adamw_bf16_moments_in_bf16": (lambda: update(Part.WHOLE, BFLOAT16), 1),
         "adamw_bf16_moments_in_8_bits": (lambda: update(Part.WHOLE, EIGHT_BITS), 1),
     }

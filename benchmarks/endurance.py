@@ -37,7 +37,7 @@ from torch import Tensor
 import megacompile
 from megacompile.corpus import ByteTokenizer, read_text
 from megacompile.errors import MegacompileError
-from megacompile.planning.process_group import process_count, rank_in_job
+from megacompile.planning.device import process_count, rank_in_job
 from megacompile.system.host_memory import resident_bytes
 
 _EVALUATION, _OTHER_LENGTH = 10, 25

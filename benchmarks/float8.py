@@ -35,7 +35,7 @@ from megacompile.ir.precision import precision_of
 from megacompile.planning.config import StreamConfig
 from megacompile.runtime.kernels import Kernel, ParameterGradient, accumulate
 from megacompile.runtime.memory.arena import Accumulators
-from megacompile.streaming.programs.binding import example_inputs
+from megacompile.streaming.programs.captures import example_inputs
 
 #: Recipes by the name of their row; "" is bfloat16.
 RECIPES = {

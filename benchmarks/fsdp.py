@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from megacompile.loading import parameters_on_meta
-from megacompile.planning.process_group import join_group, process_count
+from megacompile.planning.device import join_group, process_count
 
 
 def options() -> argparse.ArgumentParser:

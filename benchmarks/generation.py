@@ -32,8 +32,7 @@ from torch import Tensor
 import megacompile
 from megacompile.errors import MegacompileError
 from megacompile.streaming.device_copy import Turns
-from megacompile.streaming.generation.batch_parts import Finished
-from megacompile.streaming.generation.ways import Way, ways_to_generate
+from megacompile.streaming.generation.ways import Finished, Way, ways_to_generate
 from megacompile.streaming.layer_slots import LayerSlots
 from megacompile.streaming.streamed_module import generate_by, generate_streamed
 

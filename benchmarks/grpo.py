@@ -58,7 +58,7 @@ from uneven import RandomRows, losses_of, number_tokenizer
 import megacompile
 from megacompile.errors import MegacompileError
 from megacompile.ir.program import op_of
-from megacompile.planning.process_group import process_count
+from megacompile.planning.device import process_count
 from megacompile.predict.simulate import Timeline
 from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.streamed import Streamed

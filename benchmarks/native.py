@@ -24,7 +24,7 @@ from shapes import random_model
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from megacompile.codegen.cublas_lt import ALIGNMENT
+from megacompile.codegen.scaled_products import ALIGNMENT
 from megacompile.errors import MegacompileError
 from megacompile.ir.precision import Float8
 

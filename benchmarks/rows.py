@@ -33,10 +33,10 @@ from shapes import SHAPES, active_parameters, attention_flops, layers_that_fit
 from torch import Tensor
 
 from megacompile.errors import MegacompileError, named_line
-from megacompile.planning.process_group import process_count, rank_in_job
+from megacompile.planning.device import process_count, rank_in_job
 from megacompile.predict.hardware import device_name
 from megacompile.streaming.optimizer.names import optimizer_named
-from megacompile.system.regular_files import read_regular
+from megacompile.system.files import read_regular
 from megacompile.training import parameter_count
 
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacompile.loading import parameters_on_meta
-from megacompile.planning.process_group import rank_in_job
-from megacompile.planning.state_choices import EXACT, StateChoice
+from megacompile.planning.device import rank_in_job
+from megacompile.planning.host_needs import EXACT, StateChoice
 from megacompile.system.host_memory import available_host_bytes
-from megacompile.weights.quantized_linear import QuantizedLinear, shape_of, weights_of_codes
+from megacompile.weights.codes import QuantizedLinear, shape_of, weights_of_codes
 from megacompile.weights.quantizing import quantize
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 

@@ -47,8 +47,8 @@ from megacompile.errors import MegacompileError
 from megacompile.ir import options as stream_options
 from megacompile.ir.options import Takes
 from megacompile.ir.program import OPS, Lane, Op, argument, find
+from megacompile.planning.device import process_count
 from megacompile.planning.explain import host_slab_bytes
-from megacompile.planning.process_group import process_count
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.predict.simulate import Timeline
 from megacompile.runtime.operations import OPERATIONS

@@ -33,7 +33,7 @@ from step import gib
 
 import megacompile
 from megacompile.checkpoint.writer import CheckpointWriter
-from megacompile.planning.process_group import join_group, process_count, rank_in_job
+from megacompile.planning.device import join_group, process_count, rank_in_job
 from megacompile.system.host_memory import resident_bytes
 from megacompile.weights.filling import READERS
 

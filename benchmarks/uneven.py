@@ -49,16 +49,15 @@ from transformers import PreTrainedTokenizerFast
 
 import megacompile
 from megacompile.errors import MegacompileError
-from megacompile.finetuning.document_packing import best_fit
+from megacompile.finetuning.data import best_fit
 from megacompile.finetuning.reports import LOG, read_log
 from megacompile.finetuning.settings import Settings
 from megacompile.finetuning.train_command import run
 from megacompile.inputs.packed_layout import LENGTH
 from megacompile.losses import IGNORED
-from megacompile.planning.process_group import process_count
-from megacompile.system.under_way import work_done
-from megacompile.tools.lora import Lora
-from megacompile.tools.options import DType, Knobs
+from megacompile.planning.device import process_count
+from megacompile.system.progress import work_done
+from megacompile.tools.options import DType, Knobs, Lora
 
 
 @dataclass(frozen=True)

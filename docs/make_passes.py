@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from megacompile.frontend.capture import capture
-from megacompile.ir.lowering import model_program
 from megacompile.ir.precision import Float8
+from megacompile.ir.program import model_program
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
-from megacompile.passes.manager import compile_program
+from megacompile.passes.pipeline import compile_program
 from megacompile.passes.template import Target
 from megacompile.plan import Plan
 from megacompile.program import CallSpec, Program, Tile

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 import megacompile
 from megacompile import training
 from megacompile.corpus import ByteTokenizer, read_text
-from megacompile.finetuning.document_packing import pack
+from megacompile.finetuning.data import pack
 from megacompile.finetuning.run_progress import ProgressDisplay, RunProgress
 from megacompile.finetuning.training_sequences import Order, Rows, collate, in_order
 

@@ -12,25 +12,22 @@ from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.pipeline import Watch
+from megacompile.frontend.tracing.fake_model import streamed_dtype
 from megacompile.frontend.tracing.layers import Layers, find_layers
-from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
 from megacompile.frontend.tracing.peft_tracing import blaming_adapters, refuse_virtual_tokens
 from megacompile.ir.program import Lane
 from megacompile.passes.template import Target
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.device import compute_device, device_budget
+from megacompile.planning.device import compute_device, connected_ranks, device_budget, device_of_rank, rank_in_job
 from megacompile.planning.expert_split import expert_pieces
-from megacompile.planning.host_needs import check_host_first, check_tiles
-from megacompile.planning.pinned_memory import spend_pinned_memory
+from megacompile.planning.host_needs import StateChoice, check_host_first, check_tiles
+from megacompile.planning.memory_budget import spend_pinned_memory
 from megacompile.planning.precision import check_float8, check_products
-from megacompile.planning.process_group import connected_ranks, device_of_rank, rank_in_job
-from megacompile.planning.state_choices import StateChoice
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.backends.threads import ThreadBackend
-from megacompile.runtime.memory.host_copies import WEIGHTS, copy_from_first_host
-from megacompile.runtime.memory.store import Store
-from megacompile.runtime.memory.tile_memory import SharedTileMemory
+from megacompile.runtime.memory.store import WEIGHTS, Store, copy_from_first_host
+from megacompile.runtime.memory.tiles import SharedTileMemory
 from megacompile.runtime.ranks import Ranks
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.differentiable_results import refuse_hooks
@@ -39,10 +36,9 @@ from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import streamed_class
 from megacompile.streaming.user_tensors.owners import check_unclaimed, claim
 from megacompile.system.host_memory import available_host_bytes
-from megacompile.system.under_way import under_way
-from megacompile.weights.bitsandbytes import adopt_bitsandbytes
-from megacompile.weights.empty_models import fill_buffers
-from megacompile.weights.moving import build_store
+from megacompile.system.progress import under_way
+from megacompile.weights.empty_models import build_store, fill_buffers
+from megacompile.weights.quantizing import adopt_bitsandbytes
 from megacompile.weights.saving import forget_quantized_layout
 from megacompile.weights.tiling import Tiling, check_device_memory
 

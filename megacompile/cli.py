@@ -20,12 +20,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.finetuning.refused import REFUSED, with_hyphens
-from megacompile.finetuning.settings import DATA_PANEL, Settings, read_defaults
+from megacompile.finetuning.settings import DATA_PANEL, REFUSED, Settings, read_defaults, with_hyphens
 from megacompile.inference import commands
-from megacompile.limits import check_number
-from megacompile.tools.lora import Lora
-from megacompile.tools.options import Device, Knobs, Model, Planning, with_options
+from megacompile.sizes import check_number
+from megacompile.tools.options import Device, Knobs, Lora, Model, Planning, with_options
 from megacompile.version import __version__
 
 EXIT_FAILED = 1
@@ -155,7 +153,7 @@ def train(
 
     from megacompile.finetuning.launch import check_gpus, launch
     from megacompile.finetuning.train_command import run
-    from megacompile.planning.process_group import process_count
+    from megacompile.planning.device import process_count
     if gpus > 1 and process_count() == 1:
         check_gpus(gpus, knobs.device)
         raise typer.Exit(launch(sys.argv[1:], gpus))
@@ -246,7 +244,7 @@ def verify(
     from tabulate import tabulate
 
     from megacompile.ir.text import parse
-    from megacompile.system.reading import source_text
+    from megacompile.system.files import source_text
     from megacompile.verify.verifier import judge
     piped = str(program_file) == "-"
     named = "standard input" if piped else program_file
@@ -302,8 +300,7 @@ def calibrate(
     falsify the rates."""
     from megacompile.predict.hardware import cache_path
     from megacompile.system.progress import Progress
-    from megacompile.tools.calibrate import measure
-    from megacompile.tools.calibrate_disk import with_disk_rates
+    from megacompile.tools.calibrate import measure, with_disk_rates
     with Progress() as say:
         found = measure(device, scale, say)
         if disk is not None:

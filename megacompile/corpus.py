@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.loading import HUB_ID
-from megacompile.system.regular_files import read_regular, refuse_irregular
+from megacompile.system.files import read_regular, refuse_irregular
 
 _BYTE_VALUES = 256
 #: First bytes of compressed files. Such files are not valid UTF-8.

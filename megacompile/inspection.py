@@ -21,9 +21,9 @@ from torch import Tensor, fx
 
 from megacompile.errors import ArgumentError
 from megacompile.frontend.templates.template import Template
-from megacompile.ir import folding, listing, text
-from megacompile.ir.counts import op_counts
+from megacompile.ir import folding, printing, text
 from megacompile.ir.program import Access, Program, accesses, argument, lane_of, nodes, op_of, operands
+from megacompile.passes.pipeline import op_counts
 
 #: The nodes to show for each section, in program order.
 Shown = Mapping[str, Sequence[fx.Node]]
@@ -119,7 +119,7 @@ def _python(program: Program, shown: Shown, fold: bool) -> str:
 
 
 def _table(program: Program, shown: Shown, fold: bool) -> str:
-    return "\n\n".join(listing.table_section(name, listed) for name, listed in shown.items())
+    return "\n\n".join(printing.table_section(name, listed) for name, listed in shown.items())
 
 
 def _json(program: Program, shown: Shown, fold: bool) -> str:

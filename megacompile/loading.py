@@ -20,23 +20,22 @@ from megacompile.frontend.tracing.layers import Layers
 from megacompile.planning.config import StreamConfig, dtype_named
 from megacompile.planning.host_needs import least_bytes
 from megacompile.sizes import format_bytes
-from megacompile.system.regular_files import refuse_irregular
-from megacompile.weights.bitsandbytes import compute_dtype_of, compute_dtype_of_checkpoint
+from megacompile.system.files import refuse_irregular
 from megacompile.weights.codes import FORMATS, Format
 from megacompile.weights.empty_models import put_adapter, replace_parameters
-from megacompile.weights.filling import fill
-from megacompile.weights.matching import Match, match
-from megacompile.weights.quantizing import format_of
+from megacompile.weights.filling import fill, least_bytes_quantized, packed_tensors, quantize_empty
+from megacompile.weights.quantizing import compute_dtype_of, compute_dtype_of_checkpoint, format_of
 from megacompile.weights.quantizing import quantize as quantized
-from megacompile.weights.stored_codes import least_bytes_quantized, packed_tensors, quantize_empty
 from megacompile.weights.tiling import require_host_memory
 from megacompile.weights.weight_files import (
     CONFIG_FILE,
     DTYPES,
     FILE_PATTERNS,
     GENERATION_FILE,
+    Match,
     StoredTensor,
     WeightReader,
+    match,
     stored_tensors,
     weight_files,
 )

@@ -16,10 +16,9 @@ from megacompile.compat.hugging_face import replaced
 from megacompile.errors import UnsupportedError
 from megacompile.inputs.repacking import Wanted
 from megacompile.losses import IGNORED
-from megacompile.trainers.added_adapter import add_adapter
 from megacompile.trainers.fused_head import function_of, refuse_dropout
 from megacompile.trainers.named_models import load_named
-from megacompile.trainers.reference_model import reference_of
+from megacompile.trainers.reference_model import add_adapter, reference_of
 from megacompile.trainers.trainer_arguments import check_model
 
 

@@ -15,16 +15,13 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.templates.template import Template
 from megacompile.frontend.tracing.layers import Layers, find_layers
-from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import UPDATES, Plan
-from megacompile.ir.program import Program
-from megacompile.limits import check_whole
-from megacompile.passes.manager import compile_program, named_stage
+from megacompile.ir.program import Program, model_program
+from megacompile.passes.pipeline import compile_program, named_stage
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget, free_device_bytes
-from megacompile.planning.disk_tiles import with_disk
 from megacompile.planning.explain import Outlook, outlook
-from megacompile.planning.host_needs import host_too_small
+from megacompile.planning.host_needs import host_too_small, with_disk
 from megacompile.planning.memory import planned_calls
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
@@ -33,12 +30,12 @@ from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
-from megacompile.sizes import parse_bytes
-from megacompile.streaming.optimizer.keeping import check_masters
+from megacompile.sizes import check_whole, parse_bytes
 from megacompile.streaming.optimizer.names import optimizer_named
+from megacompile.streaming.optimizer.optimizer import check_masters
 from megacompile.streaming.programs.shapes import planned_and_not_taken
 from megacompile.system.host_memory import available_host_bytes
-from megacompile.system.under_way import under_way
+from megacompile.system.progress import under_way
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
 

@@ -12,10 +12,9 @@ from trl.trainer import sft_trainer
 
 from megacompile import trainer
 from megacompile.errors import UnsupportedError
-from megacompile.trainers.added_adapter import add_adapter
 from megacompile.trainers.fused_head import streamed_heads
 from megacompile.trainers.named_models import load_named
-from megacompile.trainers.reference_model import loaded_as
+from megacompile.trainers.reference_model import add_adapter, loaded_as
 from megacompile.trainers.trainer_arguments import check_model
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.errors import ArgumentError
-from megacompile.ir.listing import describe
 from megacompile.ir.ops import UPDATE_OPS
+from megacompile.ir.printing import describe
 from megacompile.ir.program import Lane, op_of, place_of
 from megacompile.predict.simulate import Item, Timeline
 

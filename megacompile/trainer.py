@@ -15,26 +15,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
 from megacompile.checkpoint import load_checkpoint, save_checkpoint
 from megacompile.errors import MegacompileError
+from megacompile.frontend.batches.pair_masks import pairs_of, tokens_of
 from megacompile.frontend.capture import CapturedModel
-from megacompile.inputs.batch_concat import join
 from megacompile.inputs.padding_arguments import without_bounds
 from megacompile.inputs.token_counts import TokenRate
+from megacompile.losses import IGNORED
+from megacompile.streaming.handle import compiled_variants
 from megacompile.streaming.optimizer.hyper_parameters import checked_norm
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
-from megacompile.streaming.statistics import compiled_variants
 from megacompile.streaming.streamed_module import StreamedModule
-from megacompile.system.long_lived import LongLived
-from megacompile.trainers.read_ahead import ReadAhead
+from megacompile.system.linux import LongLived
 from megacompile.trainers.trainer_arguments import (
     check_arguments,
     check_metric,
@@ -42,7 +44,89 @@ from megacompile.trainers.trainer_arguments import (
     optimizer_asked,
     refuse_other_forwards,
 )
-from megacompile.weights.quantized_linear import weights_of_codes
+from megacompile.weights.codes import weights_of_codes
+
+
+# -------------------- Reads batches before they are needed, while the device still computes
+class ReadAhead(Iterator[Any]):
+    """The batches of an iterator, some of which may have been read ahead.
+
+    State: the iterator (`source`), and the batches that were read and not taken yet, or the error that reading one raised."""
+
+    def __init__(self) -> None:
+        self._source: Iterator[Any] = iter(())
+        self._read: deque[Any] = deque()
+
+    def of(self, source: Iterator[Any]) -> ReadAhead:
+        """Iterates over `source` from now on. If that is another iterator than before, drops what was read."""
+        if source is not self._source:
+            self._source = source
+            self._read.clear()
+        return self
+
+    def read(self, count: int) -> None:
+        """Reads until `count` batches wait, or there are no more. An error of the data is raised when its batch is due, so that
+        a step that is complete can still be logged and saved."""
+        while len(self._read) < count:
+            try:
+                self._read.append(next(self._source))
+            except StopIteration:
+                return
+            except Exception as error:  # a dataset or a collator may raise anything
+                self._read.append(error)
+                return
+
+    def __next__(self) -> Any:
+        if not self._read:
+            return next(self._source)
+        if isinstance(self._read[0], Exception):
+            raise self._read.popleft()
+        return self._read.popleft()
+
+
+# --------------------
+# Joins the batches of one optimizer step into one batch, so that weights are streamed once for all of them.
+def join(batches: Sequence[Mapping[str, Any]], labels: Collection[str], causal: bool) -> dict[str, Any] | None:
+    """The rows of all batches in order: tensors [sum of rows, longest length, ...]. Shorter rows are padded on the right,
+    `labels` with -100, other arguments with 0. This changes no loss if no token sees later tokens (`causal`), or if an
+    attention mask marks the padding.
+
+    None if the batches have different arguments, if an argument is not an integer tensor [rows, length, ...], or if the model
+    would see the padding. Masks of pairs of tokens are joined only if all have the same length, since only the model knows
+    what such a mask must hold for padding."""
+    if len(batches) == 1:
+        return dict(batches[0])
+    keys = batches[0].keys()
+    if any(batch.keys() != keys for batch in batches):
+        return None
+    joined: dict[str, Any] = {}
+    tensors = [{key: value for key, value in batch.items() if isinstance(value, Tensor)} for batch in batches]
+    masks = set().union(*map(pairs_of, tensors))
+    for key in keys:
+        parts = [batch[key] for batch in batches]
+        if key in masks:
+            of_all_rows = [len(part) for part in parts] == [tokens_of(batch)[0] for batch in tensors]
+            if not of_all_rows or len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+                return None
+            joined[key] = torch.cat(parts)
+            continue
+        if not all(_is_tokens(part) for part in parts) or len({(part.shape[2:], part.dtype) for part in parts}) > 1:
+            return None
+        longest = max(part.shape[1] for part in parts)
+        if not causal and "attention_mask" not in keys and any(part.shape[1] < longest for part in parts):
+            return None
+        filling = IGNORED if key in labels else 0
+        joined[key] = torch.cat([_padded(part, longest, filling) for part in parts])
+    return joined
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= 2 and not value.is_floating_point()
+
+
+def _padded(part: Tensor, length: int, filling: int) -> Tensor:
+    return F.pad(part, (0, 0) * (part.dim() - 2) + (0, length - part.shape[1]), value=filling)
+
 
 #: The folder of the training state in one of Trainer's checkpoints.
 STATE = "megacompile"

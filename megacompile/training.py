@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.inputs.repacking import Wanted, present_tokens
 from megacompile.losses import IGNORED
-from megacompile.streaming.statistics import compiled_variants
+from megacompile.streaming.handle import compiled_variants
+from megacompile.system.files import refuse_irregular
 from megacompile.system.host_memory import resident_bytes
-from megacompile.system.long_lived import LongLived
-from megacompile.system.regular_files import refuse_irregular
-from megacompile.tools.decay import Decay
-from megacompile.weights.quantized_linear import weights_of_codes
+from megacompile.system.linux import LongLived
+from megacompile.tools.recipe import Decay
+from megacompile.weights.codes import weights_of_codes
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
@@ -43,7 +43,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
     from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
 
     from megacompile.loading import HUB_ID, parameters_on_meta
-    from megacompile.weights.random_weights import fill_randomly
+    from megacompile.weights.empty_models import fill_randomly
 
     name, source = str(source), Path(source)
     remote = not source.exists()

@@ -9,18 +9,183 @@ there are several hosts, therefore do not depend on the order in which a library
 """
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megacompile.compat.distributed import all_gather, memory_of_peers, reduce_scatter
-from megacompile.errors import UnsupportedError
-from megacompile.runtime.backends.stream_signals import StreamSignals
+from megacompile.errors import LaneError, UnsupportedError
 from megacompile.runtime.hosts import Hosts
-from megacompile.runtime.peer_copies import HALVES_BYTES, PeerCopies
+
+# --------------------
+# Exchanges between the GPUs of a host by their copy engines, which leave the multiprocessors to the layers.
+#
+# NCCL's kernels hold some multiprocessors. A matrix product that has a block for each of them must then wait for those blocks,
+# so that compute stands still for about as long as an exchange takes. Copies from one GPU's memory to another's need no
+# multiprocessor.
+#
+# Each rank has a `stage`, from which the others read its shard in a gather, and an `inbox`, into which they write their parts
+# of a sum. Both have two halves, so that one chunk is copied while the one before it is read:
+#
+#     gather           stage own chunk -> signal STAGED -> copy the others' chunks from their stages -> signal READ
+#     reduce_scatter   copy each rank's part of my chunk into its inbox -> signal WRITTEN -> add up the inbox -> signal ADDED
+#
+# A half is used again once READ or ADDED has come from every other rank. Signals are values in memory that all GPUs map; the
+# lane's stream waits for them, and the host does not.
+#: Bytes of a half of the stage, and of a half of the inbox.
+HALF_BYTES = 1 << 26
+#: Bytes of `Peers`' memory: both halves of both.
+HALVES_BYTES = 4 * HALF_BYTES
+#: Parts of a chunk begin at multiples of so many elements.
+_ALIGNED = 64
+_STAGED, _READ, _WRITTEN, _ADDED = range(0, 8, 2)  # channels of signals: one for each half
+
+
+class Peers(Protocol):
+    """Memory of the same size on every rank, and signals between ranks, in the order of the current stream. A wait takes the
+    signal. A signal that was not taken yet is waited for before it is put again."""
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> Tensor: ...
+
+    def put_signal(self, dst_rank: int, channel: int) -> None: ...
+
+    def wait_signal(self, src_rank: int, channel: int) -> None: ...
+
+
+class PeerCopies:
+    """The exchanges of one rank. Every rank makes the same ones, in the same order. State: how many chunks were gathered, and
+    how many were added up."""
+
+    def __init__(self, peers: Peers, rank: int, size: int, half_bytes: int = HALF_BYTES) -> None:
+        self.rank, self.size = rank, size
+        self._peers, self._half = peers, half_bytes
+        self._others = [(rank + step) % size for step in range(1, size)]  # not all read from the same rank at a time
+        self._gathered = self._added = 0
+
+    def gather(self, whole: Tensor, shard: Tensor) -> None:
+        """Fills `whole`, uint8 [size * n], with the shards of all ranks, uint8 [n] each. `shard` may be this rank's part of
+        `whole`."""
+        parts = whole.view(self.size, -1)
+        if parts[self.rank].data_ptr() != shard.data_ptr():
+            parts[self.rank].copy_(shard)
+        for start in range(0, len(shard), self._half):
+            chunk = shard[start:start + self._half]
+            half, used = self._gathered % 2, self._gathered >= 2
+            self._gathered += 1
+            self._wait_for_all(_READ + half, used)
+            self._stage(self.rank, half, len(chunk)).copy_(chunk)
+            for other in self._others:
+                self._peers.put_signal(other, _STAGED + half)
+            for other in self._others:
+                self._peers.wait_signal(other, _STAGED + half)
+                parts[other, start:start + len(chunk)].copy_(self._stage(other, half, len(chunk)))
+                self._peers.put_signal(other, _READ + half)
+
+    def reduce_scatter(self, flat: Tensor) -> None:
+        """Adds up `flat`, fp32 [size * n], over the ranks. This rank's n elements hold the sums afterwards: its own values,
+        then those of the other ranks in their order."""
+        parts = flat.view(self.size, -1)
+        own = parts[self.rank]
+        room = self._half // (4 * (self.size - 1)) // _ALIGNED * _ALIGNED
+        for start in range(0, len(own), room):
+            chunk = own[start:start + room]
+            half, used = self._added % 2, self._added >= 2
+            self._added += 1
+            for other in self._others:
+                if used:
+                    self._peers.wait_signal(other, _ADDED + half)
+                self._inbox(other, half, self.rank, room)[:len(chunk)].copy_(parts[other, start:start + len(chunk)])
+                self._peers.put_signal(other, _WRITTEN + half)
+            for other in sorted(self._others):
+                self._peers.wait_signal(other, _WRITTEN + half)
+                chunk.add_(self._inbox(self.rank, half, other, room)[:len(chunk)])
+                self._peers.put_signal(other, _ADDED + half)
+
+    def _wait_for_all(self, channel: int, used: bool) -> None:
+        for other in self._others if used else ():
+            self._peers.wait_signal(other, channel)
+
+    def _stage(self, rank: int, half: int, count: int) -> Tensor:
+        """uint8 [count] of a rank's memory."""
+        return self._peers.get_buffer(rank, (count,), torch.uint8, half * self._half)
+
+    def _inbox(self, rank: int, half: int, source: int, room: int) -> Tensor:
+        """fp32 [room]: where `source` writes in another rank's memory."""
+        part = (source - rank) % self.size - 1
+        return self._peers.get_buffer(rank, (room,), torch.float32, (2 + half) * self._half // 4 + part * room)
+
+
+# --------------------
+# Signals between GPUs through memory that they all map: a stream writes a number there, and another GPU's stream waits for it.
+# CUDA's stream memory operations do this without a kernel, which would have to wait until a multiprocessor is free.
+#: Waits end when the number is this one or a later one (CU_STREAM_WAIT_VALUE_GEQ), and what other devices wrote before it is
+#: seen from then on (CU_STREAM_WAIT_VALUE_FLUSH) on devices that have this as an option; on others it is always so.
+_AT_LEAST, _FLUSH = 0, 1 << 30
+_CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
+#: Channels of signals from one rank to another, and the bytes of a signal.
+CHANNELS, SIGNAL_BYTES = 8, 4
+
+
+def signal_bytes(ranks: int) -> int:
+    """Bytes of memory for the signals that a rank gets."""
+    return CHANNELS * ranks * SIGNAL_BYTES
+
+
+class StreamSignals:
+    """`Peers` (see `peer_copies.py`) over memory of PyTorch's symmetric memory. Signals are in its first bytes, which are zeros
+    on every rank before the first signal; data follow at `data_start`.
+
+    State: how many signals were put to each rank, and taken from each, by channel."""
+
+    def __init__(self, memory: Tensor, handle: Any, rank: int, size: int) -> None:
+        self.rank, self.size, self._handle, self._device = rank, size, handle, memory.device
+        self.data_start = 256 * -(-signal_bytes(size) // 256)
+        self._put: Counter[tuple[int, int]] = Counter()
+        self._taken: Counter[tuple[int, int]] = Counter()
+        self._memory = memory
+        self._how = _AT_LEAST | (_FLUSH if _attribute(_CAN_FLUSH, memory.get_device()) else 0)
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> Tensor:
+        buffer: Tensor = self._handle.get_buffer(rank, sizes, dtype, storage_offset + self.data_start // dtype.itemsize)
+        return buffer
+
+    def put_signal(self, dst_rank: int, channel: int) -> None:
+        self._put[dst_rank, channel] += 1
+        self._call("cuStreamWriteValue32_v2", self._address(dst_rank, channel, self.rank), self._put[dst_rank, channel], 0)
+
+    def wait_signal(self, src_rank: int, channel: int) -> None:
+        self._taken[src_rank, channel] += 1
+        self._call("cuStreamWaitValue32_v2", self._address(self.rank, channel, src_rank), self._taken[src_rank, channel],
+                   self._how)
+
+    def _address(self, rank: int, channel: int, source: int) -> int:
+        return int(self._handle.buffer_ptrs[rank]) + SIGNAL_BYTES * (channel * self.size + source)
+
+    def _call(self, name: str, address: int, number: int, flags: int) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        # The comparison wraps around, so numbers may.
+        code = getattr(_driver(), name)(ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(number & 0xFFFFFFFF),
+                                        ctypes.c_uint(flags))
+        if code:
+            raise LaneError(f"{name} failed with CUDA error {code}: stream with peer_copies=False, which exchanges by NCCL")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _attribute(number: int, device: int) -> int:
+    found = ctypes.c_int()
+    code = _driver().cuDeviceGetAttribute(ctypes.byref(found), ctypes.c_int(number), ctypes.c_int(device))
+    return 0 if code else found.value
+
 
 #: Bytes of device memory for exchanges by copies.
 PEER_MEMORY_BYTES = HALVES_BYTES + (1 << 16)

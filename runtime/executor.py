@@ -16,19 +16,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from megacompile.errors import LaneError, RankError, StallError
-from megacompile.ir.listing import excerpt
+from megacompile.ir.printing import excerpt
 from megacompile.ir.program import Access, Lane, argument, lane_of, nodes, op_of, operands
-from megacompile.runtime.backends.lanes import Backend
-from megacompile.runtime.frame import Frame
+from megacompile.ir.text import print_node
+from megacompile.runtime.backends.lanes import Backend, Timestamps
+from megacompile.runtime.frame import CarriedEvents, Event, Frame, Run
 from megacompile.runtime.operations import OPERATIONS
-from megacompile.runtime.recorder import Recorder
-from megacompile.runtime.run import CarriedEvents, Event, Run
-from megacompile.runtime.watchdog import Watchdog
-from megacompile.system.priority import yield_to_others
+from megacompile.system.linux import yield_to_others
 
 _POLL_S = 0.05  # how soon a waiting lane notices that another has failed
 #: How long `close` waits for lanes to stop after another rank has failed, in seconds. A device may wait for that rank forever.
@@ -335,3 +334,102 @@ def _work(executor: weakref.ref[Executor], backend: Backend, lane: Lane,
                     alive.watchdog.begun.pop(lane, None)
                 run.pending[lane].set()
             del job, run, instructions, alive
+
+
+# -------------------- Detects lanes that hang, and says where each lane is
+#
+# A lane only notes which instruction it begins. A thread that waits for lanes looks from time to time. Time is counted in
+# looks, so that a process that was stopped, or paused in a debugger, does not count as hanging. While a checkpoint is being
+# written no time counts: an update may wait for the disk for any time.
+if TYPE_CHECKING:
+    from megacompile.runtime.frame import Run
+
+
+class Watchdog:
+    """State: the instruction that each busy lane has begun, and what the last look saw.
+
+    `timeout_s`: seconds without any lane beginning an instruction after which lanes hang; None: no limit."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self.begun: dict[Lane, tuple[Run, fx.Node]] = {}
+        self._seen: list[tuple[int, fx.Node]] = []  # runs by number: a finished run must not be kept alive, it holds gigabytes
+        self._still_s = 0.0
+
+    def look(self, passed_s: float) -> bool:
+        """Called by a waiting thread, `passed_s` seconds after its last look. Whether the timeout has passed."""
+        if self.timeout_s is None:
+            return False
+        begun = list(self.begun.values())
+        stands = [(run.number, node) for run, node in begun]
+        waiting_for_disk = any(run.frame.store.snapshot is not None for run, _ in begun)
+        moved, self._seen = stands != self._seen, stands
+        self._still_s = 0.0 if moved or waiting_for_disk else self._still_s + passed_s
+        return self._still_s > self.timeout_s
+
+    def error(self, lanes: Iterable[Lane]) -> StallError:
+        """The error for the caller: where each lane is."""
+        lines = [f"no lane has begun an instruction for {self.timeout_s:g} s, and the model cannot be used any more: start a "
+                 "new process and load the last checkpoint (stall_timeout of stream() is how long to wait)"]
+        begun = dict(self.begun)
+        for lane in lanes:
+            lines += _stands(lane, *begun[lane]) if lane in begun else [f"{lane:<8} is idle"]
+        return StallError("\n".join(lines))
+
+    def forget(self) -> None:
+        self._seen, self._still_s = [], 0.0
+
+
+def _stands(lane: Lane, run: Run, node: fx.Node) -> list[str]:
+    """The line of a lane, and, if it waits for an event, the line of the event."""
+    lines = [f"{lane:<8} stands at  {print_node(node)}  of {run.section}"]
+    if op_of(node).name == "wait":
+        (event,) = operands(node, "event")
+        lines.append(f"{'':<8} waits for  {print_node(event)}  in {lane_of(event) or 'an earlier section'}")
+    return lines
+
+
+# -------------------- Records what the lanes of an executor do: each instruction, with the times of its start and end
+#
+# State: lists that grow, one for each lane, written by that lane's thread alone.
+if TYPE_CHECKING:
+    from megacompile.runtime.frame import Event, Run
+
+
+@dataclass(eq=False, frozen=True)
+class Executed:
+    """An instruction that ran. `run` counts sections in the order of submission. `begun` and `ended` are time stamps.
+    For a `wait` both are its end, and `waits_for` is the event that it waited for."""
+
+    run: int
+    section: str
+    node: fx.Node
+    lane: Lane
+    begun: Any
+    ended: Any
+    waits_for: Event | None = None
+
+
+class Recorder:
+    def __init__(self, timestamps: Timestamps) -> None:
+        self.timestamps = timestamps
+        self.lanes: dict[Lane, list[Executed]] = {lane: [] for lane in Lane}
+        self.recorded: dict[Event, Executed] = {}  # the last instruction that an event covers
+
+    def begin(self, lane: Lane, node: fx.Node) -> Any:
+        """Called before an instruction is issued. The stamp of its start, for `end`."""
+        return None if op_of(node).name in ("record", "wait") else self.timestamps.stamp(lane)
+
+    def end(self, run: Run, lane: Lane, node: fx.Node, begun: Any) -> None:
+        """Called after an instruction was issued."""
+        done = self.lanes[lane]
+        match op_of(node).name:
+            case "record":
+                event = run.events[node]
+                if event is not None and done:
+                    self.recorded[event] = done[-1]
+            case "wait":
+                stamp = self.timestamps.stamp(lane)
+                done.append(Executed(run.number, run.section, node, lane, stamp, stamp, run.events[operands(node, "event")[0]]))
+            case _ if lane_of(node) is not None:  # a node without a lane is not an instruction, though compute evaluates it
+                done.append(Executed(run.number, run.section, node, lane, begun, self.timestamps.stamp(lane)))

@@ -5,22 +5,402 @@ returns its own value or None. Here: copies, templates and values; updates and c
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from megacompile.ir.program import Kept, Lane, argument, op_of, operands
-from megacompile.ir.target_tokens import target_tokens
-from megacompile.runtime.collective_operations import COLLECTIVE_OPERATIONS
-from megacompile.runtime.frame import Frame, own_bytes
+from megacompile.ir.token_loop import target_tokens
+from megacompile.runtime.backends.lanes import Backend
+from megacompile.runtime.frame import Frame, gradients_of, norms_of, own_bytes, sums_of
 from megacompile.runtime.kernels import Activation, Kernel, bind
 from megacompile.runtime.kernels import accumulate as accumulate_gradients
 from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from megacompile.runtime.memory.arena import Accumulators, Gradients, State, Weights
-from megacompile.runtime.memory.shards import Share
-from megacompile.runtime.optimizer import host_kernels as host
-from megacompile.runtime.update_operations import UPDATE_OPERATIONS
+from megacompile.runtime.memory.shards import Pair, Share, at_home, in_slot, moments_at_home
+from megacompile.runtime.memory.state_layout import aligned_bytes
+from megacompile.runtime.memory.tiles import MomentFile
+from megacompile.runtime.optimizer import host_update
+from megacompile.runtime.optimizer import host_update as host
+from megacompile.runtime.optimizer.device_update import matrices_of, update_matrix, update_there
+from megacompile.runtime.optimizer.host_update import Moments
+from megacompile.runtime.optimizer.rule import MatrixRule, Part, Rule, Segment
+from megacompile.runtime.optimizer.state_format import BLOCK
+from megacompile.runtime.update import Update
+
+
+# --------------------
+# Updates a tile on the device chunk by chunk: a chunk is copied there, updated, and copied back to the host. A rule of whole
+# matrices has one of them in each chunk, with memory for its products.
+#
+# Everything is issued to one lane, in this order, chunk after chunk, and all chunks use the same memory: the lane's own order
+# keeps a chunk from being overwritten.
+def visit(backend: Backend, rule: Rule, memory: Tensor, tile: Share, segments: Sequence[Segment],
+          gradient_scale: float) -> None:
+    """Updates a tile with the same bits as `host_update.update`. `memory`: uint8, on the device. `segments`: of the host tile.
+    Returns once the last copy is issued to h2d; the host has the tile's new weights and state when that lane has finished the
+    copy."""
+    weights, split = tile.home.layout.flat(tile.home.weights), tile.home.remainder is not None
+    for start, (segment, moments) in _at_home(tile, segments):
+        for part in _chunks(segment, moments, weights.element_size(), split, memory.numel()):
+            with _away(backend, memory, tile, part, start) as (there, here, _):
+                backend.update(rule, *_of_chunk(there, part, here, split), gradient_scale, lane=Lane.H2D)
+
+
+def visit_matrices(backend: Backend, rule: MatrixRule, memory: Tensor, tile: Share, segments: Sequence[Segment],
+                   gradient_scale: float) -> None:
+    """As `visit`, for segments that are whole matrices. `memory` holds the largest matrix (`TileLayout.visit_bytes`)."""
+    split = tile.home.remainder is not None
+    for start, (segment, _) in _at_home(tile, segments):
+        for part, *shape in matrices_of(rule, segment):
+            with _away(backend, memory, tile, part, start) as (there, here, scratch):
+                weights, remainder, gradient, [(inside, moments)] = _of_chunk(there, part, here, split)
+                update_matrix(backend, rule, weights, remainder, gradient, inside, moments, (shape[0], shape[1]),
+                              gradient_scale, scratch, Lane.H2D)
+
+
+def _at_home(tile: Share, segments: Sequence[Segment]) -> list[tuple[int, Pair]]:
+    """The parts of segments in each run of a tile, each with the first element of its run in the host tile."""
+    assert tile.home.gradients is not None and tile.home.moments, f"{tile.home.layout.name} has no optimizer state"
+    return [(run.start, pair) for _, run in tile.runs for pair in at_home(segments, tile, run)]
+
+
+@contextmanager
+def _away(backend: Backend, memory: Tensor, tile: Share, part: Segment,
+          start: int) -> Iterator[tuple[list[Tensor], Moments, Tensor]]:
+    """A chunk on the device: gradients, weights, the remainder if there is one, moments and scales; its moments at home; and
+    the rest of the memory. The chunk is copied there at the beginning, and all but the gradients are copied back at the end."""
+    home, layout = tile.home, tile.home.layout
+    assert home.gradients is not None, f"{layout.name} has no gradients"
+    elements = slice(start + part.start, start + part.stop)
+    here = moments_at_home(part, tile)
+    host = [layout.flat(home.gradients)[elements], layout.flat(home.weights)[elements],
+            *([] if home.remainder is None else [home.remainder[elements]]), *here.values, *here.scales]
+    there = list(_divided(memory, host))
+    for away, kept in zip(there, host, strict=True):
+        backend.copy(_bytes(away), _bytes(kept), Lane.H2D)
+    yield there, here, memory[sum(aligned_bytes(each.nbytes) for each in host):]
+    for away, kept in zip(there[1:], host[1:], strict=True):
+        backend.copy(_bytes(kept), _bytes(away), Lane.H2D)
+
+
+def _of_chunk(there: Sequence[Tensor], segment: Segment, moments: Moments,
+              split: bool) -> tuple[Tensor, Tensor | None, Tensor, list[Pair]]:
+    """Weights, remainder, gradients and segments of a chunk on the device."""
+    gradients, weights, *rest = there
+    remainder = rest.pop(0) if split else None
+    count = len(moments.values)
+    inside = segment.within(segment.start, segment.stop, 0)
+    assert inside is not None, "an empty chunk"
+    return weights, remainder, gradients, [(inside, Moments(moments.format, tuple(rest[:count]), tuple(rest[count:])))]
+
+
+def _chunks(segment: Segment, moments: Moments, weight_bytes: int, split: bool, room: int) -> Iterator[Segment]:
+    """The parts of a segment that fit `room` bytes each."""
+    sizes = [weight_bytes, weight_bytes, *([2] if split else []), *(moments.format.value_bytes for _ in moments.values)]
+
+    def needed(count: int) -> int:
+        scales = [4 * moments.format.scales(count)] * len(moments.values)
+        return sum(map(aligned_bytes, [count * size for size in sizes] + scales))
+
+    if needed(segment.stop - segment.start) <= room:
+        yield segment
+        return
+    count = room // needed(BLOCK) * BLOCK
+    assert count > 0, f"{room} bytes hold no chunk"
+    # Blocks that have one scale begin at multiples of their size in the parameter.
+    for start in range(segment.start - segment.first % BLOCK, segment.stop, count):
+        if (part := segment.within(start, start + count, start)) is not None:
+            yield part
+
+
+def _divided(memory: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Tensors of the same sizes and dtypes in `memory`, one after the other."""
+    start = 0
+    for part in like:
+        yield memory[start:start + part.nbytes].view(part.dtype)
+        start += aligned_bytes(part.nbytes)
+
+
+def _bytes(elements: Tensor) -> Tensor:
+    return elements.view(torch.uint8)
+
+
+# -------------------- The ops that add up gradients in host memory, clip them and update tiles
+def _accumulate(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    slab: Gradients = frame.read(node, "slab")
+    if argument(node, "overwrite"):
+        for here, there in tile.gradients_with(slab.memory):
+            host.copy(there, here)
+        return
+    flat, norms = gradients_of(tile), norms_of(tile)
+    for position, s in enumerate(tile.layout.slices):
+        there = flat[tile.layout.at_home(position)]
+        host.accumulate(there, slab.flat[s.start:s.stop], overwrite=False)
+        norms[position] = host.norm(there)
+
+
+def _clip(frame: Frame, node: fx.Node) -> float:
+    """The clipping factor of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1."""
+    update = frame.update
+    assert update is not None, "an update without an optimizer"
+    if update.norm is None:  # else a failed step is being completed, and gradients of finished tiles may be gone
+        update.judge({name: _norms(frame, update, name) for name in argument(node, "tiles")})
+    assert update.norm is not None
+    return 1.0 if update.max_grad_norm is None else min(1.0, update.max_grad_norm / (update.norm + 1e-6))
+
+
+def _norms(frame: Frame, update: Update, name: str, memory: Tensor | None = None) -> dict[str, float]:
+    """Norms of the gradients that count, by parameter: those of the host tile, or those in `memory`, a slab."""
+    tile = frame.store[name]
+    norms = (norms_of(tile) if memory is None else tile.layout.norms(memory)).tolist()
+    return {tile.layout.slices[position].name: norms[position] for position in update.counted.get(name, ())}
+
+
+def _add_to_sum(frame: Frame, node: fx.Node) -> None:
+    tile, slab = frame.store[argument(node, "tile")], frame.read(node, "slab")
+    sums, source = sums_of(tile), None if slab is None else slab.flat
+    if frame.update is not None and frame.update.on_arrival:  # before the global norm is known, and a sum has no norms
+        frame.update.judge_tile(tile.layout.name, _norms(frame, frame.update, tile.layout.name, slab and slab.memory))
+    for here, there in tile.runs:
+        host.accumulate(sums[there], gradients_of(tile)[there] if source is None else source[here], argument(node, "overwrite"))
+
+
+def _norms_of_sum(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    norms = norms_of(tile)
+    for position in range(len(tile.layout.slices)):
+        norms[position] = host.norm(sums_of(tile)[tile.layout.at_home(position)])
+
+
+def _update(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    _update_on_host(frame, node, tile, frame.read(node, "slab"), moments=_in_slab(frame, node, tile))
+
+
+def _update_weights(frame: Frame, node: fx.Node) -> None:
+    """With a rule whose moments cannot be updated later, this is the whole update, and nothing is left for `update_moments`:
+    not even to write moments, whose slab is needed for others."""
+    tile, update = frame.store[argument(node, "tile")], _updating(frame)
+    if argument(node, "tile") not in update.halfway:
+        _update_on_host(frame, node, tile, moments=_in_slab(frame, node, tile),
+                        part=Part.WEIGHTS if update.rule.separable else Part.WHOLE)
+        _write(frame, node, tile)
+
+
+def _update_moments(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    _update_on_host(frame, node, tile, moments=_in_slab(frame, node, tile), part=Part.MOMENTS)
+
+
+def _update_from_sum(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    _update_on_host(frame, node, tile, sums_of(tile))
+
+
+def _read_state(frame: Frame, node: fx.Node) -> Tensor:
+    """Skips the read when a failed step is completed and the tile needs none: the slab may still hold moments that could not be
+    written, of this tile or of another."""
+    tile, update = frame.store[argument(node, "tile")], _updating(frame)
+    slab = frame.memory(argument(node, "into"))[:tile.home.layout.disk_bytes]
+    done = tile.layout.name in update.halfway and any(op_of(user).name == "update_weights" for user in node.users)
+    if update.pending(tile.layout.name) and not done:
+        _file_of(tile).read(tile.layout.name, slab)
+    return slab
+
+
+def _in_slab(frame: Frame, node: fx.Node, tile: Share) -> list[Tensor] | None:
+    """The moments of a tile that were read from the disk; None if they are in memory."""
+    slab = frame.read(node, "moments")
+    return None if slab is None else tile.layout.moments(slab)
+
+
+def _write_state(frame: Frame, node: fx.Node) -> None:
+    _write(frame, node, frame.store[argument(node, "tile")])
+
+
+def _write(frame: Frame, node: fx.Node, tile: Share) -> None:
+    update = _updating(frame)
+    if tile.layout.name in update.unwritten:
+        tile.home.moments_written = True  # in part, if it fails
+        _file_of(tile).write(tile.layout.name, frame.read(node, "moments"))
+        _updated(update, tile)
+
+
+def _file_of(tile: Share) -> MomentFile:
+    assert tile.home.file is not None, f"the moments of {tile.layout.name} are in memory"
+    return tile.home.file
+
+
+def _update_on_host(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Tensor | None = None,
+                    part: Part = Part.WHOLE, moments: Sequence[Tensor] | None = None) -> None:
+    """Updates a tile on the host. `gradients`: a slab; or [elements] of the host tile, such as its sums; None: the host tile's
+    gradients. `moments`: this share's, in a slab, from which they are still to be written; None: the host tile's."""
+    update, home, name = _updating(frame), tile.home, tile.layout.name
+    slab = gradients if isinstance(gradients, Gradients) else None
+    if update.on_arrival and gradients is not home.sums and name in update.segments:
+        update.judge_tile(name, _norms(frame, update, name, None if slab is None else slab.memory))
+    if segments := update.pending(name):
+        assert home.has_moments, "the optimizer made no state"
+        assert not update.matrices.get(name), "whole matrices are updated on the device"
+        frame.store.preserve(name)
+        source = gradients_of(tile) if gradients is None else gradients
+        for here, there in tile.runs:
+            given = source.flat[here] if isinstance(source, Gradients) else source[there]
+            host_update.update(update.rule, home.layout.flat(home.weights)[there],
+                               None if home.remainder is None else home.remainder[there], given,
+                               at_home(segments, tile, there, moments), _gradient_scale(frame, node), part=part)
+        if part == Part.WEIGHTS:
+            update.halfway.add(name)
+        elif moments is not None:
+            update.unwritten.add(name)
+        else:
+            _updated(update, tile)
+
+
+def _update_on_device(frame: Frame, node: fx.Node) -> None:
+    update, tile = _updating(frame), frame.store[argument(node, "tile")]
+    if segments := update.pending(tile.layout.name):
+        weights, state, gradients = (frame.read(node, name) for name in ("resident", "state", "reduced"))
+        # On arrival the device itself checks the norms: otherwise the host would wait for the device in every layer.
+        judged = (gradients.norms, frame.arena.verdict(tile.layout.name, update)) if update.on_arrival else None
+        own = tile.layout.flat(own_bytes(tile, weights.memory))
+        scale, (elementwise, whole) = _gradient_scale(frame, node), update.divided(tile.layout.name, segments)
+        if elementwise:
+            frame.backend.update(update.rule, own, state.remainder, gradients.flat, in_slot(elementwise, tile, state.moments),
+                                 scale, judged)
+        if update.matrix_rule is not None and whole:
+            update_there(frame.backend, update.matrix_rule, own, state.remainder, gradients.flat,
+                         in_slot(whole, tile, state.moments), scale)
+        _updated(update, tile)
+
+
+def _update_visiting(frame: Frame, node: fx.Node) -> None:
+    update, tile = _updating(frame), frame.store[argument(node, "tile")]
+    if segments := update.pending(tile.layout.name):
+        frame.store.preserve(tile.layout.name)
+        memory, scale = frame.memory(argument(node, "into")), _gradient_scale(frame, node)
+        elementwise, whole = update.divided(tile.layout.name, segments)
+        visit(frame.backend, update.rule, memory, tile, elementwise, scale)
+        if update.matrix_rule is not None:
+            visit_matrices(frame.backend, update.matrix_rule, memory, tile, whole, scale)
+        _updated(update, tile)
+
+
+def _updating(frame: Frame) -> Update:
+    assert frame.update is not None, "an update without an optimizer"
+    return frame.update
+
+
+def _gradient_scale(frame: Frame, node: fx.Node) -> float:
+    """The clipping factor; 1 without a clip."""
+    return frame.read(node, "clip") if "clip" in node.kwargs else 1.0
+
+
+def _updated(update: Update, tile: Share) -> None:
+    tile.home.moments_written = True
+    update.finish(tile.layout.name)
+
+
+def _fetch_state(frame: Frame, node: fx.Node) -> State:
+    tile = frame.store[argument(node, "tile")]
+    state = frame.arena.state(argument(node, "into"), tile.layout)
+    # Reading the pages of moments that nothing has written would take seconds: the system would have to make them first.
+    for there, here in _state(tile, state, [] if tile.home.moments_are_zero else tile.home.moments):
+        if here is None:
+            there.zero_()
+        else:
+            there.copy_(here)
+    return state
+
+
+def _store_state(frame: Frame, node: fx.Node) -> None:
+    frame.store.preserve(argument(node, "tile"))
+    tile, state = frame.store[argument(node, "tile")], frame.read(node, "state")
+    for there, here in _state(tile, state, tile.home.moments):
+        if here is not None:
+            here.copy_(there)
+
+
+def _state(tile: Share, state: State, moments: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Parts of a tile's state in its slot, and the same parts in host memory: None where the host has none. `moments`: those
+    of the host tile."""
+    home = tile.home
+    if state.remainder is not None:
+        for here, there in tile.runs:
+            yield state.remainder[here], None if home.remainder is None else home.remainder[there]
+    for position, s in enumerate(tile.layout.slices):
+        if s.count == 0 or not tile.layout.state_of(position).moments:
+            continue
+        away = tile.layout.state_layout.at(state.moments, position, 0, s.count)
+        at = home.layout.position_of[s.name]
+        first = tile.layout.at_home(position).start - home.layout.slices[at].start
+        kept = home.layout.state_layout.at(moments, at, first, first + s.count) if moments else None
+        yield from zip_longest(away.values, kept.values if kept is not None else ())
+        yield from zip_longest(away.scales, kept.scales if kept is not None else ())
+
+
+UPDATE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
+    accumulate=_accumulate, clip=_clip, add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, update=_update,
+    update_weights=_update_weights, update_moments=_update_moments, update_from_sum=_update_from_sum,
+    update_on_device=_update_on_device, update_visiting=_update_visiting, read_state=_read_state, write_state=_write_state,
+    fetch_state=_fetch_state, store_state=_store_state)
+
+
+# -------------------- The ops that several ranks run together, and what each rank tells the others
+def _gather(frame: Frame, node: fx.Node) -> Weights:
+    weights = frame.arena.weights(argument(node, "into"), frame.store.whole(argument(node, "tile")).layout)
+    frame.together.exchanges.gather(weights.memory, frame.read(node, "shard").memory)
+    return weights
+
+
+def _gather_resident(frame: Frame, node: fx.Node) -> None:
+    weights: Weights = frame.read(node, "resident")
+    frame.together.exchanges.gather(weights.memory, own_bytes(frame.store[argument(node, "tile")], weights.memory))
+
+
+def _reduce_scatter(frame: Frame, node: fx.Node) -> None:
+    (accumulators,) = operands(node, "accumulators")
+    frame.together.exchanges.reduce_scatter(frame.values[accumulators].flat)
+
+
+def _all_reduce(frame: Frame, node: fx.Node) -> None:
+    (accumulators,) = operands(node, "accumulators")
+    frame.together.exchanges.all_reduce(frame.values[accumulators].flat)
+
+
+def _share_norms(frame: Frame, node: fx.Node) -> None:
+    frame.together.exchanges.join_norms(frame.read(node, "reduced").norms)
+
+
+def _share_host_norms(frame: Frame, node: fx.Node) -> None:
+    frame.together.exchanges.join_host_norms(norms_of(frame.store[argument(node, "tile")]))
+
+
+def _announce(frame: Frame, node: fx.Node) -> None:
+    frame.together.updated()
+
+
+def _total_loss(frame: Frame, node: fx.Node) -> Activation:
+    losses = [value.loss for value in frame.read(node, "values")]
+    return Activation((), loss=torch.stack(losses).sum(dim=0))
+
+
+def _share_loss(frame: Frame, node: fx.Node) -> None:
+    loss = frame.read(node, "value").loss
+    assert loss is not None, "a total of nothing"
+    frame.together.exchanges.add_up(loss)
+
+
+COLLECTIVE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
+    gather=_gather, gather_resident=_gather_resident, reduce_scatter=_reduce_scatter, all_reduce=_all_reduce,
+    share_norms=_share_norms,
+    share_host_norms=_share_host_norms, announce=_announce, total_loss=_total_loss, share_loss=_share_loss)
 
 
 def _pack(frame: Frame, node: fx.Node) -> Tensor:

@@ -25,15 +25,11 @@ from torch import Tensor
 
 from megacompile.compat.distributed import all_gather, end, never_end
 from megacompile.errors import RankError, shortened
-from megacompile.runtime.device_watch import DeviceWatch
 from megacompile.runtime.exchanges import Exchanges
-from megacompile.runtime.host_watch import HostWatch
 from megacompile.runtime.hosts import Rows, arranged, identity
-from megacompile.runtime.letters import Letters, pieces
-from megacompile.system.exit_limit import limit_exit
-from megacompile.system.links import Listener, connected
-from megacompile.system.shared_memory import SharedMemory
-from megacompile.system.status_board import ROW_BYTES, StatusBoard
+from megacompile.runtime.letters import Letters, Listener, connected, pieces
+from megacompile.runtime.rank_watch import ROW_BYTES, DeviceWatch, HostWatch, StatusBoard, limit_exit
+from megacompile.system.host_memory import SharedMemory
 from megacompile.version import __version__
 
 T = TypeVar("T")

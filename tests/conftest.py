@@ -23,11 +23,10 @@ from torch import fx
 
 from megacompile import api
 from megacompile.frontend.templates.joint import JointGraph
-from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import CallSpec, Program, Tile
+from megacompile.ir.program import CallSpec, Program, Tile, model_program
 from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Compiled, compile_program
+from megacompile.passes.pipeline import Compiled, compile_program
 from megacompile.planning import planner
 from megacompile.streaming.programs import shapes
 

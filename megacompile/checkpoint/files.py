@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megacompile.errors import CheckpointError
-from megacompile.system.regular_files import open_regular
+from megacompile.system.files import open_regular
 from megacompile.weights.weight_files import StoredTensor, stored_tensors
 
 #: The only file names that a checkpoint may contain, so that no path in it can lead elsewhere.

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from megacompile.checkpoint.manifest import Manifest
 from megacompile.errors import CheckpointError
-from megacompile.system.atomic_files import sync_folder
-from megacompile.system.working_folders import WorkingFolder, abandoned, unused
+from megacompile.system.files import WorkingFolder, abandoned, sync_folder, unused
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _INCOMPLETE = ".incomplete-"

@@ -15,14 +15,13 @@ from megacompile import schema
 from megacompile.checkpoint import manifest, random_state, schedulers
 from megacompile.checkpoint.files import check_file, stored_entries
 from megacompile.checkpoint.folders import checkpoint_before, latest_checkpoint
-from megacompile.checkpoint.manifest import Manifest, Saved
+from megacompile.checkpoint.manifest import Manifest, Saved, decode
 from megacompile.checkpoint.shares import share
 from megacompile.checkpoint.subject import Subject
-from megacompile.checkpoint.values import decode
 from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.runtime.memory.snapshot import state_bytes
 from megacompile.streaming.optimizer.hyper_parameters import FLAG, Check, is_number
-from megacompile.streaming.optimizer.saved import check_saved
+from megacompile.streaming.optimizer.optimizer import check_saved
 from megacompile.streaming.shared_writes import loading
 from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megacompile.checkpoint.files import DTYPES
-from megacompile.checkpoint.values import encode
+from megacompile.checkpoint.manifest import encode
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.ir.program import argument, nodes, op_of
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer

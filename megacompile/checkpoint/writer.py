@@ -22,14 +22,12 @@ import torch
 
 from megacompile.checkpoint.files import Entry, Written, header, write_file
 from megacompile.checkpoint.folders import Incomplete
-from megacompile.checkpoint.manifest import Manifest, Saved, moments
+from megacompile.checkpoint.manifest import Manifest, Saved, encode, moments
 from megacompile.checkpoint.random_state import capture, of_ranks
 from megacompile.checkpoint.shares import share
 from megacompile.checkpoint.subject import Subject
-from megacompile.checkpoint.values import encode
 from megacompile.errors import CheckpointError, MegacompileError, RankError
-from megacompile.runtime.memory.read_tiles import ReadTiles
-from megacompile.runtime.memory.snapshot import Piece, Snapshot, TouchedError, pieces, state_bytes
+from megacompile.runtime.memory.snapshot import Piece, ReadTiles, Snapshot, TouchedError, pieces, state_bytes
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.together import Together
 from megacompile.system.host_memory import available_host_bytes

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.codegen.cache import CacheError, cache_directory, processor_name
-from megacompile.codegen.grouped_products import keep_operands
-from megacompile.codegen.seal import discard, sealed
+from megacompile.codegen.cache import CacheError, cache_directory, discard, processor_name, sealed
 from megacompile.compat import inductor
 from megacompile.compat.core import FakeTensor, TracingContext, tracing
 from megacompile.compat.dynamo import counters
+from megacompile.compat.inductor import inductor_prims
 
 #: The cache folders of inductor and Triton. Inductor sets both variables itself, for the rest of the process.
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -163,3 +162,19 @@ def version_digest() -> str:
         for path in files:
             digest.update(f"{name}/{path.relative_to(folder).as_posix()}".encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
+
+
+# --------------------
+# Grouped products (all experts of a layer in one call) under inductor: operands keep the memory layout that was traced.
+#
+# In a row-major operand, a group of rows may begin at any row. In a transposed operand, groups would have to begin at multiples
+# of 16 bytes, which the device checks. Inductor may choose either layout for a value that it computes.
+def keep_operands(graph: fx.Graph) -> None:
+    """Makes inductor keep the traced strides of two-dimensional operands of grouped products. Changes `graph`."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
+        with graph.inserting_before(node):
+            for position, operand in enumerate(node.args[:2]):
+                if (value := operand.meta["val"]).dim() == 2:
+                    kept = graph.call_function(inductor_prims.force_stride_order, (operand, value.stride()))
+                    kept.meta = dict(operand.meta)
+                    node.update_arg(position, kept)

@@ -11,14 +11,14 @@ from rich.console import Console
 from megacompile import training
 from megacompile.corpus import PretrainedTokenizer, Tokenizer, load_tokenizer
 from megacompile.errors import ArgumentError
-from megacompile.finetuning import resuming
+from megacompile.finetuning import saves
 from megacompile.finetuning.data import check_sources, read
-from megacompile.finetuning.folder import check_writable
+from megacompile.finetuning.saves import check_writable
 from megacompile.finetuning.settings import Settings
 from megacompile.finetuning.training_sequences import Order, Rows, split
-from megacompile.planning.process_group import process_count
+from megacompile.planning.device import process_count
 from megacompile.streaming.optimizer.names import optimizer_named
-from megacompile.tools.lora import Lora
+from megacompile.tools.options import Lora
 from megacompile.tools.recipe import Kind, Recipe, block
 from megacompile.weights.empty_models import put_adapter
 
@@ -56,8 +56,8 @@ def prepare(source: str, data: Sequence[str], settings: Settings, lora: Lora, co
     target = settings.save or (settings.output / MODEL if settings.output else None)
     if target is None:
         console.print("nothing will be saved: give --output, or --save to save only the model")
-    start = resuming.start_of(settings, console)
-    then = {} if start is None else resuming.fixed_settings(start)  # before the data is read, which takes long
+    start = saves.start_of(settings, console)
+    then = {} if start is None else saves.fixed_settings(start)  # before the data is read, which takes long
     check_sources(data, settings.format)
     outline = training.load_model(source, meta=True)
     kind = _kind(source, lora)
@@ -65,7 +65,7 @@ def prepare(source: str, data: Sequence[str], settings: Settings, lora: Lora, co
     training.check_length(outline.config, recipe.length)
     _check_rate(settings, asked)
     tokenizer = PretrainedTokenizer(settings.tokenizer) if settings.tokenizer else load_tokenizer(source)
-    with console.status("reading the data"), resuming.template_time(tokenizer, then) as time:
+    with console.status("reading the data"), saves.template_time(tokenizer, then) as time:
         found = read(data, tokenizer, settings.format, recipe.length, settings.pack, outline.config.vocab_size,
                      lambda text: console.print(text, style="bold yellow"), settings.too_long)
     rows, held_out = split(found, settings.eval_share, settings.seed)
@@ -77,12 +77,12 @@ def prepare(source: str, data: Sequence[str], settings: Settings, lora: Lora, co
     console.print(_overview(source, kind, outline, rows, held_out, recipe, asked, settings, lora, steps))
     if target is not None:
         check_writable(target)  # before training, which would be lost otherwise
-    fixed = {name: getattr(recipe, name) for name in resuming.FIXED} | {
+    fixed = {name: getattr(recipe, name) for name in saves.FIXED} | {
         "seed": settings.seed, "data": rows.fingerprint(), "optim": words_of_optimizer(settings), **time}
     if lora.lora:
         fixed["lora"] = _words_of(lora)
     if start is not None:
-        resuming.check_same_run(start, then, fixed)
+        saves.check_same_run(start, then, fixed)
     if kind is Kind.SCRATCH:
         console.print("initializing random weights ...")
     return Preparation(target, start, recipe, tokenizer, rows, held_out, order, steps, fixed)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megacompile.sizes import format_bytes
-from megacompile.system.under_way import shown_by
+from megacompile.system.progress import shown_by
 from megacompile.training import Step
 
 #: Number of steps for the running mean of the loss and for the estimate of the remaining time.

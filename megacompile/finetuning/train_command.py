@@ -19,26 +19,22 @@ from megacompile import training
 from megacompile.corpus import PretrainedTokenizer
 from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning.after_step import AfterStep
-from megacompile.finetuning.folder import created, locked
 from megacompile.finetuning.preparation import Preparation, prepare
-from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
-from megacompile.finetuning.resuming import resume
+from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log, started
 from megacompile.finetuning.run_progress import WINDOW, ProgressDisplay, RunProgress
-from megacompile.finetuning.saves import Saves
+from megacompile.finetuning.saves import Saves, created, locked, resume
 from megacompile.finetuning.settings import Settings
-from megacompile.finetuning.trackers import started
 from megacompile.finetuning.training_sequences import Batch, Padding, Rows, collate, in_order, padded_length
 from megacompile.inputs import packed_layout
 from megacompile.losses import IGNORED
 from megacompile.planning.config import StreamConfig
+from megacompile.planning.device import device_of_rank, process_count, rank_in_job
 from megacompile.planning.precision import check_float8
-from megacompile.planning.process_group import device_of_rank, process_count, rank_in_job
 from megacompile.runtime.backends.cuda import cupy_for_cuda
 from megacompile.streaming.optimizer.names import optimizer_named
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
-from megacompile.system.atomic_files import replace_file
-from megacompile.tools.lora import Lora
-from megacompile.tools.options import Knobs
+from megacompile.system.files import replace_file
+from megacompile.tools.options import Knobs, Lora
 from megacompile.tools.recipe import Recipe
 from megacompile.weights.empty_models import put_adapter
 from megacompile.weights.saving import recover, replacing

@@ -11,16 +11,15 @@ import sympy
 from torch import Tensor
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.batches.image_patches import Patches
-from megacompile.frontend.batches.image_positions import ImagePositions
+from megacompile.frontend.batches.images import ImagePositions, Patches
 from megacompile.frontend.batches.pair_masks import of_pairs
 from megacompile.frontend.batches.tables import EmbeddingTable
-from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.graph.loss import TargetCount
 from megacompile.frontend.graph.output import OutputStructure
+from megacompile.frontend.graph.pieces import Rows
 from megacompile.frontend.templates.across_rows import chooses_tokens
-from megacompile.frontend.templates.heads import LOGITS, Head, Heads
-from megacompile.frontend.templates.sizes import Condition
+from megacompile.frontend.templates.build import Condition
+from megacompile.frontend.templates.hidden_states import LOGITS, Head, Heads
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template
 from megacompile.frontend.tracing.fake_model import capture_shape
 from megacompile.ir.plan import CaptureKey

@@ -16,25 +16,22 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile.frontend.batches.image_patches import Patches
-from megacompile.frontend.batches.image_positions import ImagePositions
+from megacompile.frontend.batches.images import ImagePositions, Patches
 from megacompile.frontend.batches.tables import EmbeddingTable
 from megacompile.frontend.captured import AttentionFacts, BatchFacts, LayerFacts, LossFacts
-from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.graph.loss import TargetCount
 from megacompile.frontend.graph.output import OutputStructure
+from megacompile.frontend.graph.pieces import Rows
 from megacompile.frontend.graph.split import Section
-from megacompile.frontend.templates.build import Renaming
-from megacompile.frontend.templates.heads import BuildTemplate, Heads
-from megacompile.frontend.templates.sizes import Condition
+from megacompile.frontend.templates.build import Condition, Renaming
+from megacompile.frontend.templates.hidden_states import BuildTemplate, Heads
 from megacompile.frontend.templates.template import Call, TargetLike, Template, TemplatePass
 from megacompile.frontend.templates.token_functions import Described
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.model_graph import ModelGraph
-from megacompile.frontend.tracing.trace import Traced
-from megacompile.frontend.tracing.validity import Validity
+from megacompile.frontend.tracing.trace import Traced, Validity
 from megacompile.ir.plan import CaptureKey
-from megacompile.system.under_way import at
+from megacompile.system.progress import at
 
 CountTargets = Callable[[Mapping[str, Tensor]], Tensor]
 

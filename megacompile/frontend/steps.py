@@ -9,17 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.compat.core import FakeTensorMode, pytree
-from megacompile.frontend.batches.image_patches import (
+from megacompile.frontend.batches.images import (
+    ImagePositions,
     Patches,
+    find_image_positions,
     install_encoders,
     model_arguments,
     refuse_adapters,
+    take_aligned,
     with_positions,
 )
-from megacompile.frontend.batches.image_positions import ImagePositions, find_image_positions, take_aligned
 from megacompile.frontend.batches.pair_masks import argument, masks_in, masks_of, pairs_of, refuse_added
 from megacompile.frontend.batches.split_rows import fixes_rows, images_of
-from megacompile.frontend.batches.tables import EmbeddingTable, find_tables
+from megacompile.frontend.batches.tables import EmbeddingTable, find_tables, take_totals
+from megacompile.frontend.batches.tables import counts_positions as computes_with_positions
 from megacompile.frontend.captured import AttentionFacts, BatchFacts, LayerFacts, LossFacts
 from megacompile.frontend.graph.attention_calls import (
     adopt_masked_attention,
@@ -28,35 +31,29 @@ from megacompile.frontend.graph.attention_calls import (
     masks_pairs,
     says_causal,
 )
-from megacompile.frontend.graph.batch_totals import counts_positions as computes_with_positions
-from megacompile.frontend.graph.batch_totals import take_totals
-from megacompile.frontend.graph.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.graph.grad_modes import follow_gradients
 from megacompile.frontend.graph.loss import TargetCount, is_averaged, normalize_loss
 from megacompile.frontend.graph.output import OutputStructure, has_rows_of_tokens, output_structure
-from megacompile.frontend.graph.pieces import in_pieces
+from megacompile.frontend.graph.pieces import Rows, in_pieces, rows_of, split_experts
 from megacompile.frontend.graph.randomness import draw_functionally, number_draws
 from megacompile.frontend.graph.split import Section, split_at_layers, structural_key
 from megacompile.frontend.pipeline import CountTargets, Step
 from megacompile.frontend.templates.across_rows import across_rows
-from megacompile.frontend.templates.build import Renaming, build_template, with_results
-from megacompile.frontend.templates.heads import LOGITS, BuildTemplate, Heads
-from megacompile.frontend.templates.hidden_states import HiddenStates
-from megacompile.frontend.templates.sizes import Condition, batch_symbols, conditions
+from megacompile.frontend.templates.build import Condition, Renaming, batch_symbols, build_template, conditions, with_results
+from megacompile.frontend.templates.hidden_states import LOGITS, BuildTemplate, Heads, HiddenStates
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
 from megacompile.frontend.templates.token_functions import Described, taken_by_loss, with_loss
 from megacompile.frontend.tracing.alike_layers import with_repeats
+from megacompile.frontend.tracing.explained import TRACING_ERRORS
 from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE, capture_shape, is_transformers_model, make_fake_model
-from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.layers import LayerStack, find_layers
 from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.frontend.tracing.modes import refuse_changing_state
 from megacompile.frontend.tracing.peft_tracing import forward_signature
-from megacompile.frontend.tracing.python_state import refuse_changing_state
-from megacompile.frontend.tracing.trace import Traced, subject, trace
-from megacompile.frontend.tracing.validity import Validity
+from megacompile.frontend.tracing.trace import Traced, Validity, subject, trace
 from megacompile.ir.plan import CaptureKey
 from megacompile.ir.token_loop import CHUNK_TOKENS
-from megacompile.system.under_way import at
+from megacompile.system.progress import at
 
 Example = Mapping[str, Tensor] | None
 Loss = Callable[..., Any] | None

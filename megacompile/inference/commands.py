@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from megacompile.finetuning.formats import Format
+from megacompile.inference.answers import Sampling
 from megacompile.inference.opening import Opening, Source
-from megacompile.inference.sampling import Sampling
-from megacompile.limits import LARGEST
+from megacompile.sizes import LARGEST
 from megacompile.tools.recipe import default_length
 
 
@@ -34,13 +34,13 @@ def generate(
     """
     from rich.console import Console
 
-    from megacompile.inference import batched
-    from megacompile.inference.prompts import PromptEncoder
-    batched.check_output(output)
+    from megacompile.inference import answers
+    from megacompile.inference.answers import PromptEncoder
+    answers.check_output(output)
     tokenizer = opening.open_tokenizer(model).pretrained
     config = opening.read_config(model)
     read = list(PromptEncoder(tokenizer, raw, lambda tokens: sampling.check(config, tokens)).read(prompts))
-    batched.generate(opening.open_model(model), tokenizer, read, output, sampling, batch,
+    answers.generate(opening.open_model(model), tokenizer, read, output, sampling, batch,
                      Console(stderr=True, highlight=False))
 
 
@@ -51,7 +51,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="Message of the system, before the conversation.")] = None,
 ) -> None:
     """Talk to a model in the terminal. /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
-    from megacompile.inference.chat import chat as talk
+    from megacompile.inference.answers import chat as talk
     tokenizer = opening.open_tokenizer(model).pretrained
     talk(opening.open_model(model), tokenizer, sampling, system, lambda: input("> "),
          lambda text: print(text, end="", flush=True))

@@ -24,8 +24,8 @@ from torch import Tensor
 from megacompile.errors import LaneError, RankError, UnsupportedError, named_line
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch import BatchArguments, RepackedCaptures
-from megacompile.inputs.capture_protocols import Captures
 from megacompile.inputs.packed_layout import Layout, Span
+from megacompile.inputs.repacking import Captures
 from megacompile.inputs.rounded_lengths import (
     MASK,
     POSITIONS,

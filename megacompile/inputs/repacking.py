@@ -11,22 +11,74 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megacompile.errors import CaptureError, PackingWarning, PaddingWarning, UnsupportedError, first_line, listed
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.templates.across_rows import across_tokens
-from megacompile.frontend.templates.segment_sources import calls_across_sequences, calls_blind_to
+from megacompile.frontend.templates.across_rows import across_tokens, calls_across_sequences, calls_blind_to
 from megacompile.frontend.templates.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.templates.template import TemplateInput
-from megacompile.inputs.capture_protocols import Captures
-from megacompile.inputs.grouped_rows import GroupedRows, Grouping
-from megacompile.inputs.packed_layout import LENGTH, SHARES, BoolArray, Layout, Span, array_of, lay_out, power_of_two, spans_of
+from megacompile.inputs.packed_layout import (
+    LENGTH,
+    SHARES,
+    BoolArray,
+    GroupedRows,
+    Grouping,
+    Layout,
+    Span,
+    array_of,
+    lay_out,
+    power_of_two,
+    spans_of,
+)
 from megacompile.inputs.rounded_lengths import MASK, POSITIONS, USUALLY_IMPLIED, RightPadding, is_usual
 from megacompile.ir.plan import CaptureKey, Shape
 from megacompile.losses import IGNORED
+
+
+# --------------------
+# Protocols for a streamed model's captures, one for each kind of batch: what reading a batch needs to know of the model.
+class Capture(Protocol):
+    """The capture that serves one kind of batch."""
+
+    @property
+    def captured(self) -> CapturedModel: ...
+
+    @property
+    def types(self) -> Mapping[str, TemplateInput]:
+        """Shape and dtype of each batch argument."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that its kernels run on."""
+
+
+class Captures(Protocol):
+    """All captures of a model. `first`: the capture for plain batches."""
+
+    @property
+    def first(self) -> Capture: ...
+
+    def capture_key(self, further: tuple[str, ...], training: bool, images: int = 1) -> CaptureKey:
+        """The key of a batch with `further` arguments, beside those of plain batches, and `images` for each sequence."""
+
+    def key_at(self, key: CaptureKey, length: int) -> CaptureKey:
+        """The key of a capture that also holds at this length; `key` itself if there is none. May trace the model."""
+
+    def serve(self, key: CaptureKey) -> Capture:
+        """The capture for a key. The first call with a key traces the model."""
+
+    def reads_masks(self, key: CaptureKey) -> bool:
+        """Whether our attention reads the masks of pairs of this key's batches in every layer."""
+
+    def check_modes(self, captured: CapturedModel) -> None:
+        """Raises `UnsupportedError` if a module inside the model was in another mode (training or evaluation) when it was
+        captured."""
+
 
 #: PyTorch runs an op on at most this many elements on the caller's thread (at::internal::GRAIN_SIZE). A larger op waits for a
 #: thread pool whose cores are busy with the last step's update.

@@ -15,8 +15,16 @@ from torch import Tensor
 
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import LENGTH, TemplateInput
-from megacompile.inputs.grouped_rows import TOKENS_OF_A_GROUP, GroupedRows, Grouping, grouped, lengths_of_rows, of_length
-from megacompile.inputs.packed_layout import BoolArray, power_of_two
+from megacompile.inputs.packed_layout import (
+    TOKENS_OF_A_GROUP,
+    BoolArray,
+    GroupedRows,
+    Grouping,
+    grouped,
+    lengths_of_rows,
+    of_length,
+    power_of_two,
+)
 from megacompile.ir.plan import FULL_TOKENS
 from megacompile.losses import IGNORED
 

@@ -12,8 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from megacompile.errors import MegacompileError, shortened
-from megacompile.limits import check_whole
-from megacompile.sizes import parse_bytes
+from megacompile.sizes import check_whole, parse_bytes
 
 if TYPE_CHECKING:
     import os

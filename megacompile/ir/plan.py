@@ -7,7 +7,7 @@ from typing import Any
 
 from megacompile.errors import MegacompileError, shortened
 from megacompile.ir.placement import ALL_STREAMED, LISTS, Placement, Placements, Updated
-from megacompile.limits import check_micro_batches, check_whole
+from megacompile.sizes import check_micro_batches, check_whole
 
 #: When tiles are updated: all at the end of a step, or each when its gradients arrive.
 UPDATES = ("step", "arrival")

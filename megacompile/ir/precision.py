@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from megacompile.codegen.cublas_lt import ALIGNMENT
+from megacompile.codegen.scaled_products import ALIGNMENT
 from megacompile.errors import MegacompileError, shortened
-from megacompile.limits import check_whole
+from megacompile.sizes import check_whole
 
 #: Formats by the name that users give.
 FORMATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -13,13 +13,13 @@ a part of a tile in host memory ("weights/layers.0", "gradients/layers.0"), or t
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
-from megacompile.ir import folding, listing, printing
+from megacompile.ir import folding, printing
 from megacompile.ir.nodes import (
     Builder,
     Kept,
@@ -50,7 +50,35 @@ from megacompile.ir.places import (
 )
 from megacompile.ir.plan import Plan, Shape
 from megacompile.ir.precision import Float8
-from megacompile.ir.stack import differentiated_layers
+
+
+# --------------------
+# What follows from which tiles each call reads: the layers that have a backward, and the tiles at the boundary.
+class Reader(Protocol):
+    """A call, as `CallSpec` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def tiles(self) -> tuple[str, ...]: ...
+
+
+def first_trained(calls: Sequence[Reader], trains: Callable[[str], bool]) -> int:
+    """The number of the first call that reads a tile that `trains`; the number of calls if none does."""
+    return next((i for i, call in enumerate(calls) if any(map(trains, call.tiles))), len(calls))
+
+
+def differentiated_layers(calls: Sequence[Reader], trains: Callable[[str], bool]) -> list[str]:
+    """The layers that a backward goes through, by name: layers below the first call that trains have no backward."""
+    return [call.name for call in calls[first_trained(calls, trains):] if call.role == "layer"]
+
+
+def boundary_tiles(calls: Sequence[Reader]) -> set[str]:
+    """The tiles that the prologue or the epilogue reads. They are the largest, and have slots of their own."""
+    return {tile for call in calls if call.role != "layer" for tile in call.tiles}
+
 
 __all__ = [
     "OPS", "SECTIONS_OF_ALL_RANKS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec",
@@ -195,7 +223,7 @@ class Program:
     def table(self, section: str | None = None) -> str:
         """A row for each node, time downwards; each node in its lane's column, then the places it reads and writes."""
         shown = self.sections if section is None else {section: self.section(section)}
-        return "\n\n".join(listing.table_section(name, list(nodes(graph))) for name, graph in shown.items())
+        return "\n\n".join(printing.table_section(name, list(nodes(graph))) for name, graph in shown.items())
 
     def __str__(self) -> str:
         return self.text()
@@ -232,3 +260,42 @@ SECTIONS_OF_ALL_RANKS = ("forward", "backward", "backward_accumulate", "train_st
 def reached(program: Program, stage: str) -> bool:
     """Whether a program has passed through the stage of that name."""
     return STAGES.index(program.stage) >= STAGES.index(stage)
+
+
+# -------------------- Calls and tiles -> the first program: the model's computation on the whole batch, before any pass
+def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: int, labels: bool,
+                  whole_step: bool = False, differentiable: bool = False, hidden_states: bool = False,
+                  precision: Float8 | None = None) -> Program:
+    """The program of stage "model".
+
+    With labels it has the sections `forward` (training) and `evaluate`. Without labels it has one section that returns the
+    epilogue's outputs: `forward` if they are `differentiable`, else `evaluate`; with `hidden_states` it also returns the
+    outputs of every call before the last layer. A whole step is one section, `train_step`. `precision`: that of the
+    templates."""
+    if whole_step:
+        sections = {"train_step": _chain(calls, "loss")}
+    elif labels:
+        sections = {"forward": _chain(calls, "loss"), "evaluate": _chain(calls, "evaluate")}
+    else:
+        sections = {"forward" if differentiable else "evaluate": _chain(calls, "outputs", hidden_states)}
+    return Program("model", (batch,), dict(tiles), tuple(calls), {}, sections, precision=precision)
+
+
+def _chain(calls: Sequence[CallSpec], last: str, hidden_states: bool = False) -> fx.Graph:
+    """Each call reads the outputs of the call before it and those of the prologue."""
+    graph = fx.Graph()
+    build = Builder(graph, "model")
+    shared: fx.Node | None = None
+    carried: fx.Node | None = None
+    made: list[fx.Node] = []
+    for position, call in enumerate(calls):
+        inputs = () if carried is None else (carried, shared)
+        op = last if call.role == "epilogue" else "forward"
+        name = {"prologue": "s", "epilogue": "l"}.get(call.role, f"h{position}")
+        carried = build.add(op, name, template=call.template, call=call.name, mb=0, inputs=inputs)
+        shared = shared if shared is not None else carried
+        made.append(carried)
+    if hidden_states:  # the last layer's is the epilogue's: models return it after their last norm
+        build.add("result", key="forward", values=tuple(made[:-2]))
+    build.add("result", key=last, values=(carried,))
+    return graph

@@ -9,15 +9,24 @@ are made of the others, wherever they are, and the rest is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile.ir.target_tokens import targets_first
 from megacompile.losses import IGNORED
+
+
+# --------------------
+# The tensors that the nodes of a traced model computed while Dynamo traced them: fakes, which have a shape and a dtype.
+def example_of(node: Any) -> Tensor:
+    value: Tensor = node.meta["example_value"]
+    return value
+
 
 #: For how many tokens logits exist at a time, in the fused loss and in loops over a head. Larger chunks were not faster, and a
 #: chunk of the fused loss takes 2 x chunk x vocabulary x 4 bytes.
@@ -180,3 +189,38 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+# --------------------
+# Which tokens of a micro-batch a head computes: those with a target come first, and the others may be left out.
+#
+# Prompts and padding have no target. The host must know how many tokens have one before it launches kernels. To read the number
+# from the device, it would have to wait until the device has computed all layers. So the number comes from the batch.
+#: Tokens without a target are left out if they are at least this share of all. Fewer would not pay for copies of the others.
+_LEFT_OUT_SHARE = 1 / 8
+
+_known: ContextVar[int | None] = ContextVar("target_tokens", default=None)
+
+
+@contextmanager
+def target_tokens(number: int | None) -> Iterator[None]:
+    """A context in which a loss over `number` target tokens is computed. None: the host does not know the number."""
+    before = _known.set(number)
+    try:
+        yield
+    finally:
+        _known.reset(before)
+
+
+def known_target_tokens() -> int | None:
+    """The number that the innermost context has given, in this thread; None without a context."""
+    return _known.get()
+
+
+def targets_first(targets: Tensor, ignored: int) -> tuple[Tensor, int] | None:
+    """The order of all tokens in which those with a target come first, int64 [N], and how many these are. None if all tokens
+    are to be computed. `targets`: int64, N of them, with the value `ignored` where a token has none."""
+    known, count = _known.get(), targets.numel()
+    if known is None or count - known < _LEFT_OUT_SHARE * count:
+        return None
+    return torch.sort((targets.flatten() == ignored).to(torch.uint8), stable=True).indices, known

@@ -16,10 +16,10 @@ from megacompile.ir.options import StreamOptions, described, rows
 from megacompile.ir.placement import LISTS, LISTS_OF_UPDATED, check_disjoint
 from megacompile.ir.plan import check_residuals
 from megacompile.ir.precision import Float8, precision_of
-from megacompile.limits import check_whole
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
 from megacompile.passes.template import float8
+from megacompile.sizes import check_whole
 
 #: Dtypes of weights by name, as transformers takes them.
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}

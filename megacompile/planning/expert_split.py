@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.graph.expert_pieces import counts_of, experts_in
+from megacompile.frontend.graph.pieces import counts_of, experts_in
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.planning.config import StreamConfig
 

@@ -10,17 +10,62 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
+from megacompile.ir.options import rows
 from megacompile.ir.placement import Updated
 from megacompile.ir.plan import FULL_TOKENS, FULL_TOKENS_FLOAT8, Plan
 from megacompile.ir.program import Lane
-from megacompile.planning import kept_plans
-from megacompile.planning.plan_questions import free_memory, question
-from megacompile.planning.remedies import explained
+from megacompile.planning import plan_cache
+from megacompile.planning.plan_cache import free_memory, question
 from megacompile.planning.search_space import SearchSpace
 from megacompile.planning.step_time import StepSimulator
+from megacompile.sizes import format_bytes
+
+# -------------------- Remedies for a refusal: which batches and options would fit where no plan does
+#: The shortest sequences that a remedy names.
+LEAST_LENGTH = 16
+
+
+def explained(space: SearchSpace, batch: int, length: int, training: bool, refusal: NoFittingPlanError,
+              update: str = "step") -> NoFittingPlanError:
+    """The refusal with the batches and options that would fit the device, for a training step that does not."""
+    if not training or refusal.need <= space.device_bytes:
+        return refusal
+    more = f"a larger device_memory ({format_bytes(refusal.need)} for this smallest plan)"
+    batches, options = _batches(space, batch, length, update), _options(space, batch, length, update)
+    if batches:
+        remedy = f"use fewer or shorter sequences ({' or '.join(batches)} would fit), or {more}"
+    else:
+        remedy = f"use {more}, or a smaller model; no shorter sequence and no smaller batch fits"
+    return NoFittingPlanError(refusal.cause, "\nor ".join([remedy, *options]) + space.averaging(), refusal.need)
+
+
+def _batches(space: SearchSpace, batch: int, length: int, update: str) -> list[str]:
+    """The largest batch of this length that fits, and the longest sequences with which this batch fits."""
+    found = []
+    fewer = bisect_left(range(1, batch), True, key=lambda count: not space.holds(count, length, update))
+    if fewer:
+        found.append(f"{fewer} x {length}")
+    shorter = (length >> halvings for halvings in range(1, length.bit_length()))
+    fitting = next((each for each in shorter if each >= LEAST_LENGTH and space.holds(batch, each, update)), None)
+    if fitting is not None:
+        found.append(f"{batch} x {fitting}")
+    return found
+
+
+def _options(space: SearchSpace, batch: int, length: int, update: str) -> list[str]:
+    """The given options without which this batch would fit."""
+    defaults = {name: default for name, default, row in rows() if row.hinders}
+    given = {name: value for name, default in defaults.items() if (value := getattr(space.config, name)) != default}
+
+    def hinders(name: str) -> bool:
+        other: dict[str, Any] = {name: defaults[name]}
+        return replace(space, config=replace(space.config, **other)).holds(batch, length, update)
+
+    return [f"leave out {name}={value!r}" for name, value in given.items() if hinders(name)]
+
 
 #: By this factor a plan must be faster to replace one that computes less, since simulations are not exact.
 WORTH = 1.003
@@ -66,12 +111,12 @@ class Planner(SearchSpace):
         if output != self.output:
             return replace(self, output=output).choose(batch, length, training, update, whole_step, output)
         asked = question(self, batch, length, update, whole_step) if self.keeping and training else None
-        kept = kept_plans.find(asked, free_memory(self)) if asked is not None else None
+        kept = plan_cache.find(asked, free_memory(self)) if asked is not None else None
         if kept is not None and self._accepts(kept, batch, length, update):
             return Choice(kept, kept.resident_state, Counter(kept=1))
         found = self._search(batch, length, training, update, whole_step)
         if asked is not None:
-            kept_plans.keep(asked, free_memory(self), found)
+            plan_cache.keep(asked, free_memory(self), found)
         fixes = training or self.stateful is not None
         return Choice(found, found.resident_state if fixes else None, Counter(searched=int(training)))
 

@@ -19,8 +19,7 @@ from megacompile.ir.options import planned
 from megacompile.ir.placement import LISTS_OF_UPDATED, Placement, Placements, Updated
 from megacompile.ir.plan import FULL_TOKENS, STATE_SLABS, Plan, split
 from megacompile.planning.memory import slab_bytes, state_slab_bytes
-from megacompile.planning.memory_budget import MemoryBudget
-from megacompile.planning.pinned_memory import PinnedMemory
+from megacompile.planning.memory_budget import MemoryBudget, PinnedMemory
 from megacompile.planning.step_time import StepSimulator
 from megacompile.runtime.memory.tiles import TileLayout
 

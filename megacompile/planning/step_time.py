@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.frontend.capture import CapturedModel
-from megacompile.ir.lowering import model_program
 from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import Lane, Program, argument, op_of
+from megacompile.ir.program import Lane, Program, argument, model_program, op_of
 from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Pass, run_pass
+from megacompile.passes.pipeline import Pass, run_pass
 from megacompile.planning.memory import planned_calls
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import StepTimes, Timeline, step_of
-from megacompile.system.under_way import at
+from megacompile.system.progress import at
 from megacompile.weights.tiling import Tiling
 
 #: Plans are chosen with this share of the rate of the host's AdamW, and of the link's rate if tiles visit the device. These

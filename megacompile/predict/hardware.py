@@ -23,8 +23,7 @@ from megacompile import schema
 from megacompile.codegen.cache import cache_directory, processor_name
 from megacompile.errors import ArgumentError, MegacompileError, shortened
 from megacompile.ir.program import Lane
-from megacompile.system.atomic_files import replace_file
-from megacompile.system.regular_files import read_regular
+from megacompile.system.files import read_regular, replace_file
 from megacompile.version import __version__
 
 PROFILES = Path(__file__).parents[1] / "profiles"

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from torch import fx
 
 from megacompile.ir.program import Access, Lane, Program, argument, lane_of, nodes, op_of, operands
-from megacompile.runtime.run import CarriedEvents
+from megacompile.runtime.frame import CarriedEvents
 
 #: The lanes that the caller's loop waits for: after a backward all, until gradients are in host memory; after a whole step only
 #: compute, for the loss.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megacompile.compat.core import graph_is_kept, node_will_run
 from megacompile.compat.module_hooks import hooks_of
 from megacompile.errors import LeaseError, UnsupportedError
-from megacompile.frontend.tracing.recorders import asks_for_gradients, collects_outputs
+from megacompile.frontend.tracing.fake_model import asks_for_gradients, collects_outputs
 from megacompile.streaming.open_forward import OpenForward
 from megacompile.streaming.streamed import Streamed
 

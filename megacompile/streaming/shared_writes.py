@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 
-from megacompile.runtime.memory.host_copies import WEIGHTS, copy_from_first_host
+from megacompile.runtime.memory.store import WEIGHTS, copy_from_first_host
 from megacompile.streaming.streamed import Streamed
 
 

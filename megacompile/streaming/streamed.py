@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from megacompile.errors import LaneError, LeaseError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
+from megacompile.frontend.tracing.model_graph import forget_generated_code, forget_symbols
 from megacompile.inputs.across_ranks import AllRows
 from megacompile.inputs.batch import BatchArguments
 from megacompile.ir.program import Lane, stays
@@ -23,8 +25,7 @@ from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.memory.activation_checkpoints import HostCheckpoints
-from megacompile.runtime.memory.arena import Arena
-from megacompile.runtime.memory.pinning import pin_all
+from megacompile.runtime.memory.arena import Arena, pin_all
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.ranks import Ranks
 from megacompile.runtime.reference import ReferenceExecutor
@@ -34,19 +35,49 @@ from megacompile.streaming import batch_io
 from megacompile.streaming.device_copy import DeviceCopy
 from megacompile.streaming.open_forward import OpenForward, OpenForwards
 from megacompile.streaming.optimizer.in_backward import OptimizerInBackward, Updater
-from megacompile.streaming.optimizer.nonfinite import report_late
 from megacompile.streaming.optimizer.state import StateMemory
-from megacompile.streaming.out_of_memory import allocator_error
 from megacompile.streaming.programs.captures import ModelCaptures
 from megacompile.streaming.programs.shapes import CompiledShape, Shape, Shapes
-from megacompile.streaming.residency import Residency
-from megacompile.streaming.section_runner import SectionRunner
-from megacompile.streaming.step_state import StepState
-from megacompile.streaming.teardown import each, give_back
+from megacompile.streaming.residency import Residency, SectionRunner, allocator_error
+from megacompile.streaming.step_state import StepState, report_late
 from megacompile.streaming.together import Together
 from megacompile.streaming.user_tensors.external_writes import Constants, ExternalWrites
 from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
+
+
+# --------------------
+# Releases a streamed model's resources: when it is closed or garbage-collected, and when the interpreter exits.
+def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
+              backend: Backend, ranks: Ranks | None = None) -> None:
+    """Stops the lanes once they have finished their work, and then frees the memory that they used. A step that fails, as on a
+    lost device, does not keep the others from being taken; then the first error is raised."""
+
+    def unpin() -> None:
+        for part in (*store.streamed_memory(), *(state for tile in store.tiles.values() for state in tile.state())):
+            backend.unpin(part)
+
+    def memory() -> None:
+        each(store.first_touch.stop,
+              backend.synchronize,  # a garbage-collected model may have copies in flight
+              arena.close, checkpoints.close, store.drop_sums, unpin,
+              *(file.stop_threads for file in store.files),
+              *([] if ranks is None else [ranks.close]))
+
+    each(partial(executor.close, then=memory), forget_symbols, forget_generated_code)
+
+
+def each(*steps: Callable[[], object]) -> None:
+    """Takes all steps, though some fail, and then raises the first failure."""
+    failures: list[Exception] = []
+    for step in steps:
+        try:
+            step()
+        except Exception as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+
 
 R = TypeVar("R")
 

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from megacompile.compat.core import parse_to, pytree
 from megacompile.errors import UnsupportedError
 from megacompile.ir.program import Lane
-from megacompile.streaming.adapters import base_calls_streamed
-from megacompile.streaming.generation.batch_parts import Finished, generate_in_parts
-from megacompile.streaming.generation.call_options import by_name, with_options
-from megacompile.streaming.generation.ways import Way, ways_to_generate
+from megacompile.streaming.generation.ways import Finished, Way, by_name, generate_in_parts, ways_to_generate, with_options
+from megacompile.streaming.programs.captures import base_calls_streamed
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
 from megacompile.weights.saving import save_whole

@@ -5,12 +5,14 @@ thread of its own, first alone and then at the same time as others.
 """
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +21,79 @@ from torch import Tensor
 from megacompile.api import make_backend
 from megacompile.codegen.scaled_products import scaled_product
 from megacompile.compat.core import grouped_mm
+from megacompile.errors import DiskError
 from megacompile.frontend.ops import attention_kernels
 from megacompile.ir.program import Lane
 from megacompile.planning.config import check_device
 from megacompile.planning.precision import FIRST_CAPABILITY
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.runtime.backends.lanes import Backend
-from megacompile.runtime.optimizer import host_kernels, host_update
+from megacompile.runtime.optimizer import host_update
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.rule import Part, Segment
 from megacompile.runtime.optimizer.state_format import FLOAT32, FORMATS, StateFormat
 from megacompile.streaming.optimizer.adamw import RULE, Options
-from megacompile.system import control_groups
+from megacompile.system.direct_file import DirectFile, in_blocks
 from megacompile.system.host_memory import PAGE, available_host_bytes, host_memory
+from megacompile.system.host_memory import host_bytes as system_host_bytes
 from megacompile.system.progress import Say, nothing
+
+# --------------------
+# Measures the drives for optimizer state: reading, writing, and both at once, of a file as training has it.
+#: Bytes of the file. A drive writes less than this quickly, to a cache of its own.
+FILE_BYTES = 1 << 34
+#: Bytes of a slab: the moments of a small tile.
+SLAB_BYTES = 1 << 28
+MEASURED_S = 4.0
+
+
+def with_disk_rates(hardware: Hardware, folder: Path, scale: float = 1.0, say: Say = nothing) -> Hardware:
+    """The rates of a machine, with those of the drives that `folder` is on. `scale` multiplies the time of each measurement,
+    and the size of the file. Raises `DiskError` if the folder cannot be used, or has too little space, or a drive fails."""
+    slab_bytes = in_blocks(max(1 << 16, int(SLAB_BYTES * min(1.0, scale))))
+    file = DirectFile(folder, max(4 * slab_bytes, in_blocks(int(FILE_BYTES * min(1.0, scale)))))
+    try:
+        return _measured(hardware, file, slab_bytes, MEASURED_S * scale, say)
+    except OSError as error:
+        raise DiskError(f"the drive of {folder} failed while it was measured ({error.strerror}): check the drive, or name "
+                        "another folder") from error
+    finally:
+        file.close()
+
+
+def _measured(hardware: Hardware, file: DirectFile, slab_bytes: int, seconds: float, say: Say) -> Hardware:
+    starts = range(0, file.size - slab_bytes + 1, slab_bytes)
+    into, source = host_memory(slab_bytes), host_memory(slab_bytes)
+    source.fill_(1)
+    say("writing a file on the disk")
+    for start in starts:  # what was never written is read without the drive
+        file.write(source, start)
+    reading, writing = itertools.cycle(starts), itertools.cycle(starts)
+    works = {"read": lambda: file.read(into, next(reading)), "write": lambda: file.write(source, next(writing))}
+    alone = {}
+    for way, work in works.items():
+        say(f"measuring the disk: {way}")
+        alone[way] = _rates({way: work}, slab_bytes, seconds)[way]
+    say("measuring the disk: both at once")
+    both = _rates(works, slab_bytes, seconds)
+    beside = {f"disk_{way}": min(1.0, both[way] / alone[way]) for way in works}
+    return replace(hardware, disk=alone, beside={**hardware.beside, "disk_read disk_write": beside})
+
+
+def _rates(works: Mapping[str, Callable[[], None]], count: int, seconds: float) -> dict[str, float]:
+    """Bytes per second of each work, of `count` bytes a call, while all of them run."""
+    end = time.perf_counter() + seconds
+
+    def run(work: Callable[[], None]) -> float:
+        begin, calls = time.perf_counter(), 0
+        while calls == 0 or time.perf_counter() < end:
+            work()
+            calls += 1
+        return calls * count / (time.perf_counter() - begin)
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return dict(zip(works, pool.map(run, works.values()), strict=True))
+
 
 #: Long enough for a GPU to settle at the clock rate that its power limit allows.
 SUSTAINED_S = 3.0
@@ -86,8 +147,8 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
         link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=host_copy, adam=alone[Lane.CPU], beside=beside, adam_parts=adam_parts,
         adam_formats=adam_formats,
-        host_memory=control_groups.host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
-        device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else control_groups.host_bytes())
+        host_memory=system_host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
+        device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else system_host_bytes())
 
 
 def _multiplies_float8(device: torch.device) -> bool:
@@ -330,6 +391,4 @@ def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: f
 
 def _host_copy(seconds: float, size: int) -> float:
     source, into = host_memory(size).fill_(1), host_memory(size).fill_(0)
-    return _rate(lambda: host_kernels.copy(into, source), size, seconds, lambda: None, in_flight=1)
-
-
+    return _rate(lambda: host_update.copy(into, source), size, seconds, lambda: None, in_flight=1)

@@ -23,8 +23,7 @@ from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.runtime.optimizer import native
 from megacompile.sizes import format_bytes
-from megacompile.system.control_groups import cores, group_rooms, host_bytes
-from megacompile.system.host_memory import available_host_bytes
+from megacompile.system.host_memory import available_host_bytes, cores, group_rooms, host_bytes
 from megacompile.system.linux import resource
 from megacompile.system.progress import Say, nothing
 from megacompile.weights.tiling import HOST_MARGIN_BYTES

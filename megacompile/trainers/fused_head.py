@@ -19,7 +19,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.inputs.repacking import Wanted
 from megacompile.losses import IGNORED, log_probabilities_and_entropies, next_tokens, zero_where_ignored
 from megacompile.streaming.streamed_module import StreamedModule
-from megacompile.trainers.added_adapter import add_adapter
+from megacompile.trainers.reference_model import add_adapter
 
 
 class FusedHead:

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from megacompile.ir.listing import describe
 from megacompile.ir.ops import UPDATE_OPS
+from megacompile.ir.printing import describe
 from megacompile.ir.program import Kept, Program, argument, find, gives_outputs, nodes, op_of, operands, reached, trainable
 from megacompile.verify.fault import Fault
-from megacompile.verify.lifetimes import Stashed, stashed_by
-from megacompile.verify.sums import summed_tiles
-from megacompile.verify.updates import consumed_there, once, updated_there, updates_on_arrival
+from megacompile.verify.ordering import Stashed, stashed_by
+from megacompile.verify.updates import consumed_there, once, summed_tiles, updated_there, updates_on_arrival
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "outputs")
 _BACKWARD = ("backward", "recompute_backward")

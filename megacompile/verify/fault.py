@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from megacompile.errors import HazardError, ProgramError
-from megacompile.ir.listing import excerpt
+from megacompile.ir.printing import excerpt
 from megacompile.ir.program import Program, lane_of
 from megacompile.ir.text import print_node
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from megacompile.ir.listing import describe
 from megacompile.ir.ops import UPDATE_OPS
+from megacompile.ir.printing import describe
 from megacompile.ir.program import SECTIONS_OF_ALL_RANKS, Program, argument, find, nodes, op_of, operands
 from megacompile.verify.fault import Fault
 

@@ -1,15 +1,17 @@
-"""Rule `updated`: each trainable tile is updated once, after the clip, and all its copies are refreshed."""
+"""Rules about updates: which tiles are updated, from which gradients or sums, and where their moments are."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 from torch import fx
 
-from megacompile.ir.listing import describe
 from megacompile.ir.ops import UPDATE_OPS
-from megacompile.ir.program import Program, argument, find, op_of, operands, reached, trainable
+from megacompile.ir.printing import describe
+from megacompile.ir.program import Program, argument, find, nodes, op_of, operands, reached, trainable
 from megacompile.verify.fault import Fault
 
+# -------------------- Rule `updated`: each trainable tile is updated once, after the clip, and all its copies are refreshed
 #: Section that runs between steps -> the op that it has for each tile that is updated on the device.
 _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
 
@@ -140,3 +142,167 @@ def _refreshed(program: Program, name: str, tiles: Collection[str]) -> Iterator[
         if tile in tiles and fresh.get(tile) is None:
             yield Fault(f"tile {tile} is resident on the device, but {name} leaves its old weights there",
                         "prefetch it after its update", node)
+
+
+# -------------------- Rule `summed`: where the host adds up the gradients of a step's waves in FP32, each wave is added once
+def summed_tiles(program: Program, section: str) -> frozenset[str]:
+    """The tiles whose gradients the host adds up over the waves of a section. Before stage "offload" any tile may be one."""
+    if section != "train_step":
+        return frozenset()
+    if not reached(program, "offload"):
+        return frozenset(program.tiles)
+    return frozenset(argument(node, "tile") for node in find(program.section(section), "add_to_sum"))
+
+
+def summed(program: Program) -> Iterator[Fault]:
+    """Where the host adds up a tile's waves, each wave's accumulators are reduced and offloaded once, and each wave is added to
+    the sum once, before the next wave arrives. The first wave overwrites the sum, the others add to it. After the last wave
+    the update reads the sum and the clip reads the sum's norms. No other tile's update reads a sum."""
+    if "train_step" not in program.sections:
+        return
+    graph, tiles = program.section("train_step"), summed_tiles(program, "train_step")
+    for tile in sorted(tiles):
+        yield from _waves(graph, tile)
+        yield from _norms(program, graph, tile)
+    for node in find(graph, "norms_of_sum"):
+        if argument(node, "tile") not in tiles:
+            yield Fault(f"{describe(node)} is of a tile without a sum", "drop it", node)
+    for name in ("train_step", "update"):
+        for node in find(program.section(name), *UPDATE_OPS) if name in program.sections else ():
+            tile, reads_sum = argument(node, "tile"), op_of(node).name == "update_from_sum"
+            if reads_sum != (tile in tiles):
+                how, other = ("not ", "update") if reads_sum else ("", "update_from_sum")
+                yield Fault(f"{describe(node)} would be wrong: gradients of {tile} are {how}added up on the host",
+                            f"update it by {other}", node)
+
+
+def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
+    reduced: dict[fx.Node, fx.Node] = {}  # accumulators -> their reduce
+    sent: dict[fx.Node, fx.Node] = {}  # reduced -> its offload
+    waiting: dict[fx.Node, None] = {}  # offloads whose wave has not been added yet
+    begun = False
+    for node in nodes(graph):
+        for value in operands(node, "accumulators"):
+            if argument(value, "tile") == tile:
+                reduced.setdefault(value, node)
+        if argument(node, "tile") != tile:
+            continue
+        match op_of(node).name:
+            case "accumulate" | "offload_norms":
+                yield Fault(f"{describe(node)} overwrites a wave on its way to the sum", "drop it", node)
+            case "reduce":
+                (value,) = operands(node, "accumulators")
+                reduced[value] = node
+            case "offload":
+                (value,) = operands(node, "reduced")
+                if value in sent:
+                    yield Fault(f"{describe(node)} offloads a wave that {sent[value].name} has offloaded",
+                                "offload each wave once", node, sent[value])
+                straight = not any(op_of(user).name == "add_to_sum" for user in node.users)
+                before = next((other for other in waiting if straight), None)
+                if before is not None:
+                    yield Fault(f"{describe(node)} overwrites a wave that was not added to the sum yet", "add_to_sum before it",
+                                node, before)
+                sent[value] = node
+                waiting[node] = None
+            case "add_to_sum":
+                slab = operands(node, "slab")
+                arrived = slab[0] if slab else next(iter(waiting), None)
+                if arrived not in waiting:
+                    yield Fault(f"{describe(node)} adds a wave that was not offloaded, or was added before",
+                                "add each wave once, after its offload", node)
+                    continue
+                del waiting[arrived]
+                if argument(node, "overwrite") == begun:
+                    yield Fault(f"{describe(node)} {'loses the waves' if begun else 'adds to the sum of the step'} before it",
+                                f"say overwrite={not begun}", node)
+                begun = True
+    for value, last in reduced.items():
+        if op_of(last).name != "reduce":
+            yield Fault(f"{value.name} is a wave's share of the gradients of {tile}, and is never reduced", "reduce it", last,
+                        value)
+    for value in find(graph, "reduce"):
+        if argument(value, "tile") == tile and value not in sent:
+            yield Fault(f"{describe(value)} is never offloaded: a wave would be lost", "offload each wave once", value)
+    for node in waiting:
+        yield Fault(f"{describe(node)} is never added to the sum: a wave would be lost", "add_to_sum after it", node)
+
+
+def _norms(program: Program, graph: fx.Graph, tile: str) -> Iterator[Fault]:
+    """Norms are taken once, of the whole sum, after the last wave. Where nothing is clipped no norms are needed."""
+    ops = ("norms_of_sum", "add_to_sum", "offload", "update_from_sum")
+    found = [node for node in find(graph, *ops) if argument(node, "tile") == tile]
+    arrival = any(op_of(node).name == "update_from_sum" for node in found)
+    norms = [node for node in found if op_of(node).name == "norms_of_sum"]
+    if arrival or not reached(program, "optimizer"):
+        return
+    if len(norms) != 1 or found[-1] is not norms[0]:
+        yield Fault(f"the clip reads norms of the sum of {tile}, which are taken {len(norms)} times, not once after its last "
+                    "wave", "norms_of_sum after the last add_to_sum", found[-1])
+
+
+# -------------------- Rule `on_disk`: moments on disk are read into a slab before their update, and written from it once
+#: Ops that change a tile's moments in a slab.
+_CHANGE = ("update", "update_moments")
+
+
+def on_disk(program: Program) -> Iterator[Fault]:
+    """A section that updates a tile whose moments are on disk reads them into a slab before the update, which works on this
+    slab, and writes them back from there once, after the update. Where weights are updated before moments, it reads them once
+    for each, and only the second slab is written. Nothing of other tiles is read or written."""
+    for name, graph in program.sections.items():
+        tiles: dict[str, _Tile] = {}
+        for node in find(graph, "read_state", "write_state", "update_moments", *UPDATE_OPS):
+            tile, op = argument(node, "tile"), op_of(node).name
+            there = program.tiles[tile].disk_bytes > 0
+            if there != (op in ("read_state", "write_state") or bool(operands(node, "moments"))):
+                where = "on disk" if there else "in memory"
+                remedy = "give it the value of read_state as moments" if there else "update it without moments in a slab"
+                yield Fault(f"{describe(node)} would be wrong: the moments of {tile} are {where}", remedy, node)
+            elif there:
+                yield from tiles.setdefault(tile, _Tile(name)).step(node, op)
+        for state in tiles.values():
+            yield from state.end()
+
+
+@dataclass
+class _Tile:
+    """What a section has done with the moments of a tile: the node that `read` them last, whether that slab served weights
+    alone, and the nodes that `updated` and have `written` them."""
+
+    section: str
+    read: fx.Node | None = None
+    served: bool = False
+    updated: fx.Node | None = None
+    written: fx.Node | None = None
+
+    def step(self, node: fx.Node, op: str) -> Iterator[Fault]:
+        if op == "read_state":
+            if self.read is not None and (self.updated is not None or not self.served):
+                yield Fault(f"{describe(node)} reads moments that {self.read.name} has read", "read each tile's once, or once "
+                            "for its weights' update and once for its moments'", node, self.read)
+            self.read, self.served = node, False
+            return
+        if operands(node, "moments") != (self.read,):
+            yield Fault(f"{describe(node)} takes {operands(node, 'moments')[0].name}, and not the moments that {self.section} "
+                        "has read", "give it the value of read_state", node, self.read)
+        if op == "update_weights":
+            self.served = True
+        elif op in _CHANGE:
+            self.updated = node
+        else:
+            if self.updated is None or self.written is not None:
+                why = "were written before" if self.written is not None else "are not updated"
+                yield Fault(f"{describe(node)} writes moments that {why}", "write each tile's once, after its update", node,
+                            self.written)
+            self.written = node
+
+    def end(self) -> Iterator[Fault]:
+        if self.read is None:
+            return
+        if self.updated is None:
+            yield Fault(f"{describe(self.read)} reads moments that {self.section} does not update", "update the tile after it",
+                        self.read)
+        if self.written is None:
+            yield Fault(f"{describe(self.read)} reads moments that {self.section} never writes back: their update would be "
+                        "lost", "write_state after the update", self.read)

@@ -28,7 +28,7 @@ from tabulate import tabulate
 from torch import fx
 
 from megacompile.errors import LONGEST_MESSAGE, ProgramError, shortened
-from megacompile.ir.listing import describe
+from megacompile.ir.printing import describe
 from megacompile.ir.program import (
     TILE_PARTS,
     Access,
@@ -46,15 +46,11 @@ from megacompile.ir.program import (
     reached,
 )
 from megacompile.verify.completeness import sent_home, supplied, trained
-from megacompile.verify.disk import on_disk
 from megacompile.verify.fault import Fault
-from megacompile.verify.lifetimes import kept_slots, placed
-from megacompile.verify.ordering import Clocks, Hazard
+from megacompile.verify.ordering import Clocks, Hazard, kept_slots, placed
 from megacompile.verify.ranks import together
-from megacompile.verify.sections import added_up, belongs, one_version, returned
-from megacompile.verify.sums import summed
-from megacompile.verify.updates import updated
-from megacompile.verify.wellformed import well_formed
+from megacompile.verify.updates import on_disk, summed, updated
+from megacompile.verify.wellformed import added_up, belongs, one_version, returned, well_formed
 
 Rule = Callable[[Program], Iterator[Fault]]
 

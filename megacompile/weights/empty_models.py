@@ -1,17 +1,28 @@
-"""Models whose weights may not be loaded yet (on the meta device): replacing their parameters, and putting adapters on them."""
+"""Weights of models that were made empty: random ones, those of a file, and their move into tiles."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megacompile.compat.core import TorchDispatchMode
 from megacompile.errors import ArgumentError, UnsupportedError
+from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tiles import HostTile, TileMemory
+from megacompile.runtime.optimizer.host_update import split_fp32
 from megacompile.runtime.ranks import Ranks
+from megacompile.system.host_memory import give_back_freed_memory
+from megacompile.weights.tiling import Tiling
 
 
+# --------------------
+# Models whose weights may not be loaded yet (on the meta device): replacing their parameters, and putting adapters on them.
 def put_adapter(model: Any, adapter: Any) -> Any:
     """The model in PEFT's wrapper, with an adapter of this configuration. The model's weights may be on the meta device. The
     adapter has its initial values, on the CPU, in the dtype of the layers that it is put on.
@@ -72,3 +83,112 @@ def fill_buffers(model: nn.Module, ranks: Ranks) -> None:
     for name in empty:
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = values.get(name)
+
+
+# -------------------- Random weights of a new model, drawn by all cores. They depend on the seed, not on the number of threads
+#: Elements of a block, which has its own generator.
+BLOCK = 1 << 20
+_DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+
+def fill_randomly(model: Any, threads: int | None = None) -> None:
+    """Allocates parameters on the meta device on the CPU and initializes them as transformers initializes a new model. Other
+    parameters and buffers keep their values. The seed comes from the global random number generator."""
+    made = {id(p): nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) for p in model.parameters() if p.is_meta}
+    for module in model.modules():
+        if any(id(held) in made for held in module._parameters.values()):
+            module._is_hf_initialized = False
+    replace_parameters(model, made)
+    with torch.no_grad(), _drawn_in_blocks(threads or os.cpu_count() or 1):
+        model.initialize_weights()
+
+
+@contextmanager
+def _drawn_in_blocks(threads: int) -> Iterator[None]:
+    with ThreadPoolExecutor(threads, "megacompile-draw") as pool, _Blocks(pool):
+        yield
+
+
+class _Blocks(TorchDispatchMode):
+    """While it is active, tensors on the CPU are drawn block by block. State: how many tensors have been drawn."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        super().__init__()
+        self._pool, self._drawn = pool, 0
+        self._seed = int(torch.randint(2**62, ()))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in _DRAWS or not _is_divisible(args[0]) or kwargs.get("generator") is not None:
+            return function(*args, **kwargs)
+        target, *limits = args
+        self._drawn += 1
+        seeds = torch.Generator().manual_seed(self._seed + self._drawn)
+        blocks = target.view(-1).split(BLOCK)
+        drawn = torch.randint(2**62, (len(blocks),), generator=seeds).tolist()
+
+        def draw(block: Tensor, seed: int) -> None:
+            function(block, *limits, **{**kwargs, "generator": torch.Generator().manual_seed(seed)})
+
+        for done in [self._pool.submit(draw, block, seed) for block, seed in zip(blocks, drawn, strict=True)]:
+            done.result()
+        return target
+
+
+def _is_divisible(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
+
+
+# -------------------- Moves a model's weights into tiles, without a second copy of the model
+def build_store(model: nn.Module, tiling: Tiling, memory: TileMemory | None = None) -> Store:
+    """Moves the model's parameters into tiles, one tile at a time, and points the parameters there, so that no second copy of
+    the model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder. Where another process writes the
+    tiles, parameters may be on the meta device; they are replaced.
+
+    Raises `UnsupportedError` if a parameter that is in no tile is on the meta device."""
+    if lost := [name for name, p in model.named_parameters() if p.is_meta and name not in tiling.position]:
+        raise UnsupportedError(f"the parameter {lost[0]} is on the meta device, and no call of the model reads it: give it a "
+                               "value on every rank, or remove it")
+    tiles: dict[str, HostTile] = {}
+    memory = memory or TileMemory()
+    replace_parameters(model, stand_ins(model))
+    parameters = dict(model.named_parameters())
+    for name, layout in tiling.host.items():
+        tile = tiles[name] = memory.allocate(layout)
+        flat = layout.flat(tile.weights)
+        for s in layout.slices if memory.writes else ():
+            place(parameters[s.name].data.flatten(), flat[s.start:s.stop],
+                  None if tile.remainder is None else tile.remainder[s.start:s.stop])
+        point_parameters(tile, parameters)
+        give_back_freed_memory()
+    move_rest(model, tiling)
+    return tiling.store(tiles)
+
+
+def move_rest(model: nn.Module, tiling: Tiling) -> None:
+    """Moves to the host what is in no tile: buffers, and parameters that no call reads. So after `close()` the whole model is
+    on the CPU."""
+    for name, parameter in model.named_parameters():
+        if name not in tiling.position and parameter.device.type != "cpu":
+            parameter.data = parameter.data.cpu()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "cpu":
+                module._buffers[name] = buffer.cpu()
+
+
+def place(value: Tensor, weights: Tensor, remainder: Tensor | None, threads: int | None = None) -> None:
+    """Writes values, 1-D of any floating dtype, into as many elements of a tile. The bits that bf16 cannot hold go to the
+    remainder, computed by `threads` threads (None: all cores)."""
+    if remainder is not None and value.dtype != torch.bfloat16:
+        high, low = split_fp32(value.detach().cpu().float().contiguous(), threads)
+        weights.copy_(high)
+        remainder.copy_(low)
+    else:
+        weights.copy_(value)
+
+
+def point_parameters(tile: HostTile, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Points each parameter at its part of the tile, on the CPU. The `Parameter` objects stay the same."""
+    for i, s in enumerate(tile.layout.slices):
+        parameters[s.name].data = tile.parameter_view(tile.weights, i)

@@ -4,20 +4,197 @@ Each thread has one block of memory in addition, and only where the dtype change
 """
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megacompile import schema
+from megacompile.errors import CheckpointError, UnsupportedError
+from megacompile.frontend.tracing.layers import Layers
 from megacompile.runtime.memory.store import Store
-from megacompile.runtime.memory.tile_memory import TileMemory
-from megacompile.weights.moving import place
-from megacompile.weights.stored_codes import Coded, CodedPart
+from megacompile.runtime.memory.tiles import TileMemory
+from megacompile.weights.codes import EightBits, Format, QuantizedLinear, as_bytes, is_finite, shape_of
+from megacompile.weights.empty_models import place
+from megacompile.weights.quantizing import four_bits, frozen_linears
 from megacompile.weights.tiling import Tiling
 from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
+
+# --------------------
+# Weights in files -> codes in tiles. Those that bitsandbytes has quantized are copied; others are rounded while they are read.
+_STATE = ".quant_state.bitsandbytes__"
+#: What is read of the state that bitsandbytes stores of a four-bit weight. Other entries are ignored.
+_FLAT = {"shape": schema.sequence(schema.whole(1, 2**31)), "blocksize": schema.whole(1, 2**20)}
+_NESTED = {**_FLAT, "nested_blocksize": schema.whole(1, 2**20), "nested_offset": schema.finite()}
+
+
+@dataclass(frozen=True)
+class PackedTensor(StoredTensor):
+    """A weight that is stored in codes. `shape` is that of the weight; `file`, `offset` and `bytes` say where the codes are.
+    `scales`: the stored tensors, and numbers, that our scales consist of, in order. FP32 numbers are multiplied by `factor`."""
+
+    stored: Format
+    scales: tuple[StoredTensor | float, ...]
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Coded:
+    """The source of a quantized layer's codes and scales. `source`: a weight, packed or not. `scales`: the parameter's name."""
+
+    source: StoredTensor
+    stored: Format
+    shape: tuple[int, int]
+    scales: str
+
+
+@dataclass(frozen=True)
+class CodedPart:
+    """A quantized layer to be read into `codes` and `scales`, uint8, 1-D."""
+
+    coded: Coded
+    codes: Tensor
+    scales: Tensor
+    start: int = 0
+
+    @property
+    def source(self) -> StoredTensor:
+        return self.coded.source
+
+    def read(self, reader: WeightReader) -> None:
+        if isinstance(self.source, PackedTensor):
+            reader.read(self.source, 0, self.codes)
+            self.scales.copy_(torch.cat([self._bytes(each, reader) for each in self.source.scales]))
+        else:
+            self.coded.stored.encode(self._pieces(reader), self.codes, self.scales)
+
+    def _bytes(self, part: StoredTensor | float, reader: WeightReader) -> Tensor:
+        assert isinstance(self.source, PackedTensor)
+        if isinstance(part, float):
+            return as_bytes(torch.tensor(part))
+        found = torch.empty(math.prod(part.shape), dtype=DTYPES[part.dtype])
+        reader.read(part, 0, found)
+        return found if found.dtype == torch.uint8 else as_bytes(found * self.source.factor)
+
+    def _pieces(self, reader: WeightReader) -> Iterator[Tensor]:
+        count, size = math.prod(self.coded.shape), self.coded.stored.piece(self.coded.shape)
+        for start in range(0, count, size):
+            piece = torch.empty(min(size, count - start), dtype=DTYPES[self.source.dtype])
+            reader.read(self.source, start, piece)
+            if not is_finite(piece):
+                raise CheckpointError(f"{self.source.name} in {self.source.file} has values that are not finite, which codes "
+                                      "would spread to other weights: copy or download the checkpoint again")
+            yield piece
+
+
+def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader) -> dict[str, StoredTensor]:
+    """The stored tensors, in which one `PackedTensor` takes the place of all tensors that bitsandbytes stores of a weight.
+
+    Raises `UnsupportedError` for a weight that is not in a format of ours, and `CheckpointError` if a part of one is missing or
+    has another size."""
+    found = dict(stored)
+    for name in stored:
+        if _STATE in name:
+            weight, _, kind = name.partition(_STATE)
+            _gather(found, weight, _four_bits(weight, kind, stored, reader), (name,))
+        elif name.endswith(".SCB"):
+            weight = name.removesuffix("SCB") + "weight"
+            _gather(found, weight, _eight_bits(weight, name, stored), (name, name.removesuffix("SCB") + "weight_format"))
+    return found
+
+
+def _gather(found: dict[str, StoredTensor], weight: str, packed: PackedTensor, others: tuple[str, ...]) -> None:
+    parts = [part for part in packed.scales if isinstance(part, StoredTensor)]
+    shape, numbers = (packed.shape[0], packed.shape[1]), len(packed.scales) - len(parts)
+    there = packed.bytes, 4 * numbers + sum(math.prod(part.shape) * (1 if part.dtype == "U8" else 4) for part in parts)
+    needed = packed.stored.code_bytes(shape), packed.stored.scale_bytes(shape)
+    if there != needed:
+        raise CheckpointError(f"{weight} of {list(shape)} has {there[0]:,} bytes of codes and {there[1]:,} bytes of scales, "
+                              f"not {needed[0]:,} and {needed[1]:,}: copy or download the checkpoint again")
+    for each in (*others, *(part.name for part in parts)):
+        found.pop(each, None)
+    found[weight] = packed
+
+
+def _four_bits(weight: str, kind: str, stored: Mapping[str, StoredTensor], reader: WeightReader) -> PackedTensor:
+    state = _state(stored[f"{weight}{_STATE}{kind}"], reader)
+    shape, codes = tuple(state["shape"]), _part(stored, weight)
+    form = four_bits(weight, shape, state["blocksize"], state.get("nested_blocksize"))
+
+    def part(name: str) -> StoredTensor:
+        return _part(stored, f"{weight}.{name}")
+
+    scales: tuple[StoredTensor | float, ...] = part("quant_map"), part("absmax")
+    if form.nested:
+        mean = float(state["nested_offset"])
+        scales = part("quant_map"), part("nested_quant_map"), mean, part("nested_absmax"), part("absmax")
+    return PackedTensor(weight, codes.file, "BF16", shape, codes.offset, codes.bytes, form, scales)
+
+
+def _eight_bits(weight: str, scales: str, stored: Mapping[str, StoredTensor]) -> PackedTensor:
+    codes = _part(stored, weight)
+    if len(codes.shape) != 2:
+        raise UnsupportedError(f"{weight} of {list(codes.shape)} is not a matrix: only quantized matrices are supported")
+    return PackedTensor(weight, codes.file, "BF16", codes.shape, codes.offset, codes.bytes, EightBits(), (stored[scales],),
+                        1 / 127)
+
+
+def _state(stored: StoredTensor, reader: WeightReader) -> dict[str, Any]:
+    text = torch.empty(stored.bytes, dtype=torch.uint8)
+    reader.read(stored, 0, text)
+    try:
+        found = json.loads(bytes(text.tolist()))
+        schema.record(_NESTED if "nested_blocksize" in found else _FLAT, others=schema.anything)(found, stored.name)
+        return dict(found)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{stored.name} in {stored.file} is not the state of a quantized weight: copy or download it "
+                              "again") from error
+
+
+def _part(stored: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+    if name not in stored:
+        raise CheckpointError(f"{name} is in no file, and belongs to a quantized weight: copy or download the checkpoint again")
+    return stored[name]
+
+
+def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored: Format | None,
+                   layers: Layers | None, compute_dtype: torch.dtype | None) -> dict[str, StoredTensor | Coded]:
+    """Replaces linear layers on the meta device by quantized ones, which compute in `compute_dtype`: those with packed sources,
+    and with a format `stored` all frozen ones in the model's layers. Returns the sources of all parameters.
+
+    Raises `UnsupportedError` for a packed weight that belongs to no frozen linear layer."""
+    made: dict[str, StoredTensor | Coded] = dict(sources)
+    if stored is None and not any(isinstance(source, PackedTensor) for source in sources.values()):
+        return made
+    names = {id(module): name for name, module in model.named_modules()}
+    for parent, child, linear in frozen_linears(model, layers):
+        name = ".".join(filter(None, (names[id(parent)], child)))
+        source = sources.get(f"{name}.weight")
+        form = source.stored if isinstance(source, PackedTensor) else stored
+        if form is not None and source is not None and form.fits(shape_of(linear)):
+            parent._modules[child] = QuantizedLinear.of(linear, form, compute_dtype)
+            made[f"{name}.weight"] = Coded(source, form, shape_of(linear), f"{name}.scales")
+    for name, found in made.items():
+        if isinstance(found, PackedTensor):
+            raise UnsupportedError(f"{name} is quantized, and is not the weight of a frozen nn.Linear in a layer: leave it in "
+                                   "bfloat16 when the model is quantized (llm_int8_skip_modules)")
+    return made
+
+
+def least_bytes_quantized(model: nn.Module, stored: Format) -> int:
+    """Bytes that a model's parameters take at least: those once all its linear layers are quantized."""
+    total = sum(p.nbytes for p in model.parameters())
+    for linear in model.modules():
+        if type(linear) is nn.Linear and stored.fits(shape := shape_of(linear)):
+            total += stored.code_bytes(shape) + stored.scale_bytes(shape) - linear.weight.nbytes
+    return total
+
 
 #: Elements that a thread reads at a time. All threads together take less than a gigabyte in addition to the tiles.
 BLOCK_ELEMENTS = 1 << 22

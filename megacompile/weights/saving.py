@@ -24,8 +24,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from megacompile.errors import CheckpointError
-from megacompile.system.atomic_files import sync_folder
-from megacompile.system.working_folders import WorkingFolder, abandoned
+from megacompile.system.files import WorkingFolder, abandoned, sync_folder
 
 #: Small enough that one shard of additional host memory does not matter: the safetensors library may copy what it writes.
 MAX_SHARD_SIZE = "5GB"

@@ -5,7 +5,7 @@ tile that all of them read, so that it has one gradient and one update. Frozen p
 trained ones have gradients and optimizer state; so do parameters of another dtype.
 
 Experts that several calls divide among them are in one host tile, of which each call streams its part
-(`runtime/memory/tile_part.py`).
+(`runtime/memory/shards.py`).
 """
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import InsufficientMemoryError
-from megacompile.frontend.graph.expert_pieces import Rows
+from megacompile.frontend.graph.pieces import Rows
 from megacompile.frontend.templates.template import Call, Template
-from megacompile.frontend.tracing.parameter_dtypes import streamed_dtype
-from megacompile.ir.program import CallSpec, Tile, slot_ranks
-from megacompile.ir.stack import boundary_tiles, differentiated_layers, first_trained
+from megacompile.frontend.tracing.fake_model import streamed_dtype
+from megacompile.ir.program import CallSpec, Tile, boundary_tiles, differentiated_layers, first_trained, slot_ranks
 from megacompile.predict import cost
+from megacompile.runtime.memory.shards import TilePart
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.memory.store import Store
-from megacompile.runtime.memory.tile_part import TilePart
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.runtime.optimizer.state_format import BFLOAT16, BLOCK
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes
-from megacompile.weights.quantized_linear import weights_of_codes
+from megacompile.weights.codes import weights_of_codes
 
 #: Host memory that training needs in addition to tiles: the interpreter, PyTorch, a batch.
 HOST_MARGIN_BYTES = 1 << 30

@@ -56,8 +56,7 @@ from torch import fx
 
 from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import OPS, Builder, Program, argument, copy_section, find
-from megacompile.ir.stack import boundary_tiles
+from megacompile.ir.program import OPS, Builder, Program, argument, boundary_tiles, copy_section, find
 
 from .prefetch import layer_ranks
 

@@ -18,12 +18,14 @@ from dataclasses import replace
 from torch import fx
 
 from megacompile.ir.placement import Updated
+from megacompile.ir.places import Family, SlotName
 from megacompile.ir.plan import SHARD_SLOTS, Plan
 from megacompile.ir.program import (
     Builder,
     Program,
     Slot,
     argument,
+    boundary_tiles,
     copy_section,
     differentiated,
     find,
@@ -31,8 +33,6 @@ from megacompile.ir.program import (
     op_of,
     operands,
 )
-from megacompile.ir.slots import Family, SlotName
-from megacompile.ir.stack import boundary_tiles
 
 from .prefetch import layer_ranks
 

@@ -28,8 +28,18 @@ from torch import fx
 
 from megacompile.errors import MegacompileError
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import Builder, Program, argument, copy_section, differentiated, nodes, op_of, operands, slot_ranks
-from megacompile.ir.stack import boundary_tiles
+from megacompile.ir.program import (
+    Builder,
+    Program,
+    argument,
+    boundary_tiles,
+    copy_section,
+    differentiated,
+    nodes,
+    op_of,
+    operands,
+    slot_ranks,
+)
 
 name, requires, provides = "prefetch", "differentiate", "prefetch"
 

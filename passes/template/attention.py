@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from megacompile.ir.example_values import example_of
+from megacompile.ir.token_loop import example_of
 from megacompile.passes.template import Target, copy_graph
 
 name = "attention"

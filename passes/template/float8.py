@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from megacompile.compat.core import builtin_linear
-from megacompile.ir.example_values import example_of
 from megacompile.ir.precision import Float8
+from megacompile.ir.token_loop import example_of
 from megacompile.passes.template import Target, copy_graph
 
 name = "float8"

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from megacompile.compat.core import builtin_linear
-from megacompile.ir.example_values import example_of
-from megacompile.ir.token_loop import CHUNK_TOKENS
+from megacompile.ir.token_loop import CHUNK_TOKENS, example_of
 from megacompile.passes.template import Target, copy_graph
 
 name = "fuse_loss"

@@ -18,7 +18,7 @@ from torch import Tensor
 from megacompile.compat.core import clear_cublas_workspaces, foreach_norm, set_allocator_settings, sleep_on_device
 from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError, LaneError
 from megacompile.ir.program import Lane
-from megacompile.runtime.backends.timestamps import CudaTimestamps, Timestamps
+from megacompile.runtime.backends.lanes import CudaTimestamps, Timestamps
 from megacompile.runtime.optimizer import device_update
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.rule import Rule, Segment

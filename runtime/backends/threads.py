@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from megacompile.ir.program import Lane
-from megacompile.runtime.backends.timestamps import HostTimestamps, Timestamps
-from megacompile.runtime.optimizer import host_kernels as host
+from megacompile.runtime.backends.lanes import HostTimestamps, Timestamps
 from megacompile.runtime.optimizer import host_update
+from megacompile.runtime.optimizer import host_update as host
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.rule import Rule, Segment
-from megacompile.system.control_groups import cores
-from megacompile.system.host_memory import available_host_bytes, host_memory
+from megacompile.system.host_memory import available_host_bytes, cores, host_memory
 
 
 class ThreadBackend:

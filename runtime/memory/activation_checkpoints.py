@@ -17,7 +17,7 @@ from megacompile.ir.program import Slot
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes, host_memory
-from megacompile.system.under_way import under_way
+from megacompile.system.progress import under_way
 
 #: Bytes. Each tensor in a buffer is aligned to this, which kernels expect of their inputs.
 ALIGNMENT = 128

@@ -1,7 +1,7 @@
 """Device slots and host slabs, allocated once, with cached views through which templates read their weights."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,19 @@ from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes, host_memory
-from megacompile.system.under_way import at, under_way
+from megacompile.system.progress import at, under_way
+
+
+# -------------------- Pins host memory that is already allocated, which takes a second for each few GiB
+def pin_all(backend: Backend, memory: Iterable[Tensor]) -> None:
+    """Pins each tensor and shows progress. Raises what `Backend.pin` raises."""
+    parts = list(memory)
+    done, total = 0, sum(part.nbytes for part in parts)
+    with under_way("pinning host memory"):
+        for part in parts:
+            at(f"{format_bytes(done)} of {format_bytes(total)}")
+            backend.pin(part)
+            done += part.nbytes
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,74 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import queue
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
-from megacompile.runtime.memory.first_touch import FirstTouch
-from megacompile.runtime.memory.shards import Share, TileShard
+from megacompile.runtime.memory.shards import Share, TilePart, TileShard
 from megacompile.runtime.memory.snapshot import Snapshot
 from megacompile.runtime.memory.state_file import StateFile
-from megacompile.runtime.memory.tile_part import TilePart
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
+from megacompile.runtime.optimizer import native
+from megacompile.runtime.ranks import Ranks
 from megacompile.sizes import format_bytes
-from megacompile.system.host_memory import available_host_bytes
+from megacompile.system.host_memory import PAGE, available_host_bytes
+from megacompile.system.linux import yield_to_others
+
+# -------------------- Takes the pages of optimizer state before the first update needs them, beside tracing and compiling
+#
+# The system zeroes a page when it is first written. The first update of a 7B model would wait for 60 GiB of pages, and longer
+# where several ranks share memory, whose pages are small.
+#: Bytes that a thread takes before it looks whether it should stop.
+_CHUNK = 1 << 26
+#: State that is smaller is not worth a thread.
+LEAST_BYTES = 1 << 30
+_MOST_THREADS = 8
+
+
+class FirstTouch:
+    """State: the memory that is left, and the threads that take it."""
+
+    def __init__(self) -> None:
+        self._left: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._stopped = False
+
+    def begin(self, parts: Iterable[Tensor]) -> None:
+        """Begins with these parts of host memory, if there is enough of them. Values that are written meanwhile stay."""
+        chunks = [chunk for part in parts for chunk in part.view(torch.uint8).split(_CHUNK) if chunk.numel()]
+        if sum(chunk.numel() for chunk in chunks) < LEAST_BYTES or (library := native.library()) is None:
+            return
+        for chunk in chunks:
+            self._left.put(chunk)
+        threads = [threading.Thread(target=self._work, args=(library,), daemon=True, name="megacompile first touch")
+                   for _ in range(max(1, min(_MOST_THREADS, native.default_threads() // 2)))]
+        self._threads += threads
+        for thread in threads:
+            thread.start()
+
+    def _work(self, library: ctypes.CDLL) -> None:
+        yield_to_others()
+        while not self._stopped:
+            try:
+                chunk = self._left.get_nowait()
+            except queue.Empty:
+                return
+            library.megacompile_touch(chunk.data_ptr(), chunk.numel(), PAGE)
+
+    def stop(self) -> None:
+        """Ends the threads: no memory is used any more when this returns."""
+        self._stopped = True
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        self._left = queue.SimpleQueue()
 
 
 @dataclass
@@ -196,3 +250,21 @@ def _state_of(share: Share) -> Iterator[Tensor]:
         for _, there in share.runs:
             start, stop = (part.numel() * end // home.layout.elements for end in (there.start, there.stop))
             yield part[start:stop]
+
+
+# -------------------- The copies of a model that several hosts have: made equal to that of the first host
+#: Parts of tiles: the master weights, and all that training changes.
+WEIGHTS = ("weights", "remainder")
+STATE = (*WEIGHTS, "moments")
+
+
+def copy_from_first_host(store: Store, ranks: Ranks, parts: Collection[str], tiles: Collection[str] | None = None) -> None:
+    """Copies parts of tiles (None: of all tiles) from the first host to all others, where there are others. All ranks call this
+    while no rank uses the tiles. Each sends or receives its shard. Raises `RankError`."""
+    if ranks.hosts.count == 1:
+        return
+    for name, tile in store.tiles.items():
+        if tiles is not None and name not in tiles:
+            continue
+        for memory in tile.memories(parts):
+            ranks.send_to_all_hosts(memory.view(torch.uint8).tensor_split(ranks.hosts.ranks)[ranks.hosts.local])

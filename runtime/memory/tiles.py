@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from megacompile.runtime.memory.moment_file import MomentFile
 from megacompile.runtime.memory.state_layout import (
     ADAMW_STATE,
     NO_STATE,
@@ -30,9 +29,69 @@ from megacompile.runtime.memory.state_layout import (
     aligned_bytes,
 )
 from megacompile.runtime.optimizer.rule import scratch_bytes
+from megacompile.runtime.ranks import Ranks
 from megacompile.system.direct_file import in_blocks
-from megacompile.system.host_memory import host_memory
-from megacompile.system.shared_memory import SharedMemory
+from megacompile.system.host_memory import SharedMemory, host_memory
+
+# --------------------
+# Where the host tiles of a model are allocated: in memory of this process, or in memory that all ranks share.
+T = TypeVar("T")
+
+
+class TileMemory:
+    """Memory of this process. `writes`: whether this process writes the values of a model that is in memory."""
+
+    writes = True
+
+    def allocate(self, layout: TileLayout) -> HostTile:
+        return HostTile.allocate(layout)
+
+    def share(self, work: Collection[T]) -> list[T]:
+        """The part of some work, the same on every rank, that this process does."""
+        return list(work)
+
+
+class SharedTileMemory(TileMemory):
+    """Memory that all ranks of a host map. Rank 0's values are those of the model, as with `DistributedDataParallel`, so other
+    hosts write nothing: their copies come from the first host. Raises `RankError` if the ranks' models differ."""
+
+    def __init__(self, layouts: Collection[TileLayout], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.writes = ranks.rank == 0
+        ranks.agree_on("stream", "model", [repr(layout) for layout in layouts])
+        pieces = {name: size for layout in layouts for name, size in layout.shared_pieces().items()}
+        weights = {weights_piece(layout.name) for layout in layouts}
+        # Apart, since weights stay with the model when it is closed, and a file's pages are freed together.
+        self._weights = ranks.shared_memory({name: size for name, size in pieces.items() if name in weights})
+        self._training = ranks.shared_memory({name: size for name, size in pieces.items() if name not in weights})
+
+    def allocate(self, layout: TileLayout) -> HostTile:
+        return HostTile.allocate(layout, self._training, self._weights.piece(weights_piece(layout.name)))
+
+    def share(self, work: Collection[T]) -> list[T]:
+        hosts = self._ranks.hosts
+        return list(work)[hosts.local::hosts.ranks] if hosts.host == 0 else []
+
+
+# -------------------- What a host tile knows of the file that its moments are in (`state_file.py`)
+class MomentFile(Protocol):
+    """Its methods raise `DiskError` if the drive fails."""
+
+    def read(self, tile: str, slab: Tensor) -> None:
+        """Fills a slab, uint8 [disk_bytes], with this rank's moments of a tile."""
+
+    def write(self, tile: str, slab: Tensor) -> None:
+        """Writes this rank's moments of a tile from a slab."""
+
+    def get(self, tile: str, position: int, name: str, start: int, into: Tensor) -> None:
+        """Fills `into`, uint8 [n], with what is kept of a parameter under a name, from byte `start` on."""
+
+    def put(self, tile: str, position: int, name: str, values: Tensor) -> None:
+        """Replaces what is kept of a parameter under a name by `values`, uint8 [n]."""
+
+    def copy(self, tile: str) -> list[Tensor]:
+        """The moments of a tile as memory has them: a buffer for each, uint8."""
+
 
 MOST_MOMENTS = 2
 ALIGNMENT = 64  # elements: at least 128 bytes in every dtype, so that no two parameters share a cache line
@@ -65,7 +124,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class TileLayout:
-    """The layout of a tile. All its parameters have one dtype. For a part of a host tile (`tile_part.py`), `home` is the name
+    """The layout of a tile. All its parameters have one dtype. For a part of a host tile (`shards.py`), `home` is the name
     of that tile and `origins` the element at which each slice begins there. `ranks`: how many shards of equal size it is
     divided into (`shards.py`). `states`: what the optimizer keeps of each parameter; empty: what AdamW keeps by default."""
 

@@ -23,9 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from megacompile.codegen.cache import CacheError, cache_directory
-from megacompile.codegen.seal import is_sealed_library, seal_library
-from megacompile.system.control_groups import cores, share_of_cores
+from megacompile.codegen.cache import CacheError, cache_directory, is_sealed_library, seal_library
+from megacompile.system.host_memory import cores, share_of_cores
 
 SOURCES = Path(__file__).parent / "csrc"
 SOURCE = SOURCES / "host.cpp"

@@ -9,7 +9,7 @@ import megacompile
 from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.layer_slots import slot_bytes
 from megacompile.streaming.streamed_module import original_class
-from megacompile.trainers.sent_weights import sent_weights
+from megacompile.trainers.online import sent_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from megacompile.ir.placement import Placements
 from megacompile.ir.plan import Plan
 from megacompile.ir.text import parse
 from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Compiled, compile_program
+from megacompile.passes.pipeline import Compiled, compile_program
 from megacompile.verify.verifier import verify
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden"

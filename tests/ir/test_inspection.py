@@ -13,7 +13,7 @@ from megacompile.errors import ArgumentError
 from megacompile.inspection import difference, layer_range, pass_log, render, select, stage_range
 from megacompile.ir.program import STAGES, argument, nodes, op_of
 from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Compiled
+from megacompile.passes.pipeline import Compiled
 
 
 @pytest.fixture(scope="module")

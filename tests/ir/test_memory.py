@@ -17,12 +17,11 @@ from plans import plan_of, schedules
 from torch import nn
 
 import megacompile
-from megacompile.ir.lowering import model_program
 from megacompile.ir.placement import LISTS
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import Program
+from megacompile.ir.program import Program, model_program
 from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Compiled, run_pass
+from megacompile.passes.pipeline import Compiled, run_pass
 from megacompile.planning.memory import planned_calls, slot_bytes, training_bytes
 from megacompile.predict import cost
 from megacompile.scheduling import Schedule

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import fx
 
 from megacompile.errors import MegacompileError, ProgramError
-from megacompile.ir.lowering import model_program
 from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.placement import Placements
 from megacompile.ir.plan import Plan, split
@@ -25,13 +24,14 @@ from megacompile.ir.program import (
     copy_section,
     find,
     lane_of,
+    model_program,
     nodes,
     op_of,
     operands,
     uses,
 )
 from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Compiled, compile_program
+from megacompile.passes.pipeline import Compiled, compile_program
 from megacompile.verify.verifier import verify
 
 LAYERS = ("layers.0", "layers.1", "layers.2", "layers.3")

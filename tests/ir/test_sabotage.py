@@ -27,7 +27,7 @@ from plans import NAMED, OF_SEVERAL, plan_of, schedules
 
 from megacompile.ir.program import SLOT_KINDS, TILE_PARTS, Access, Program, lanes_that, reached
 from megacompile.ir.text import parse
-from megacompile.passes.manager import Compiled
+from megacompile.passes.pipeline import Compiled
 from megacompile.verify.verifier import judge, verify
 
 GOLDENS = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

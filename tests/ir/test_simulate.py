@@ -9,7 +9,7 @@ import pytest
 from torch import fx
 
 from megacompile.ir.program import Access, Builder, Lane, Program, Tile, accesses, nodes, op_of
-from megacompile.passes.manager import Compiled
+from megacompile.passes.pipeline import Compiled
 from megacompile.predict.simulate import Item, Timeline, alone, run_lanes, simulate, step_of
 
 Schedules = Callable[..., Compiled]

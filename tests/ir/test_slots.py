@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
+from megacompile.ir.places import SlotName
 from megacompile.ir.program import SLOT_KINDS, slot_family, stays
-from megacompile.ir.slots import SlotName
 
 
 @pytest.mark.parametrize("family", SLOT_KINDS)

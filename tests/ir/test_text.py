@@ -13,16 +13,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megacompile.errors import ProgramError
-from megacompile.ir.counts import summary
-from megacompile.ir.listing import excerpt, op_table
 from megacompile.ir.placement import Placement, Placements, Updated
 from megacompile.ir.plan import RESIDUALS, Plan, Shape
 from megacompile.ir.precision import FORMATS, Float8
+from megacompile.ir.printing import excerpt, op_table
 from megacompile.ir.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
 from megacompile.ir.text import KINDS, form, parse, parse_with_plan, print_node, print_program
 from megacompile.passes import PIPELINE
+from megacompile.passes.pipeline import summary
 from megacompile.predict.durations import COSTS, cost_table
-from megacompile.verify.lifetimes import placed
+from megacompile.verify.ordering import placed
 from megacompile.verify.verifier import handed_on, ordered, rule_table, verify
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "golden"

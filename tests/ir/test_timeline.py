@@ -13,7 +13,7 @@ from tiny_models import train_step
 import megacompile
 from megacompile import picture
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.ir.listing import describe
+from megacompile.ir.printing import describe
 from megacompile.ir.program import OPS, Lane, op_of
 from megacompile.predict.simulate import Timeline, simulate
 from megacompile.timeline import KINDS, LANES, MARKS, arrows, kind_of, save_trace, trace

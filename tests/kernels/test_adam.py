@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile.runtime.optimizer import host_kernels, host_update, native
+from megacompile.runtime.optimizer import host_update, native
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.rule import Part, Segment
 from megacompile.runtime.optimizer.state_format import FLOAT32
@@ -80,7 +80,7 @@ class State:
         self.remainder: Tensor | None = None
         self.weights = random(n, seed=1)
         if weights == torch.bfloat16:
-            self.weights, self.remainder = host_kernels.split_fp32(self.weights)
+            self.weights, self.remainder = host_update.split_fp32(self.weights)
         self.m, self.v = torch.zeros(n), torch.zeros(n)
 
     def run(self, segments: list[Segment], seed: int = 2, **options: object) -> State:
@@ -92,7 +92,7 @@ class State:
         return [x for x in (self.weights, self.remainder, self.m, self.v) if x is not None]
 
     def master(self) -> Tensor:
-        return self.weights if self.remainder is None else host_kernels.join_fp32(self.weights, self.remainder)
+        return self.weights if self.remainder is None else host_update.join_fp32(self.weights, self.remainder)
 
 
 DTYPES = [(w, g) for w in (torch.float32, torch.bfloat16) for g in (torch.float32, torch.bfloat16)]
@@ -126,7 +126,7 @@ def test_bf16_master_follows_the_fp32_trajectory_bit_for_bit(path: str) -> None:
         assert same_bits(split.master(), full.weights)
         assert same_bits(split.m, full.m)
         assert same_bits(split.v, full.v)
-    assert same_bits(split.weights, host_kernels.split_fp32(full.weights)[0])
+    assert same_bits(split.weights, host_update.split_fp32(full.weights)[0])
 
 
 @pytest.mark.parametrize(("weights", "gradient"), DTYPES)
@@ -263,7 +263,7 @@ def test_nan_and_inf_survive_the_update(path: str, dtype: torch.dtype) -> None:
     master[0], master[1], master[2] = math.nan, math.inf, -math.inf
     gradient[3] = math.nan
     if dtype == torch.bfloat16:
-        state.weights, state.remainder = host_kernels.split_fp32(master)
+        state.weights, state.remainder = host_update.split_fp32(master)
     else:
         state.weights = master
     adamw(state.weights, state.remainder, gradient, state.m, state.v, [segment(0, 64)])
@@ -294,14 +294,14 @@ def every_high_half() -> Tensor:
 
 def test_split_and_join_return_every_master(path: str) -> None:
     master = every_high_half()
-    joined = host_kernels.join_fp32(*host_kernels.split_fp32(master))
+    joined = host_update.join_fp32(*host_update.split_fp32(master))
     assert torch.equal(bits(joined)[~master.isnan()], bits(master)[~master.isnan()])
     assert bool(joined[master.isnan()].isnan().all())
 
 
 def test_weight_is_the_master_rounded_to_nearest_ties_away(path: str) -> None:
     master = every_high_half()
-    weights, remainder = host_kernels.split_fp32(master)
+    weights, remainder = host_update.split_fp32(master)
     assert bool((weights.isnan() == master.isnan()).all()), "a NaN never rounds into inf or zero, nor comes from one"
     finite = master.isfinite()
     # On magnitudes, half up is ties away; beyond the largest bf16 comes inf, as in IEEE rounding.
@@ -316,11 +316,11 @@ def test_weight_is_the_master_rounded_to_nearest_ties_away(path: str) -> None:
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_split_and_join_are_the_same_on_every_instruction_set(instruction_set: str) -> None:
     master = every_high_half()
-    expected = host_kernels.split_fp32(master, 1, "portable")
-    got = host_kernels.split_fp32(master, 3, instruction_set)
+    expected = host_update.split_fp32(master, 1, "portable")
+    got = host_update.split_fp32(master, 3, instruction_set)
     assert same_bits(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
-    assert same_bits(host_kernels.join_fp32(*got, 3, instruction_set), host_kernels.join_fp32(*expected, 1, "portable"))
+    assert same_bits(host_update.join_fp32(*got, 3, instruction_set), host_update.join_fp32(*expected, 1, "portable"))
 
 
 # ---- norm, accumulate, copy ------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_split_and_join_are_the_same_on_every_instruction_set(instruction_set: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_is_that_of_double_precision(path: str, n: int, dtype: torch.dtype) -> None:
     gradient = random(n, dtype=dtype)
-    assert host_kernels.norm(gradient) == pytest.approx(float(gradient.double().norm()), rel=1e-13)
+    assert host_update.norm(gradient) == pytest.approx(float(gradient.double().norm()), rel=1e-13)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
@@ -340,17 +340,17 @@ def test_norm_is_the_same_for_all_threads_and_instruction_sets(
     instruction_set: str, n: int, dtype: torch.dtype
 ) -> None:
     gradient = random(n, dtype=dtype)
-    expected = host_kernels.squared_norm(gradient, 1, "portable")
-    assert {host_kernels.squared_norm(gradient, threads, instruction_set) for threads in (1, 2, 3, 7)} == {expected}
+    expected = host_update.squared_norm(gradient, 1, "portable")
+    assert {host_update.squared_norm(gradient, threads, instruction_set) for threads in (1, 2, 3, 7)} == {expected}
 
 
 def test_norm_propagates_nan_and_inf(path: str) -> None:
     gradient = random(40000)
     gradient[39999] = -math.inf
-    assert host_kernels.norm(gradient) == math.inf
+    assert host_update.norm(gradient) == math.inf
     gradient[17] = math.nan
-    assert math.isnan(host_kernels.norm(gradient))
-    assert host_kernels.norm(torch.full((4,), 3e38)) == pytest.approx(6e38, rel=1e-6), "a sum of squares beyond FP32's range"
+    assert math.isnan(host_update.norm(gradient))
+    assert host_update.norm(torch.full((4,), 3e38)) == pytest.approx(6e38, rel=1e-6), "a sum of squares beyond FP32's range"
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -363,7 +363,7 @@ def test_accumulate_adds_in_fp32_and_rounds_once(
     if n > 1:
         right[0], right[1] = math.nan, -math.inf
     expected = (right if overwrite else left.float() + right.float()).to(destination)
-    host_kernels.accumulate(left, right, overwrite=overwrite)
+    host_update.accumulate(left, right, overwrite=overwrite)
     assert torch.equal(left.isnan(), expected.isnan())
     assert torch.equal(left.nan_to_num(), expected.nan_to_num())
 
@@ -371,7 +371,7 @@ def test_accumulate_adds_in_fp32_and_rounds_once(
 def test_fp32_gradients_round_to_bf16_ties_to_even_and_nan_stays_nan(path: str) -> None:
     source = every_high_half()
     got = torch.empty(source.numel(), dtype=torch.bfloat16)
-    host_kernels.accumulate(got, source, overwrite=True)
+    host_update.accumulate(got, source, overwrite=True)
     assert torch.equal(got.isnan(), source.isnan()), "a NaN with a full payload must not carry into zero"
     assert same_bits(got[~source.isnan()], source.bfloat16()[~source.isnan()])
 
@@ -381,10 +381,10 @@ def test_accumulate_is_the_same_for_all_threads_and_instruction_sets(instruction
     source = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
     start = source.flip(0)
     expected = start.clone()
-    host_kernels.accumulate(expected, source, False, 1, "portable")
+    host_update.accumulate(expected, source, False, 1, "portable")
     for threads in (1, 2, 3, 7):
         got = start.clone()
-        host_kernels.accumulate(got, source, False, threads, instruction_set)
+        host_update.accumulate(got, source, False, threads, instruction_set)
         assert same_bits(got, expected)
 
 
@@ -393,7 +393,7 @@ def test_accumulate_is_the_same_for_all_threads_and_instruction_sets(instruction
 def test_copy_moves_every_byte_and_no_other(path: str, n: int, offset: int) -> None:
     source = torch.arange(n, dtype=torch.int64).to(torch.uint8)
     destination = torch.full((n + 128,), 7, dtype=torch.uint8)
-    host_kernels.copy(destination[offset : offset + n], source, threads=3 if path == "native" else None)
+    host_update.copy(destination[offset : offset + n], source, threads=3 if path == "native" else None)
     assert torch.equal(destination[offset : offset + n], source)
     assert bool((destination[:offset] == 7).all())
     assert bool((destination[offset + n :] == 7).all())
@@ -403,4 +403,4 @@ def test_copy_moves_every_byte_and_no_other(path: str, n: int, offset: int) -> N
 def test_norm_blocks_of_both_paths_are_equal() -> None:
     library = native.library()
     assert library is not None
-    assert library.megacompile_chunk_elements() == host_kernels._NORM_BLOCK
+    assert library.megacompile_chunk_elements() == host_update._NORM_BLOCK

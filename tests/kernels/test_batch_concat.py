@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacompile.inputs.batch_concat import join
+from megacompile.trainer import join
 
 SHORT = {"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.tensor([[1, 1]]), "labels": torch.tensor([[1, 2]])}
 LONG = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),

@@ -43,7 +43,7 @@ def test_four_bit_codes_and_scales_are_those_of_bitsandbytes(nested: bool, scale
 @pytest.mark.parametrize("nested", [True, False])
 def test_layers_of_bitsandbytes_have_the_same_values_here(kind: str, nested: bool) -> None:
     bnb: Any = pytest.importorskip("bitsandbytes")
-    from megacompile.weights.bitsandbytes import adopt_bitsandbytes
+    from megacompile.weights.quantizing import adopt_bitsandbytes
 
     torch.manual_seed(0)
     layer = bnb.nn.Linear4bit(128, 192, compute_dtype=torch.float32, quant_type=kind, compress_statistics=nested).to("cpu")
@@ -55,7 +55,7 @@ def test_layers_of_bitsandbytes_have_the_same_values_here(kind: str, nested: boo
 
 def test_eight_bit_layers_of_bitsandbytes_have_the_same_values_here() -> None:
     bnb: Any = pytest.importorskip("bitsandbytes")
-    from megacompile.weights.bitsandbytes import adopt_bitsandbytes
+    from megacompile.weights.quantizing import adopt_bitsandbytes
 
     model = torch.nn.Sequential(bnb.nn.Linear8bitLt(128, 192, has_fp16_weights=False).to("cpu"))
     weight = model[0].weight

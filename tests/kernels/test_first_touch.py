@@ -11,12 +11,10 @@ import torch
 from tiny_models import batch, build, state_of
 
 import megacompile
-from megacompile.runtime.memory import first_touch
-from megacompile.runtime.memory.first_touch import FirstTouch
-from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory import store
+from megacompile.runtime.memory.store import FirstTouch, Store
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
-from megacompile.system.host_memory import host_memory
-from megacompile.system.shared_memory import SharedMemory
+from megacompile.system.host_memory import SharedMemory, host_memory
 
 SIZE = 1 << 26
 
@@ -31,8 +29,8 @@ def finish(touch: FirstTouch) -> None:
 
 
 def test_pages_are_taken_and_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_touch, "LEAST_BYTES", SIZE)
-    monkeypatch.setattr(first_touch, "_CHUNK", SIZE // 8)
+    monkeypatch.setattr(store, "LEAST_BYTES", SIZE)
+    monkeypatch.setattr(store, "_CHUNK", SIZE // 8)
     memory = host_memory(SIZE)
     memory[100], memory[-1] = 1, 2
     before = resident_bytes()
@@ -65,7 +63,7 @@ def test_little_state_starts_no_thread() -> None:
 
 def test_an_optimizer_s_state_is_touched_and_its_first_step_is_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(least: int) -> dict[str, torch.Tensor]:
-        monkeypatch.setattr(first_touch, "LEAST_BYTES", least)
+        monkeypatch.setattr(store, "LEAST_BYTES", least)
         model = megacompile.stream(build(bf16=True), device="cpu", compile=False)
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
         touch = model.megacompile.streamed.store.first_touch

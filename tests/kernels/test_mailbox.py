@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacompile.system.mailbox import MOST_BYTES, RANK_BYTES, Mailbox
+from megacompile.runtime.letters import MOST_BYTES, RANK_BYTES, Mailbox
 
 
 @settings(max_examples=30)

@@ -17,10 +17,7 @@ from torch import Tensor
 
 from megacompile.errors import UnsupportedError
 from megacompile.runtime import exchanges
-from megacompile.runtime.backends import stream_signals
-from megacompile.runtime.backends.stream_signals import StreamSignals
-from megacompile.runtime.exchanges import Exchanges
-from megacompile.runtime.peer_copies import PeerCopies
+from megacompile.runtime.exchanges import Exchanges, PeerCopies, StreamSignals
 
 HALF = 4096
 
@@ -160,7 +157,7 @@ class Handle:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_signals_of_streams_order_exchanges_as_signals_do(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_signals, "_driver", Driver)
+    monkeypatch.setattr(exchanges, "_driver", Driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
     handle = Handle([torch.zeros(4 * HALF + (1 << 12), dtype=torch.uint8) for _ in range(size)])
 

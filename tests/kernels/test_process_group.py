@@ -9,7 +9,7 @@ import torch
 
 from megacompile.errors import DeviceUnavailableError
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.process_group import device_of_rank
+from megacompile.planning.device import device_of_rank
 
 
 @pytest.mark.parametrize(("processes", "config", "said"), [

@@ -6,7 +6,7 @@ import sympy
 from torch.fx.experimental.sym_node import SymNode
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
-from megacompile.frontend.tracing.rounded_sizes import padding, rounded_sizes
+from megacompile.frontend.templates.symbolic_sizes import padding, rounded_sizes
 
 T = sympy.Symbol("T", integer=True, positive=True)
 

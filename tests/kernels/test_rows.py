@@ -18,9 +18,7 @@ import torch
 from megacompile.corpus import ByteTokenizer, PretrainedTokenizer
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import Encoded
-from megacompile.finetuning.data import check_sources, read
-from megacompile.finetuning.data_files import is_text, read_rows
-from megacompile.finetuning.document_packing import join, pack, pack_conversations
+from megacompile.finetuning.data import check_sources, is_text, join, pack, pack_conversations, read, read_rows
 from megacompile.finetuning.formats import Format
 from megacompile.finetuning.training_sequences import Order, Padding, Rows, collate, in_order, split
 

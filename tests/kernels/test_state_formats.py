@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.optimizer import host_update, native, state_format
-from megacompile.runtime.optimizer.host_kernels import split_fp32
-from megacompile.runtime.optimizer.host_update import Moments
+from megacompile.runtime.optimizer.host_update import Moments, split_fp32
 from megacompile.runtime.optimizer.rule import Part, Rule, Segment
 from megacompile.runtime.optimizer.state_format import BFLOAT16, BLOCK, EIGHT_BITS, FLOAT32, FORMATS, StateFormat
 from megacompile.streaming.optimizer import adamw, lion, sgd

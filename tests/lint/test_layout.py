@@ -18,9 +18,9 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 #: The most lines that each package may have ("" has the modules directly in `megacompile/`). Lower a number as code goes. A
 #: feature that raises one says in its commit what the lines buy.
 BUDGET = {
-    "": 3350, "checkpoint": 1420, "codegen": 730, "compat": 510, "finetuning": 2800, "frontend": 9070, "inference": 560,
-    "inputs": 2110, "ir": 3080, "passes": 2460, "planning": 2710, "predict": 1430, "runtime": 5990, "streaming": 7140,
-    "system": 1260, "tools": 1090, "trainers": 610, "verify": 1630, "weights": 1860,
+    "": 3410, "checkpoint": 1410, "codegen": 700, "compat": 510, "finetuning": 2740, "frontend": 8880, "inference": 540,
+    "inputs": 2030, "ir": 3010, "passes": 2480, "planning": 2660, "predict": 1410, "runtime": 6140, "streaming": 6940,
+    "system": 880, "tools": 1060, "trainers": 550, "verify": 1620, "weights": 1820,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 
@@ -96,9 +96,9 @@ def test_the_vocabulary_reaches_no_part() -> None:
 
 @pytest.mark.parametrize(("module", "statement"), [
     ("megacompile.passes.schedule.place", "from megacompile.runtime import store"),
-    ("megacompile.passes.manager", "import megacompile.frontend.capture"),
-    ("megacompile.passes.manager", "from ..runtime import store"),
-    ("megacompile.runtime.executor", "from megacompile.passes.manager import compile_program"),
+    ("megacompile.passes.pipeline", "import megacompile.frontend.capture"),
+    ("megacompile.passes.pipeline", "from ..runtime import store"),
+    ("megacompile.runtime.executor", "from megacompile.passes.pipeline import compile_program"),
     ("megacompile.runtime.executor", "def late():\n    from megacompile import passes"),
     ("megacompile.runtime.executor", "from megacompile import between"),
     ("megacompile.frontend.capture", "from megacompile.runtime.optimizer.host_update import update"),
@@ -106,7 +106,7 @@ def test_the_vocabulary_reaches_no_part() -> None:
 ])
 def test_an_import_in_the_wrong_direction_is_seen(module: str, statement: str) -> None:
     found = set(imports(module, ast.parse(statement), {*FILES, "megacompile.between"}))
-    graph = {module: found, "megacompile.between": {"megacompile.passes.manager"}}
+    graph = {module: found, "megacompile.between": {"megacompile.passes.pipeline"}}
     assert wrong_chain(graph, module, part_of(module))
 
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import megacompile
 from megacompile.errors import UnsupportedError
-from megacompile.trainers.added_adapter import add_adapter
-from megacompile.weights.bitsandbytes import adopt_bitsandbytes
+from megacompile.trainers.reference_model import add_adapter
+from megacompile.weights.quantizing import adopt_bitsandbytes
 
 LORA = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
 MARKS = ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "quantization_method", "hf_quantizer")

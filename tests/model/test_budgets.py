@@ -16,8 +16,7 @@ from megacompile import api
 from megacompile.errors import InsufficientMemoryError
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import device_budget
-from megacompile.planning.host_needs import host_bytes
-from megacompile.planning.state_choices import EXACT, with_choice
+from megacompile.planning.host_needs import EXACT, host_bytes, with_choice
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.scheduling import Schedule

@@ -25,7 +25,7 @@ from megacompile.planning import search_space
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Planner
 from megacompile.predict import cost
-from megacompile.predict.flops import variant_work
+from megacompile.predict.durations import variant_work
 
 aten = torch.ops.aten
 GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default}

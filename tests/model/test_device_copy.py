@@ -20,8 +20,7 @@ from torch import Tensor
 import megacompile
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.streaming.device_copy import DeviceCopy, Turns
-from megacompile.streaming.generation.needed_bytes import cache_bytes, working_bytes
-from megacompile.streaming.generation.ways import Way
+from megacompile.streaming.generation.ways import Way, cache_bytes, working_bytes
 from megacompile.streaming.layer_slots import LayerWeights, Piece, resident_layers, slot_bytes
 
 LAYERS = 6

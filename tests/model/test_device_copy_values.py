@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 from transformers import CompileConfig
 
 import megacompile
-from megacompile.weights.codes import FORMATS
-from megacompile.weights.quantized_linear import QuantizedLinear
+from megacompile.weights.codes import FORMATS, QuantizedLinear
 
 LAYERS = 4
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}

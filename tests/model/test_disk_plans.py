@@ -20,12 +20,12 @@ import megacompile
 from megacompile.errors import DiskError, InsufficientMemoryError, MegacompileError, ProgramError, UnsupportedError
 from megacompile.ir.plan import STATE_SLABS
 from megacompile.ir.program import Lane
-from megacompile.planning import disk_tiles
+from megacompile.planning import host_needs
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.disk_tiles import with_disk
+from megacompile.planning.host_needs import with_disk
 from megacompile.predict.hardware import DISK, Hardware
 from megacompile.sizes import format_bytes
-from megacompile.tools.calibrate_disk import with_disk_rates
+from megacompile.tools.calibrate import with_disk_rates
 
 # ---- which tiles -----------------------------------------------------------------------------------------------------
 
@@ -86,16 +86,16 @@ def tiling_of(**options: Any) -> Any:
 def test_the_fewest_tiles_are_on_disk_that_let_training_fit_spread_over_the_layers(drive: Path) -> None:
     tiling = tiling_of()
     config = StreamConfig.of(disk=drive)
-    needed = disk_tiles.host_bytes(tiling, on_arrival=False)
+    needed = host_needs.tiles_bytes(tiling, on_arrival=False)
     assert with_disk(tiling, config, needed, on_arrival=False).on_disk == ()
     before = 0
     for room in range(needed - 1, needed - sum(layout.disk_bytes for layout in tiling.layouts.values()), -20_000):
         found = with_disk(tiling, config, room, on_arrival=False)
         count = len(found.on_disk)
-        if disk_tiles.host_bytes(found, on_arrival=False) > room:
+        if host_needs.tiles_bytes(found, on_arrival=False) > room:
             assert count == len(tiling.layouts), "all that can be"
             break
-        if disk_tiles.host_bytes(found, False, STATE_SLABS) > room:
+        if host_needs.tiles_bytes(found, False, STATE_SLABS) > room:
             continue  # with one slab, fewer tiles may do
         layers = [int(tile.rpartition(".")[2]) for tile in found.on_disk if "layers" in tile]
         gaps = [after - first for first, after in pairwise(layers)]
@@ -107,17 +107,17 @@ def test_the_fewest_tiles_are_on_disk_that_let_training_fit_spread_over_the_laye
 
 def test_tiles_whose_moments_are_somewhere_stay_there(drive: Path) -> None:
     tiling, config = tiling_of(), StreamConfig.of(disk=drive)
-    room = disk_tiles.host_bytes(tiling, on_arrival=False) - 100_000
+    room = host_needs.tiles_bytes(tiling, on_arrival=False) - 100_000
     there, in_memory = {"model.layers.5"}, {"model.layers.0", "model.layers.3"}
     found = with_disk(tiling, config, room, False, there=there, in_memory=in_memory)
     assert there < set(found.on_disk) and not in_memory & set(found.on_disk)
-    assert disk_tiles.host_bytes(found, on_arrival=False) <= room
+    assert host_needs.tiles_bytes(found, on_arrival=False) <= room
 
 
 def test_training_that_does_not_fit_host_memory_fits_with_a_disk(drive: Path, without_disk: tiny_models.Shared) -> None:
     bf16 = without_disk.plain.dtype == torch.bfloat16
     tiling = without_disk.model.megacompile.streamed.tiling
-    there = disk_tiles.host_bytes(tiling, on_arrival=False) - 20_000
+    there = host_needs.tiles_bytes(tiling, on_arrival=False) - 20_000
     ours = tiny_models.Shared(bf16=bf16, micro_batch_size=2, host_memory=there)
     with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes") as caught:
         adamw(ours.model)

@@ -23,8 +23,8 @@ from megacompile import CheckpointWriter
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.ir.program import Lane
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
-from megacompile.streaming.optimizer import state_on_disk
-from megacompile.system.shared_memory import SharedMemory
+from megacompile.streaming.optimizer import state
+from megacompile.system.host_memory import SharedMemory
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -237,7 +237,7 @@ def test_a_state_that_memory_does_not_hold_is_refused(
     model = some_on_disk.fresh()
     optimizer = adamw(model)
     step(model, optimizer, 0, whole=True)
-    monkeypatch.setattr(state_on_disk, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(state, "available_host_bytes", lambda: 1000)
     with pytest.raises(InsufficientMemoryError, match=r"exp_avg of a parameter of model.layers.0 is on disk and takes [\d.]+ "
                                                       "KiB of host memory to read, and .* are available: drop what was read"):
         optimizer.state[model.model.layers[0].mlp.up_proj.weight]["exp_avg"]

@@ -13,12 +13,12 @@ from torch import nn
 
 import megacompile
 from megacompile.errors import CaptureError, InsufficientMemoryError, MegacompileError, UnsupportedError
-from megacompile.frontend.graph.expert_pieces import Rows, counts_of
+from megacompile.frontend.graph.pieces import Rows, counts_of
 from megacompile.frontend.templates.template import Call, Source
 from megacompile.frontend.tracing.layers import find_layers
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.expert_split import expert_pieces
-from megacompile.weights.moving import build_store
+from megacompile.weights.empty_models import build_store
 from megacompile.weights.tiling import Tiling
 
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

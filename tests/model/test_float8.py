@@ -17,7 +17,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import megacompile
 from megacompile import Float8
 from megacompile.api import analyse
-from megacompile.codegen import cublas_lt
+from megacompile.codegen import scaled_products
 from megacompile.codegen.scaled_products import scaled_product
 from megacompile.errors import LaneError, MegacompileError, ProgramError, UnsupportedError
 from megacompile.frontend.ops import scaled_linear
@@ -27,7 +27,7 @@ from megacompile.ir.tokenwise import is_scaled
 from megacompile.planning.config import StreamConfig
 from megacompile.predict import cost
 from megacompile.predict.hardware import Hardware
-from megacompile.streaming.programs.binding import example_inputs
+from megacompile.streaming.programs.captures import example_inputs
 
 TINY = Float8(min_features=16, emulated=True)
 RECIPES = [TINY, dataclasses.replace(TINY, gradients="e4m3"), dataclasses.replace(TINY, scaling="row", gradients="e4m3"),
@@ -321,9 +321,9 @@ def test_float8_is_a_rate_of_its_own_in_predictions() -> None:
 
 def test_a_cublaslt_that_cannot_be_loaded_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "99.0")
-    cublas_lt._library.cache_clear()
+    scaled_products._library.cache_clear()
     with pytest.raises(LaneError, match=r"libcublasLt\.so\.99.*weight_gradients=bfloat16"):
-        cublas_lt._library()
+        scaled_products._library()
 
 
 @pytest.mark.parametrize("whole_step", [False, True])

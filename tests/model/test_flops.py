@@ -17,8 +17,7 @@ import megacompile
 from megacompile import api
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template
 from megacompile.planning.config import StreamConfig
-from megacompile.predict.durations import Durations
-from megacompile.predict.flops import Work, _attention, variant_work
+from megacompile.predict.durations import Durations, Work, _attention, variant_work
 from megacompile.predict.hardware import Hardware
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH, VOCABULARY = 64, 160, 4, 2, 16, 1000

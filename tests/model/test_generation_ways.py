@@ -17,10 +17,16 @@ from transformers import GenerationConfig, TextStreamer
 import megacompile
 from megacompile.streaming.device_copy import Arrangement, Turns
 from megacompile.streaming.generation import ways
-from megacompile.streaming.generation.batch_parts import generate_in_parts, part_counts, part_of
-from megacompile.streaming.generation.call_options import by_name, option_of
-from megacompile.streaming.generation.needed_bytes import cache_bytes
-from megacompile.streaming.generation.ways import Way, ways_to_generate
+from megacompile.streaming.generation.ways import (
+    Way,
+    by_name,
+    cache_bytes,
+    generate_in_parts,
+    option_of,
+    part_counts,
+    part_of,
+    ways_to_generate,
+)
 
 ROWS = 5
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}

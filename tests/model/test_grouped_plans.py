@@ -11,9 +11,9 @@ from uneven_models import LONGEST, UNEVEN, lower_the_cost, stream, uneven, width
 
 import megacompile
 from megacompile.errors import MegacompileError, ProgramError
-from megacompile.inputs.grouped_rows import Grouping, grouped
+from megacompile.inputs.packed_layout import Grouping, grouped
 from megacompile.ir.plan import FULL_TOKENS, Plan, Shape
-from megacompile.passes.manager import compile_program
+from megacompile.passes.pipeline import compile_program
 from megacompile.planning.packed_plans import PackedPlans, derived
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.hardware import Hardware

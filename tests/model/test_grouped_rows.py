@@ -20,8 +20,8 @@ from uneven_models import LONGEST, UNEVEN, assert_same_step, build, lower_the_co
 
 import megacompile
 from megacompile.errors import PaddingWarning
-from megacompile.inputs import grouped_rows
-from megacompile.inputs.grouped_rows import GroupedRows, Grouping, grouped, lengths_of_rows
+from megacompile.inputs import packed_layout
+from megacompile.inputs.packed_layout import GroupedRows, Grouping, grouped, lengths_of_rows
 from megacompile.inputs.repacking import Repacking
 from megacompile.inputs.rounded_lengths import RightPadding, padding_for, rounded
 from megacompile.ir.plan import FULL_TOKENS
@@ -68,7 +68,7 @@ def test_groups_of_instructions_compute_a_third_of_the_tokens_in_few_micro_batch
     def groups(grouping: Grouping) -> list[GroupedRows]:
         return [grouped((64, max(step)), step, widths_of(step, 2048), grouping) for step in steps]
 
-    grouped_rows.TOKENS_OF_A_GROUP = 512  # restored by the fixture
+    packed_layout.TOKENS_OF_A_GROUP = 512  # restored by the fixture
     few, many = groups(Grouping.FEW_NUMBERS), groups(Grouping.ANY_NUMBER)
     assert 1 - useful / padded > 0.8
     for found, share in ((few, 0.35), (many, 0.27)):

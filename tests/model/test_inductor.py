@@ -28,7 +28,7 @@ FILES: dict[str, Path] = runpy.run_path(str(HERE.parents[1] / "docs" / "make_pac
 #: Files that compiled templates depend on: those that define ops, the loop over tokens, and the passes over templates.
 COMPILED_IN = sorted({module for module, path in FILES.items() if "torch.library.custom_op" in path.read_text()}
                      | {module for module in FILES if module.startswith("megacompile.passes.template.")}
-                     | {"megacompile.ir.token_loop", "megacompile.ir.tokenwise", "megacompile.codegen.grouped_products"})
+                     | {"megacompile.ir.token_loop", "megacompile.ir.tokenwise", "megacompile.codegen.inductor"})
 
 GRAPH = """
 import json, warnings
@@ -92,7 +92,7 @@ def test_a_change_of_what_compiled_code_depends_on_gives_another_folder(module: 
 
 
 def test_files_that_define_ops_are_found() -> None:
-    assert {"megacompile.frontend.ops.attention", "megacompile.frontend.graph.expert_pieces"} <= set(COMPILED_IN)
+    assert {"megacompile.frontend.ops.attention", "megacompile.frontend.graph.pieces"} <= set(COMPILED_IN)
 
 
 def test_missing_code_of_ours_does_not_turn_the_cache_off_silently(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

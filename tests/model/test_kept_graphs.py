@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Mamba2Config
 
 import megacompile
 from megacompile import api
-from megacompile.codegen import seal
+from megacompile.codegen import cache as sealed_cache
 from megacompile.compat.symbols import ShapeEnv, known_of
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.templates import build, joint, kept_graphs
@@ -89,7 +89,7 @@ def doubled(x: Tensor) -> Tensor:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of graphs in an empty cache."""
     monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(seal, "_key", lambda: bytes(range(32)))
+    monkeypatch.setattr(sealed_cache, "_key", lambda: bytes(range(32)))
     return tmp_path / "cache" / "graphs"
 
 

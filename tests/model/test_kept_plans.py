@@ -21,14 +21,14 @@ import torch
 from test_inductor import fresh_process
 
 from megacompile import api, scheduling
-from megacompile.codegen import seal
+from megacompile.codegen import cache as sealed_cache
 from megacompile.errors import NoFittingPlanError
 from megacompile.ir.options import Scope, named
 from megacompile.ir.placement import Placements
 from megacompile.ir.plan import Plan
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE, insert_after
 from megacompile.passes.schedule import place
-from megacompile.planning import kept_plans, plan_questions, planner, step_time
+from megacompile.planning import plan_cache, planner, step_time
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Planner
 from megacompile.planning.step_time import simulator_of
@@ -43,8 +43,8 @@ PLAN = Plan(8, 16, (4, 4), saved_layers=3, waves=2, pinned=False, residuals="att
 def use(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("MEGACOMPILE_CACHE", str(folder / "cache"))
     patch.setenv("XDG_CONFIG_HOME", str(folder / "configuration"))
-    patch.setattr(seal, "_key", lambda: bytes(range(32)))
-    patch.setattr(planner, "question", plan_questions.question)
+    patch.setattr(sealed_cache, "_key", lambda: bytes(range(32)))
+    patch.setattr(planner, "question", plan_cache.question)
 
 
 @pytest.fixture(autouse=True)
@@ -70,15 +70,15 @@ def only_file(cache: Path) -> Path:
 # ---------------------------------------------------------------- files
 
 def test_a_kept_plan_is_found_as_it_was() -> None:
-    assert kept_plans.find(QUESTION, FREE) is None
-    kept_plans.keep(QUESTION, FREE, PLAN)
-    assert kept_plans.find(QUESTION, FREE) == PLAN
-    kept_plans.keep(QUESTION, FREE, replace(PLAN, saved_layers=0))
-    assert kept_plans.find(QUESTION, FREE) == replace(PLAN, saved_layers=0)
+    assert plan_cache.find(QUESTION, FREE) is None
+    plan_cache.keep(QUESTION, FREE, PLAN)
+    assert plan_cache.find(QUESTION, FREE) == PLAN
+    plan_cache.keep(QUESTION, FREE, replace(PLAN, saved_layers=0))
+    assert plan_cache.find(QUESTION, FREE) == replace(PLAN, saved_layers=0)
 
 
 def test_every_field_of_a_plan_has_a_rule() -> None:
-    assert kept_plans.FIELDS.keys() == PLAN.values().keys()
+    assert plan_cache.FIELDS.keys() == PLAN.values().keys()
 
 
 @pytest.mark.parametrize(("free", "serves"), [
@@ -87,21 +87,21 @@ def test_every_field_of_a_plan_has_a_rule() -> None:
     ({"device": None}, False), ({"host": None}, False),
 ], ids=str)
 def test_a_plan_serves_where_about_as_much_memory_is_free(free: dict[str, Any], serves: bool) -> None:
-    kept_plans.keep(QUESTION, FREE, PLAN)
+    plan_cache.keep(QUESTION, FREE, PLAN)
     now = FREE | {name: gib if gib is None else int(gib * 2**30) for name, gib in free.items()}
-    assert (kept_plans.find(QUESTION, {name: count for name, count in now.items() if count is not None}) == PLAN) is serves
+    assert (plan_cache.find(QUESTION, {name: count for name, count in now.items() if count is not None}) == PLAN) is serves
 
 
 @pytest.mark.parametrize("other", [{"batch": 9}, {"batch": "8"}, {"tiles": ["b", "a"]}, {"more": None}], ids=str)
 def test_another_question_has_another_plan(other: dict[str, Any]) -> None:
-    kept_plans.keep(QUESTION, FREE, PLAN)
-    assert kept_plans.find(QUESTION | other, FREE) is None
+    plan_cache.keep(QUESTION, FREE, PLAN)
+    assert plan_cache.find(QUESTION | other, FREE) is None
 
 
 def test_other_source_code_searches_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_plans.keep(QUESTION, FREE, PLAN)
-    monkeypatch.setattr(kept_plans, "source_digest", lambda: "of another version")
-    assert kept_plans.find(QUESTION, FREE) is None
+    plan_cache.keep(QUESTION, FREE, PLAN)
+    monkeypatch.setattr(plan_cache, "source_digest", lambda: "of another version")
+    assert plan_cache.find(QUESTION, FREE) is None
 
 
 def test_the_source_digest_covers_every_part_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +112,10 @@ def test_the_source_digest_covers_every_part_of_the_package(monkeypatch: pytest.
         return read(path) + b"#" * any(path.as_posix().endswith(name) for name in changed)
 
     monkeypatch.setattr(Path, "read_bytes", reading)
-    digests = [kept_plans.source_digest.__wrapped__()]
+    digests = [plan_cache.source_digest.__wrapped__()]
     for name in ("megacompile/planning/planner.py", "passes/schedule/place.py", "memory/store.py", "templates/joint.py"):
         changed[:] = [name]
-        digests.append(kept_plans.source_digest.__wrapped__())
+        digests.append(plan_cache.source_digest.__wrapped__())
     assert len(set(digests)) == len(digests)
 
 
@@ -124,28 +124,28 @@ def test_the_source_digest_covers_every_part_of_the_package(monkeypatch: pytest.
     lambda p: p.write_bytes(p.read_bytes() + b" "), lambda p: p.write_bytes(p.read_bytes().replace(b"true", b"false")),
     lambda p: p.write_bytes(p.read_bytes().replace(b'"batch": 8', b'"batch": 9')), lambda p: os.truncate(p, 1 << 24),
     lambda p: (p.rename(p.with_name("elsewhere")), p.symlink_to("elsewhere")), lambda p: (p.unlink(), os.mkfifo(p)),
-    lambda p: (p.unlink(), p.mkdir()), lambda p: p.write_bytes(seal.with_seal("another.json", p.read_bytes()[:-32])),
+    lambda p: (p.unlink(), p.mkdir()), lambda p: p.write_bytes(sealed_cache.with_seal("another.json", p.read_bytes()[:-32])),
 ], ids=["replaced", "empty", "truncated", "lengthened", "a flag", "a number", "huge", "a link", "a FIFO", "a folder",
         "another name's"])
 def test_a_damaged_or_foreign_file_is_passed_over_with_a_warning(damage: Callable[[Path], Any], cache: Path) -> None:
-    kept_plans.keep(QUESTION, FREE, replace(PLAN, deferred_moments=True))
+    plan_cache.keep(QUESTION, FREE, replace(PLAN, deferred_moments=True))
     damage(only_file(cache))
     with pytest.warns(RuntimeWarning, match="a plan in the cache is not used and is searched for again"):
-        assert kept_plans.find(QUESTION, FREE) is None
+        assert plan_cache.find(QUESTION, FREE) is None
 
 
 def test_a_file_with_another_users_seal_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_plans.keep(QUESTION, FREE, PLAN)
-    monkeypatch.setattr(seal, "_key", lambda: bytes(32))
+    plan_cache.keep(QUESTION, FREE, PLAN)
+    monkeypatch.setattr(sealed_cache, "_key", lambda: bytes(32))
     with pytest.warns(RuntimeWarning, match="was changed since megacompile wrote it"):
-        assert kept_plans.find(QUESTION, FREE) is None
+        assert plan_cache.find(QUESTION, FREE) is None
 
 
 def test_a_damaged_file_is_replaced(cache: Path) -> None:
-    kept_plans.keep(QUESTION, FREE, PLAN)
+    plan_cache.keep(QUESTION, FREE, PLAN)
     only_file(cache).write_bytes(b"evil")
-    kept_plans.keep(QUESTION, FREE, PLAN)
-    assert kept_plans.find(QUESTION, FREE) == PLAN
+    plan_cache.keep(QUESTION, FREE, PLAN)
+    assert plan_cache.find(QUESTION, FREE) == PLAN
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -155,90 +155,90 @@ def test_a_damaged_file_is_replaced(cache: Path) -> None:
     ("residuals", "some"), ("update", None), ("pinned", 1), ("weight_slots", 2**40), ("more", 1), ("length", ...),
 ], ids=str)
 def test_an_invalid_plan_is_skipped_even_if_it_is_sealed(field: str, value: Any, cache: Path) -> None:
-    kept_plans.keep(QUESTION, FREE, PLAN)
+    plan_cache.keep(QUESTION, FREE, PLAN)
     path = only_file(cache)
     found = json.loads(path.read_bytes()[:-32])
     found["plan"][field] = value
     if value is ...:
         del found["plan"][field]
-    path.write_bytes(seal.with_seal(path.name, json.dumps(found).encode()))
+    path.write_bytes(sealed_cache.with_seal(path.name, json.dumps(found).encode()))
     with pytest.warns(RuntimeWarning, match="searched for again"):
-        assert kept_plans.find(QUESTION, FREE) is None
+        assert plan_cache.find(QUESTION, FREE) is None
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "null", "[]", '{"plan": {}, "free": {}}', '{"plan": null, "more": 1}', "",
                                   "\ud800"], ids=range(7))
 def test_other_json_is_passed_over(text: str, cache: Path) -> None:
-    kept_plans.keep(QUESTION, FREE, PLAN)
+    plan_cache.keep(QUESTION, FREE, PLAN)
     path = only_file(cache)
-    path.write_bytes(seal.with_seal(path.name, text.encode("utf-8", "surrogatepass")))
+    path.write_bytes(sealed_cache.with_seal(path.name, text.encode("utf-8", "surrogatepass")))
     with pytest.warns(RuntimeWarning, match="searched for again"):
-        assert kept_plans.find(QUESTION, FREE) is None
+        assert plan_cache.find(QUESTION, FREE) is None
 
 
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.ENOSPC], ids=["read-only", "not ours", "full"])
 def test_where_nothing_can_be_written_nothing_is(error: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_plans.keep(QUESTION, FREE, PLAN)
+    plan_cache.keep(QUESTION, FREE, PLAN)
 
     def refused(*args: Any, **options: Any) -> Any:
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(tempfile, "mkstemp", refused)
     monkeypatch.setattr(os, "utime", refused)
-    kept_plans.keep({"another": 1}, FREE, PLAN)
-    assert kept_plans.find({"another": 1}, FREE) is None
-    assert kept_plans.find(QUESTION, FREE) == PLAN, "what is there is read all the same"
+    plan_cache.keep({"another": 1}, FREE, PLAN)
+    assert plan_cache.find({"another": 1}, FREE) is None
+    assert plan_cache.find(QUESTION, FREE) == PLAN, "what is there is read all the same"
     assert len(os.listdir(cache / "plans")) == 1
 
 
 def test_without_a_cache_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "file" / "below"))
-    kept_plans.keep(QUESTION, FREE, PLAN)
-    assert kept_plans.find(QUESTION, FREE) is None
+    plan_cache.keep(QUESTION, FREE, PLAN)
+    assert plan_cache.find(QUESTION, FREE) is None
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_plans.keep(QUESTION, FREE, PLAN)
+    plan_cache.keep(QUESTION, FREE, PLAN)
     with monkeypatch.context() as broken:
         broken.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-        kept_plans.keep(QUESTION, FREE, replace(PLAN, saved_layers=0))
-    assert kept_plans.find(QUESTION, FREE) == PLAN and len(os.listdir(cache / "plans")) == 1
+        plan_cache.keep(QUESTION, FREE, replace(PLAN, saved_layers=0))
+    assert plan_cache.find(QUESTION, FREE) == PLAN and len(os.listdir(cache / "plans")) == 1
 
 
 def test_the_plans_used_last_stay(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_plans, "MOST_PLANS", 3)
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
     clock = iter(range(1, 100))
 
     def keep(number: int) -> None:
-        kept_plans.keep({"number": number}, FREE, PLAN)
+        plan_cache.keep({"number": number}, FREE, PLAN)
         newest = max((cache / "plans").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         os.utime(newest, ns=(next(clock), next(clock)))
 
     for number in range(3):
         keep(number)
-    assert kept_plans.find({"number": 0}, FREE) == PLAN
+    assert plan_cache.find({"number": 0}, FREE) == PLAN
     (cache / "plans" / "left by a killed process").touch()
     os.utime(cache / "plans" / "left by a killed process", ns=(0, 0))
     keep(3)
-    found = [number for number in range(4) if kept_plans.find({"number": number}, FREE)]
+    found = [number for number in range(4) if plan_cache.find({"number": number}, FREE)]
     assert found == [0, 2, 3] and len(os.listdir(cache / "plans")) == 3
 
 
 def test_a_reader_beside_writers_finds_one_of_their_plans() -> None:
     plans = [replace(PLAN, saved_layers=n) for n in range(4)]
-    kept_plans.keep(QUESTION, FREE, plans[0])
+    plan_cache.keep(QUESTION, FREE, plans[0])
 
     def write(plan: Plan) -> None:
         for _ in range(25):
-            kept_plans.keep(QUESTION, FREE, plan)
+            plan_cache.keep(QUESTION, FREE, plan)
 
     writers = [threading.Thread(target=write, args=(plan,)) for plan in plans]
     for writer in writers:
         writer.start()
     found = []
     while any(writer.is_alive() for writer in writers):
-        found.append(kept_plans.find(QUESTION, FREE))
+        found.append(plan_cache.find(QUESTION, FREE))
     for writer in writers:
         writer.join()
     assert found and all(plan in plans for plan in found)
@@ -263,9 +263,9 @@ def analysis() -> Any:
 
 
 def replace_kept(asking: Planner, plan: Plan) -> None:
-    asked = plan_questions.question(asking, 16, 64, "step", False)
+    asked = plan_cache.question(asking, 16, 64, "step", False)
     assert asked is not None
-    kept_plans.keep(asked, plan_questions.free_memory(asking), plan)
+    plan_cache.keep(asked, plan_cache.free_memory(asking), plan)
 
 
 def make(analysis: Any, *, budget: int = 2**30, hardware: Hardware = GPU, host_bytes: int = 2**40,
@@ -432,7 +432,7 @@ def scheduled() -> list[Any]:
 
 def test_a_second_process_does_not_search(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process is this one, which has captured the model already; the second one hashes strings otherwise."""
-    monkeypatch.setattr(seal, "_key", lambda: seal.key_in(tmp_path / "configuration" / "megacompile"))
+    monkeypatch.setattr(sealed_cache, "_key", lambda: sealed_cache.key_in(tmp_path / "configuration" / "megacompile"))
     monkeypatch.setenv("PYTHONHASHSEED", "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1")
     first, second = scheduled(), fresh_process(SCHEDULE, cache)
     assert (first[0], second[0]) == (1, 0) and first[1:] == second[1:]

@@ -24,9 +24,9 @@ from megacompile import loading
 from megacompile.errors import ArgumentError, CheckpointError, InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import TileLayout
-from megacompile.runtime.optimizer.host_kernels import join_fp32
+from megacompile.runtime.optimizer.host_update import join_fp32
 from megacompile.weights import tiling
-from megacompile.weights.moving import build_store
+from megacompile.weights.empty_models import build_store
 from megacompile.weights.saving import forget_quantized_layout
 from megacompile.weights.tiling import Tiling
 
@@ -404,7 +404,7 @@ def test_neither_loading_nor_streaming_nor_saving_holds_the_model_twice(tmp_path
         import gc, sys
         import megacompile
         from megacompile import loading
-        from megacompile.weights.moving import build_store
+        from megacompile.weights.empty_models import build_store
         from test_loading import two_tiles
         from tiny_models import build
 

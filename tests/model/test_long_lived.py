@@ -19,7 +19,7 @@ import transformers
 import megacompile
 from megacompile import training
 from megacompile.streaming.programs.shapes import Shapes
-from megacompile.system.long_lived import _EXCLUDED_AT_START, LongLived
+from megacompile.system.linux import _EXCLUDED_AT_START, LongLived
 
 
 class Node:

@@ -18,7 +18,7 @@ from tiny_models import same_bits
 
 from megacompile import save_checkpoint
 from megacompile.checkpoint import manifest, schedulers
-from megacompile.checkpoint.values import decode, encode
+from megacompile.checkpoint.manifest import decode, encode
 from megacompile.errors import CheckpointError
 
 Place = tuple[Any, ...]

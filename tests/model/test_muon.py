@@ -16,7 +16,7 @@ import megacompile
 from megacompile import load_checkpoint, save_checkpoint
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.runtime.optimizer.state_format import BFLOAT16, EIGHT_BITS
-from megacompile.streaming.optimizer import newton_schulz
+from megacompile.streaming.optimizer.muon import orthogonal
 
 LINEAR = ("layers.0.1.weight", "layers.1.1.weight", "layers.2.1.weight")
 FORMATS: dict[str, dict[str, str]] = {
@@ -77,7 +77,7 @@ def test_the_direction_has_the_bits_of_torch(shape: tuple[int, int]) -> None:
     given = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     coefficients = (3.4445, -4.775, 2.0315)
     scratch = torch.empty(4 * given.numel() + 4 * min(shape) ** 2, dtype=torch.uint8)
-    found = newton_schulz.orthogonal(given, coefficients, 5, 1e-7, scratch)
+    found = orthogonal(given, coefficients, 5, 1e-7, scratch)
     assert torch.equal(found, _zeropower_via_newtonschulz(given, coefficients, 5, 1e-7))
     assert 0.5 < torch.linalg.svdvals(found.float()).median() < 1.3
 
@@ -222,7 +222,7 @@ def test_experts_and_parts_of_fused_matrices_are_matrices_by_themselves(
         momentum = 0.05 * gradient[part]
         ahead = gradient[part].lerp(momentum, 0.95)
         scratch = torch.empty(4 * ahead.numel() + 4 * min(ahead.shape) ** 2, dtype=torch.uint8)
-        direction = newton_schulz.orthogonal(ahead, (3.4445, -4.775, 2.0315), 5, 1e-7, scratch)
+        direction = orthogonal(ahead, (3.4445, -4.775, 2.0315), 5, 1e-7, scratch)
         assert torch.allclose(moved[part], 1e-2 * 0.2 * max(ahead.shape) ** 0.5 * direction.float(), atol=1e-6)
     model.megacompile.close()
 

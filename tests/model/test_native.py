@@ -15,8 +15,8 @@ import torch
 import megacompile
 from megacompile.codegen import cache
 from megacompile.runtime.backends.threads import ThreadBackend
-from megacompile.runtime.optimizer import host_kernels, native
-from megacompile.system.control_groups import cores
+from megacompile.runtime.optimizer import host_update, native
+from megacompile.system.host_memory import cores
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="no compiler: the PyTorch path is all there is")
 
@@ -81,7 +81,7 @@ def test_a_broken_compiler_is_said_once_and_the_results_stand(
     fresh_library.setenv("CXX", compiler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        norms = [host_kernels.norm(torch.ones(100)) for _ in range(2)]
+        norms = [host_update.norm(torch.ones(100)) for _ in range(2)]
         assert native.library() is None
     assert [warning.category for warning in caught] == [RuntimeWarning]
     assert "Install g++" in str(caught[0].message)
@@ -129,7 +129,7 @@ def test_processes_of_torchrun_share_the_cores_unless_the_user_has_chosen(monkey
     """torchrun sets OMP_NUM_THREADS=1 by itself, which would leave an update to one thread."""
     monkeypatch.setattr("os.cpu_count", lambda: 32)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
-    monkeypatch.setattr("megacompile.system.control_groups._cpu_quotas", lambda *_: iter(()))
+    monkeypatch.setattr("megacompile.system.host_memory._cpu_quotas", lambda *_: iter(()))
     monkeypatch.setattr(native, "cores", lambda: 32)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert native.default_threads() == 1

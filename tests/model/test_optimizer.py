@@ -19,7 +19,7 @@ from tiny_models import assert_same_weights, batch, same_bits, train_step, weigh
 import megacompile
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.ir.program import Lane, op_of
-from megacompile.streaming.user_tensors import lent
+from megacompile.streaming.user_tensors import gradients
 
 ADAMW = dict(lr=1e-2, eps=1e-4)
 
@@ -291,7 +291,7 @@ def test_a_new_optimizer_copies_no_state_of_one_that_nobody_has(model: Any, how:
         if garbage:
             optimizer.itself = optimizer
         del optimizer
-        with mock.patch.object(lent, "move") as move:
+        with mock.patch.object(gradients, "move") as move:
             megacompile.AdamW(model.parameters())
         move.assert_not_called()
     finally:

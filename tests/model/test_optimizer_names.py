@@ -228,11 +228,11 @@ def test_a_run_with_a_named_optimizer_goes_on_to_the_bit_and_with_no_other_one(s
 
 
 def test_a_run_of_a_version_with_one_optimizer_goes_on_with_adamw_alone() -> None:
-    from megacompile.finetuning import resuming
+    from megacompile.finetuning import saves
 
-    resuming.check_same_run(Path("run"), {"seed": 0}, {"seed": 0, "optim": "AdamW, state_dtype float32"})
+    saves.check_same_run(Path("run"), {"seed": 0}, {"seed": 0, "optim": "AdamW, state_dtype float32"})
     with pytest.raises(MegacompileError, match=r"optim \(was AdamW, state_dtype float32, now Lion, state_dtype float32\)"):
-        resuming.check_same_run(Path("run"), {"seed": 0}, {"seed": 0, "optim": "Lion, state_dtype float32"})
+        saves.check_same_run(Path("run"), {"seed": 0}, {"seed": 0, "optim": "Lion, state_dtype float32"})
 
 
 @pytest.mark.parametrize("optim", ["lion", "lion_8bit", "sgd"])

@@ -16,11 +16,10 @@ import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.batches import pair_masks
 from megacompile.frontend.ops.attention import attention, transformers_attention
-from megacompile.inputs.batch_concat import join
-from megacompile.inputs.padding_arguments import further_arguments
-from megacompile.inputs.pair_mask_arguments import hidden_as_bool, read_attention_mask
+from megacompile.inputs.padding_arguments import further_arguments, hidden_as_bool, read_attention_mask
 from megacompile.ir.plan import PLAIN
 from megacompile.planning import memory
+from megacompile.trainer import join
 
 ROWS, LENGTH = 5, 13
 HIDDEN, LEAST = float("-inf"), torch.finfo(torch.float32).min

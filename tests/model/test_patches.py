@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import capture
-from megacompile.frontend.batches.image_patches import install_encoders, refuse_adapters
-from megacompile.frontend.batches.patch_survey import survey
+from megacompile.frontend.batches.images import install_encoders, refuse_adapters, survey
 from megacompile.frontend.ops import patch_encoder
 from megacompile.frontend.ops.patch_encoder import PatchEncoder
 from megacompile.predict import cost
@@ -314,8 +313,8 @@ def test_features_of_which_more_is_made_are_refused() -> None:
 def test_adapters_of_an_encoder_cannot_be_switched_off() -> None:
     from peft import LoraConfig, get_peft_model
 
-    from megacompile.frontend.batches.image_patches import Patches
-    from megacompile.frontend.batches.modalities import MODALITIES
+    from megacompile.frontend.batches.images import Patches
+    from megacompile.frontend.batches.pair_masks import MODALITIES
 
     adapted = get_peft_model(Tower(), LoraConfig(target_modules=["linear"]))  # type: ignore[arg-type]
     found = Patches(MODALITIES[0], PatchEncoder(adapted, "get_image_features", (8,), 4), torch.float32, False)

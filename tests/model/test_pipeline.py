@@ -17,8 +17,7 @@ from megacompile.errors import HazardError, MegacompileError
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Program, argument, copy_section, find, uses
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE, insert_after, insert_before, replace_pass
-from megacompile.passes.manager import compile_program
-from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
+from megacompile.passes.pipeline import check_pipeline, check_template_pipeline, compile_program
 from megacompile.passes.template import Target, copy_graph
 from megacompile.planning.config import StreamConfig
 

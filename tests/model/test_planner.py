@@ -21,10 +21,10 @@ import megacompile
 from megacompile import api
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.frontend.ops import attention, linear_cross_entropy
-from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import RESIDUALS, Plan, split
+from megacompile.ir.program import model_program
 from megacompile.passes import PIPELINE
-from megacompile.passes.manager import compile_program
+from megacompile.passes.pipeline import compile_program
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.memory import Estimate, planned_calls
 from megacompile.planning.planner import Planner
@@ -32,8 +32,7 @@ from megacompile.predict import cost
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.sizes import format_bytes
 from megacompile.streaming.programs import shapes
-from megacompile.system.control_groups import host_bytes
-from megacompile.system.host_memory import available_host_bytes
+from megacompile.system.host_memory import available_host_bytes, host_bytes
 
 LENGTH, DEPTH = 64, 6
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": DEPTH,

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import megacompile
 from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
-from megacompile.weights.codes import FORMATS, FourBits
-from megacompile.weights.quantized_linear import QuantizedLinear
+from megacompile.weights.codes import FORMATS, FourBits, QuantizedLinear
 
 LORA = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"])
 PACKED = ".quant_state.bitsandbytes__nf4"
@@ -223,7 +222,7 @@ def test_a_refused_option_leaves_layers_of_bitsandbytes_as_they_are(monkeypatch:
 
 
 def test_the_command_s_formats_are_those_of_quantize() -> None:
-    from megacompile.tools.lora import Stored
+    from megacompile.tools.options import Stored
 
     assert [each.value for each in Stored] == list(FORMATS)
 
@@ -343,7 +342,7 @@ class Linear4bit(nn.Linear):
 
 
 def test_layers_of_bitsandbytes_that_cannot_be_adopted_are_refused() -> None:
-    from megacompile.weights.bitsandbytes import adopt_bitsandbytes
+    from megacompile.weights.quantizing import adopt_bitsandbytes
 
     model = nn.Sequential(Linear4bit(4, 4))
     with pytest.raises(UnsupportedError, match="Linear4bit 0 of bitsandbytes is not quantized yet: load the model with a Bits"):

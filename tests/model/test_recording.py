@@ -17,8 +17,8 @@ import megacompile
 from megacompile.errors import LaneError, MegacompileError
 from megacompile.ir.program import Lane, lane_of, nodes, op_of, operands
 from megacompile.predict.simulate import Item, Timeline, simulate, step_of
-from megacompile.runtime.backends import timestamps
-from megacompile.runtime.backends.timestamps import CudaTimestamps, HostTimestamps
+from megacompile.runtime.backends import lanes
+from megacompile.runtime.backends.lanes import CudaTimestamps, HostTimestamps
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.runtime.reference import ReferenceExecutor
 
@@ -90,7 +90,7 @@ def test_a_lane_is_busy_for_as_long_as_its_instructions_take(
     """By a clock that only prefetches, one after the other, move on."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     train_step(model, optimizer)
-    monkeypatch.setattr(timestamps, "time", clock)
+    monkeypatch.setattr(lanes, "time", clock)
     slowed(monkeypatch, lambda: setattr(clock, "now", clock.now + 0.01))
     found = recorded(model, optimizer)
     copies = prefetches(found)
@@ -111,7 +111,7 @@ def test_the_lane_that_the_others_wait_for_binds(
         clock.now += 1.0
 
     train_step(model, optimizer)
-    monkeypatch.setattr(timestamps, "time", clock)
+    monkeypatch.setattr(lanes, "time", clock)
     slowed(monkeypatch, second)
     found = recorded(model, optimizer)
     copies = float(len(prefetches(found)))
@@ -200,7 +200,7 @@ def test_a_recording_that_an_error_ends_leaves_the_model_ready_for_the_next(
 
 def test_cuda_timestamps_put_events_of_streams_and_moments_of_the_host_on_one_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=7.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(timestamps, "time", clock)
+    monkeypatch.setattr(lanes, "time", clock)
 
     class Event:
         def record(self, stream: str) -> None:

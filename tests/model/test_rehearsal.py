@@ -15,7 +15,7 @@ import megacompile
 from megacompile.frontend import capture
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.tracing.layers import find_layers
-from megacompile.frontend.tracing.rehearsal import rehearse
+from megacompile.frontend.tracing.trace import rehearse
 from megacompile.ir.plan import CaptureKey
 
 trace = importlib.import_module("megacompile.frontend.tracing.trace")

@@ -16,7 +16,7 @@ from megacompile.ir.plan import Plan
 from megacompile.ir.program import STAGES, Builder, Program, nodes, op_of, rebuild
 from megacompile.ir.text import parse, print_program
 from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Compiled, compile_program
+from megacompile.passes.pipeline import Compiled, compile_program
 from megacompile.predict.simulate import simulate
 from megacompile.verify.verifier import judge
 

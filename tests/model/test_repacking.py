@@ -28,7 +28,7 @@ from megacompile.planning.planner import Choice
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.hardware import Hardware
 from megacompile.streaming.programs import shapes
-from megacompile.system.under_way import work_done
+from megacompile.system.progress import work_done
 
 LONGEST = 23
 

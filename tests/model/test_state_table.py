@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 import megacompile
 from megacompile import SGD, AdamW, Lion, Muon, cli
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
-from megacompile.planning.host_needs import check_state
+from megacompile.planning.explain import StateRow
+from megacompile.planning.host_needs import EXACT, StateChoice, by_accuracy, bytes_each, check_state, combinations, with_choice
 from megacompile.planning.memory import slab_bytes
-from megacompile.planning.state_choices import EXACT, StateChoice, by_accuracy, bytes_each, combinations, with_choice
-from megacompile.planning.state_table import StateRow
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.optimizer.state_format import BFLOAT16, BLOCK, EIGHT_BITS, FLOAT32, FORMATS, StateFormat
 from megacompile.scheduling import Schedule

@@ -24,7 +24,7 @@ from megacompile.planning.planner import Planner
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.memory import store
 from megacompile.runtime.memory.tiles import HostTile
-from megacompile.runtime.optimizer.host_kernels import norm
+from megacompile.runtime.optimizer.host_update import norm
 from megacompile.sizes import parse_bytes
 from megacompile.verify.verifier import verify
 from megacompile.weights.tiling import HOST_MARGIN_BYTES

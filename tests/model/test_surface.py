@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import megacompile
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.ir.program import Lane
-from megacompile.weights.moving import move_rest
+from megacompile.weights.empty_models import move_rest
 from megacompile.weights.tiling import Tiling
 
 # ---------------------------------------------------------------- forwards and backwards in any order

@@ -27,8 +27,8 @@ from megacompile.ir.placement import Placements
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import derived
-from megacompile.streaming.programs import binding
-from megacompile.streaming.programs.binding import Binder
+from megacompile.streaming.programs import captures
+from megacompile.streaming.programs.captures import Binder
 
 #: Rows of 64 tokens in micro-batches of at most 5.
 OPTIONS: dict[str, Any] = dict(device="cpu", compile=True, repack=64, micro_batch_size=5)
@@ -209,7 +209,7 @@ def test_code_is_not_used_for_sizes_that_break_what_it_assumes() -> None:
 
 def test_the_second_step_compiles_what_other_sizes_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where code for many tokens may not hold for few. Rows come in pairs of 2 x 128 tokens, or alone."""
-    real, hints = binding.compile_for_any_size, []
+    real, hints = captures.compile_for_any_size, []
 
     def of_many_or_few(variant: Variant, examples: Any, sizes: SymbolicSizes, inductor: Inductor) -> CodeForAnySize | None:
         tokens, many = BATCH * UNIT * UNITS, sizes.size(BATCH * LENGTH) >= 200  # type: ignore[operator]
@@ -217,7 +217,7 @@ def test_the_second_step_compiles_what_other_sizes_need(monkeypatch: pytest.Monk
         code = real(variant, examples, sizes, inductor)
         return code and replace(code, conditions=(tokens >= 200 if many else tokens < 200,))
 
-    monkeypatch.setattr(binding, "compile_for_any_size", of_many_or_few)
+    monkeypatch.setattr(captures, "compile_for_any_size", of_many_or_few)
     model = megacompile.stream(build(), device_memory="8GiB", **{**OPTIONS, "repack": 128, "micro_batch_size": 2})
     native = build()
     try:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.frontend.ops import linear_cross_entropy as op
-from megacompile.frontend.templates import heads
-from megacompile.ir.target_tokens import known_target_tokens, target_tokens
-from megacompile.ir.token_loop import TokenLoop
+from megacompile.frontend.templates import hidden_states
+from megacompile.ir.token_loop import TokenLoop, known_target_tokens, target_tokens
 from megacompile.losses import (
     IGNORED,
     leaves_out_ignored,
@@ -137,7 +136,7 @@ def in_loops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(loop, batch, length, start, count, *others)
 
     monkeypatch.setattr(TokenLoop, "_run", counted)
-    monkeypatch.setattr(heads, "CHUNK_TOKENS", 64)
+    monkeypatch.setattr(hidden_states, "CHUNK_TOKENS", 64)
     return found
 
 

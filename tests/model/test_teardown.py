@@ -26,10 +26,9 @@ from torch.utils import _pytree as pytree
 
 import megacompile
 from megacompile.errors import LaneError
-from megacompile.runtime.memory.tile_memory import SharedTileMemory
-from megacompile.runtime.memory.tiles import TileLayout
-from megacompile.streaming import teardown
-from megacompile.system.shared_memory import SharedMemory
+from megacompile.runtime.memory.tiles import SharedTileMemory, TileLayout
+from megacompile.streaming import streamed
+from megacompile.system.host_memory import SharedMemory
 
 BATCH = tiny_models.batch(1, rows=4, length=16)
 
@@ -187,7 +186,7 @@ def test_a_lost_device_does_not_keep_other_resources_from_being_released() -> No
     store.files = [mock.Mock()]
     arguments: Any = executor, arena, checkpoints, store, backend, ranks
     with pytest.raises(LaneError, match="the device has failed"):
-        teardown.give_back(*arguments)
+        streamed.give_back(*arguments)
     for released in (checkpoints.close, store.files[0].stop_threads, ranks.close):
         released.assert_called_once()
 

@@ -172,19 +172,19 @@ def test_norms_are_read_one_step_late_or_when_flushed() -> None:
 
 
 def test_random_weights_are_drawn_once_and_do_not_depend_on_threads(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacompile.weights import random_weights
-    monkeypatch.setattr(random_weights, "BLOCK", 100)
-    drawn, dispatch = [], random_weights._Blocks.__torch_dispatch__
+    from megacompile.weights import empty_models
+    monkeypatch.setattr(empty_models, "BLOCK", 100)
+    drawn, dispatch = [], empty_models._Blocks.__torch_dispatch__
 
     def counted(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawn.append(args[0].numel() if function in random_weights._DRAWS else 0)
+        drawn.append(args[0].numel() if function in empty_models._DRAWS else 0)
         return dispatch(mode, function, types, args, kwargs)
 
-    monkeypatch.setattr(random_weights._Blocks, "__torch_dispatch__", counted)
+    monkeypatch.setattr(empty_models._Blocks, "__torch_dispatch__", counted)
     found = []
     for threads in (1, 3, 3):
         drawn.clear()
-        monkeypatch.setattr(random_weights.os, "cpu_count", lambda threads=threads: threads)
+        monkeypatch.setattr(empty_models.os, "cpu_count", lambda threads=threads: threads)
         torch.manual_seed(len(found) // 2)
         found.append(training.load_model(config).state_dict())
         assert sum(drawn) == sum(p.numel() for name, p in found[-1].items() if p.dim() > 1 and name != "absent")

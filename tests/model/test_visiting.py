@@ -25,13 +25,13 @@ from megacompile.planning.planner import fastest_device_updates
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import StepTimes
 from megacompile.runtime.backends.threads import ThreadBackend
-from megacompile.runtime.memory import segments as of_tiles
+from megacompile.runtime.memory import shards as of_tiles
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
+from megacompile.runtime.operations import visit
 from megacompile.runtime.optimizer import host_update
 from megacompile.runtime.optimizer.rule import Segment
 from megacompile.runtime.optimizer.state_format import FORMATS, StateFormat
-from megacompile.runtime.visiting import visit
 from megacompile.scheduling import Schedule
 from megacompile.streaming.optimizer.adamw import RULE, Options
 

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 import megacompile
 from megacompile.streaming.device_copy import Arrangement, Turns
 from megacompile.streaming.generation import ways
-from megacompile.streaming.generation.needed_bytes import cache_bytes, working_bytes
-from megacompile.streaming.generation.ways import Way, ways_to_generate
+from megacompile.streaming.generation.ways import Way, cache_bytes, ways_to_generate, working_bytes
 
 #: The second has layers of several widths, which its config has by layer.
 FAMILIES = ("gemma3_text", "gemma4_text", "mixtral", "gpt_neox", "mamba2", "phi3", "qwen3_next", "olmo2", "gpt2", "falcon",

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BitsAndBytesConfig
 
-from megacompile.weights.codes import NF4, EightBits, Format, FourBits, dynamic_map
-from megacompile.weights.quantized_linear import QuantizedLinear
+from megacompile.weights.codes import NF4, EightBits, Format, FourBits, QuantizedLinear, dynamic_map
 
 _NESTED_OFFSET = 16 + 256  # the index of the mean of the scales, among the FP32 numbers
 

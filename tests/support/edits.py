@@ -8,7 +8,7 @@ from itertools import combinations
 
 from torch import fx
 
-from megacompile.ir.listing import describe
+from megacompile.ir.printing import describe
 from megacompile.ir.program import Builder, Program, Slot, argument, copy_section, nodes, op_of, operands, slot_family
 
 SYNCHRONIZING = ("wait", "record", "enter", "leave")

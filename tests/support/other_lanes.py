@@ -11,7 +11,7 @@ from torch import fx
 
 from megacompile.ir.program import Lane, op_of, operands
 from megacompile.runtime.executor import Executor
-from megacompile.runtime.run import Run
+from megacompile.runtime.frame import Run
 
 #: The events that the caller waits for, and the `wait` instruction at which each other lane stands.
 Blocked = tuple[list[threading.Event], dict[Lane, tuple[Run, fx.Node]]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Lfm2Config
 
 import megacompile
-from megacompile.inputs import grouped_rows, rounded_lengths
+from megacompile.inputs import packed_layout, rounded_lengths
 from megacompile.inputs.rounded_lengths import rounded
 from megacompile.ir.plan import FULL_TOKENS
 
@@ -24,7 +24,7 @@ UNEVEN = [5, 60, 9, 3, 30, 8, 7, 12, 2, 15]
 
 def lower_the_cost(monkeypatch: Any) -> None:
     """Lets rows as short as these be grouped."""
-    for module in (grouped_rows, rounded_lengths):
+    for module in (packed_layout, rounded_lengths):
         monkeypatch.setattr(module, "TOKENS_OF_A_GROUP", COST)
 
 

@@ -42,7 +42,7 @@ from megacompile.loading import parameters_on_meta
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.training import parameter_count
-from megacompile.weights.quantized_linear import QuantizedLinear
+from megacompile.weights.codes import QuantizedLinear
 
 TINY = ["--shape", "tiny", "--batch", "2", "--length", "32", "--steps", "2", "--warm-up", "1", "--device", "cpu"]
 

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from tiny_models import same_bits
 
 from megacompile import CheckpointWriter, latest_checkpoint, save_checkpoint
-from megacompile.checkpoint import files, folders, manifest, values
+from megacompile.checkpoint import files, folders, manifest
 from megacompile.checkpoint.folders import Incomplete
 from megacompile.errors import CheckpointError
 
@@ -280,12 +280,12 @@ def test_tensors_can_be_read_by_name_with_the_library(run: Run, saved: Path) -> 
     None, True, -1, 0.1, float("inf"), "text", b"\x00\xff", [1, [2]], (1, (2.5,)), {"a": (1,)}, {1: "b", (2, 3): None},
     {"$tuple": 1}, Counter({3: 2}), 2**80], ids=repr)
 def test_values_come_back_as_they_were(value: Any) -> None:
-    back = values.decode(json.loads(json.dumps(values.encode(value, "it"))))
+    back = manifest.decode(json.loads(json.dumps(manifest.encode(value, "it"))))
     assert back == value and type(back) is type(value)
 
 
 @pytest.mark.parametrize("tensor", [
     torch.tensor(0.1), torch.full((2, 3), 0.3, dtype=torch.bfloat16), torch.arange(4), torch.empty(0, 3)], ids=str)
 def test_tensors_among_values_come_back_as_they_were(tensor: torch.Tensor) -> None:
-    back = values.decode(json.loads(json.dumps(values.encode([tensor], "it"))))[0]
+    back = manifest.decode(json.loads(json.dumps(manifest.encode([tensor], "it"))))[0]
     assert back.dtype == tensor.dtype and back.shape == tensor.shape and torch.equal(back, tensor)

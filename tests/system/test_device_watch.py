@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megacompile.runtime import device_watch
-from megacompile.runtime.device_watch import LOOKS, LOOKS_IF_TOLD, DeviceWatch
+from megacompile.runtime import rank_watch
+from megacompile.runtime.rank_watch import LOOKS, LOOKS_IF_TOLD, DeviceWatch
 
 GONE = "rank 1 (process 7) was stopped by a signal"
 
@@ -100,8 +100,8 @@ def watch_of_this_thread(trouble: Callable[[], str], ended: list[str]) -> Device
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watch acts at its first look."""
-    monkeypatch.setattr(device_watch, "PERIOD_S", 0.01)
-    monkeypatch.setattr(device_watch, "LOOKS", 0)
+    monkeypatch.setattr(rank_watch, "DEVICE_PERIOD_S", 0.01)
+    monkeypatch.setattr(rank_watch, "LOOKS", 0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -145,10 +145,9 @@ def test_a_watch_can_be_closed_in_its_own_thread() -> None:
 #: `{answer_s}` seconds to say so.
 BLOCKED = """
 import ctypes, sys, threading, time
-from megacompile.runtime import device_watch
-device_watch.PERIOD_S, device_watch.LOOKS, device_watch._ANSWER_S = 0.05, 3, {answer_s}
+rank_watch.DEVICE_PERIOD_S, rank_watch.LOOKS, rank_watch._ANSWER_S = 0.05, 3, {answer_s}
 here, waits = threading.get_ident(), threading.Event()
-device_watch.DeviceWatch(lambda: "{cause}" if waits.is_set() else "", lambda: {busy}, lambda: here, lambda: False).start()
+rank_watch.DeviceWatch(lambda: "{cause}" if waits.is_set() else "", lambda: {busy}, lambda: here, lambda: False).start()
 print("buffered", end="")
 try:
     def read_the_loss():

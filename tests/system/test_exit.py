@@ -32,7 +32,7 @@ def test_a_program_ends_while_a_lane_computes_though_another_rank_has_failed() -
 #: A script that ends with an error, and what comes after that waits in C for so many seconds, as a destructor does.
 LATE = """
 import atexit, ctypes, sys
-from megacompile.system.exit_limit import limit_exit
+from megacompile.runtime.rank_watch import limit_exit
 atexit.register(ctypes.CDLL(None).sleep, int(sys.argv[1]))
 limit_exit(3.0)
 limit_exit(3.0)

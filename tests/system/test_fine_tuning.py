@@ -31,17 +31,15 @@ import megacompile
 from megacompile import cli, training
 from megacompile.corpus import load_tokenizer
 from megacompile.errors import CheckpointError, MegacompileError
-from megacompile.finetuning import folder, preparation, resuming, saves
+from megacompile.finetuning import preparation, saves
 from megacompile.finetuning import train_command as runs
 from megacompile.finetuning.data import read
-from megacompile.finetuning.reports import Reports, draw_curve, read_log
+from megacompile.finetuning.reports import Reports, Tracker, draw_curve, read_log, started
 from megacompile.finetuning.run_progress import Entry
 from megacompile.finetuning.settings import Settings, TooLong
-from megacompile.finetuning.trackers import Tracker, started
 from megacompile.finetuning.training_sequences import Order, Rows, collate, in_order, split
 from megacompile.inputs import repacking
-from megacompile.tools.lora import Lora
-from megacompile.tools.options import Knobs
+from megacompile.tools.options import Knobs, Lora
 from megacompile.tools.recipe import DEFAULTS, Kind, Recipe
 
 LENGTH, BATCH, STEPS = 64, 4, 6
@@ -464,7 +462,7 @@ def test_the_model_is_saved_though_its_last_checkpoint_cannot_be(
 
 def test_a_folder_belongs_to_one_run_at_a_time(model: Path, data: Path, tmp_path: Path) -> None:
     arguments = ("train", model, "--data", data, *FLAGS, "--steps", 1, "--output", tmp_path)
-    with folder.locked(tmp_path):
+    with saves.locked(tmp_path):
         result = command(*arguments)
     assert result.exit_code == 2 and "another run is writing to" in result.stderr
     assert list(tmp_path.iterdir()) == [], "the other run's files were touched"
@@ -490,7 +488,7 @@ def test_options_that_this_machine_cannot_train_with_are_refused_before_anything
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"" for path in saves.rglob("*")}
 
 
 def test_a_resume_that_is_refused_changes_no_file(model: Path, data: Path, tmp_path: Path) -> None:
@@ -526,7 +524,7 @@ def test_a_run_whose_chat_template_prints_the_time_goes_on_at_another_time_to_th
         def now(cls, tz: Any = None) -> Clock:
             return cls(2025, 1, today[0], 3, 4, 5)
 
-    for module in ("megacompile.finetuning.resuming", "transformers.utils.chat_template_utils"):
+    for module in ("megacompile.finetuning.saves", "transformers.utils.chat_template_utils"):
         monkeypatch.setattr(f"{module}.datetime", Clock, raising=False)
     arguments = ("train", timed, "--data", data, *FLAGS, "--decay", "constant", "--warmup", 0)
     for output, steps, day in (("stopped", 2, 5), ("stopped", 4, 6), ("whole", 4, 5)):
@@ -584,7 +582,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
     for extra in ({"batch": 3}, {"done": -5, "fixed": {}}, {"done": 2.5, "fixed": {}}, {"done": 3, "fixed": None}, None):
         monkeypatch.setattr(megacompile, "load_checkpoint", lambda *arguments, found=extra, **options: found)
         with pytest.raises(CheckpointError, match="was not saved by megacompile train"):
-            resuming.resume(tmp_path, {}, None, None, None)
+            saves.resume(tmp_path, {}, None, None, None)
 
 
 def test_the_settings_of_a_run_are_yaml_that_people_can_read(tmp_path: Path) -> None:
@@ -646,8 +644,8 @@ def test_options_that_say_two_things_are_refused(settings: Settings | Lora, reas
 
 def test_a_tracker_that_is_not_installed_is_one_sentence_before_training(
         model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacompile.finetuning import trackers
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    from megacompile.finetuning import reports
+    monkeypatch.setattr(reports.importlib.util, "find_spec", lambda name: None)
     result = command("train", model, "--data", data, *FLAGS, "--report-to", "wandb")
     assert result.exit_code == 1 and result.stderr == (
         "megacompile: --report-to wandb needs wandb, which is not installed: pip install wandb\n")

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from megacompile.errors import RankError
-from megacompile.runtime import host_watch
-from megacompile.runtime.host_watch import HostWatch
+from megacompile.runtime import letters, rank_watch
 from megacompile.runtime.hosts import Hosts
-from megacompile.system import links
-from megacompile.system.links import Listener, connected
-from megacompile.system.status_board import ENDED, ROW_BYTES, StatusBoard
+from megacompile.runtime.letters import Listener, connected
+from megacompile.runtime.rank_watch import ENDED, ROW_BYTES, HostWatch, StatusBoard
 
 ROWS = ((0, 1), (2, 3), (4, 5))
 
@@ -59,7 +57,7 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr(host_watch, "PERIOD_S", 0.05)
+    monkeypatch.setattr(rank_watch, "PERIOD_S", 0.05)
     made = Job()
     yield made
     made.end()
@@ -89,7 +87,7 @@ class Clock:
 @pytest.fixture
 def clock(job: Job, monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock(job)
-    monkeypatch.setattr(host_watch, "time", made)
+    monkeypatch.setattr(rank_watch, "time", made)
     made.passes(1.0, 0, 2, 4)
     return made
 
@@ -127,7 +125,7 @@ def test_an_error_of_a_rank_is_told_with_its_text_to_ranks_that_have_failed_less
 
 def test_what_a_rank_says_before_it_ends_is_heard_and_names_the_cause(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the process that has told of it, which ends too."""
-    monkeypatch.setattr(host_watch, "_FLUSH_S", 60.0)  # on a busy machine two seconds may not suffice
+    monkeypatch.setattr(rank_watch, "_FLUSH_S", 60.0)  # on a busy machine two seconds may not suffice
     job.watches[2].board.fail(ValueError("power cut"))
     job.watches[2].flush()
     job.watches[2].peers[0].connection.shutdown(socket.SHUT_RDWR)
@@ -143,7 +141,7 @@ def test_a_connection_that_ends_names_the_process_behind_it(job: Job) -> None:
 
 def test_the_first_rank_that_ends_is_named_though_the_one_that_tells_of_it_ends_too(
         job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_watch, "_FLUSH_S", 60.0)  # as above
+    monkeypatch.setattr(rank_watch, "_FLUSH_S", 60.0)  # as above
     job.processes[3].kill()
     job.processes[3].wait()
     job.watches[2].flush()
@@ -167,7 +165,7 @@ def test_a_host_that_says_nothing_is_gone_after_a_while(job: Job, clock: Clock, 
     assert stopped.wait(30)
     clock.passes(1.0, 0, 2)  # what it has said before is heard
     (last,) = (peer.heard for peer in job.watches[0].peers if peer.rank == 4)
-    clock.passes(last + host_watch.SILENCE_S - clock.now, 0, 2)
+    clock.passes(last + rank_watch.SILENCE_S - clock.now, 0, 2)
     assert [board.trouble() for board in job.boards.values()] == [""] * 6
     clock.passes(2.0, 0, 2)
     assert job.told(2).startswith(f"rank 4 (process {job.processes[4].pid}) on host z has stopped answering")
@@ -177,7 +175,7 @@ def test_a_host_that_says_nothing_is_gone_after_a_while(job: Job, clock: Clock, 
 
 def test_a_host_that_has_closed_is_not_missed_until_its_process_ends(job: Job, clock: Clock) -> None:
     job.watches[4].close()
-    clock.passes(1.5 * host_watch.SILENCE_S, 0, 2)
+    clock.passes(1.5 * rank_watch.SILENCE_S, 0, 2)
     assert job.boards[0].trouble() == job.boards[3].trouble() == ""
     job.watches[4].peers[0].connection.shutdown(socket.SHUT_RDWR)
     assert job.told(3) == f"rank 4 (process {job.processes[4].pid}) on host z has ended"
@@ -252,7 +250,7 @@ def test_an_address_that_leads_elsewhere_is_passed_over() -> None:
 
 
 def test_a_host_that_cannot_be_reached_or_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_CONNECT_S", 0.1)
+    monkeypatch.setattr(letters, "_CONNECT_S", 0.1)
     listener = Listener()
     with pytest.raises(RankError, match=r"2 of 2 other hosts have not connected to rank 0: let their processes reach"):
         listener.accepted(2)

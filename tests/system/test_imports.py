@@ -29,7 +29,7 @@ DOCUMENTED = {
     "megacompile.inspection": "pass_log",
     "megacompile.losses": "log_probabilities log_probabilities_and_entropies next_tokens zero_where_ignored",
     "megacompile.passes": "PIPELINE TEMPLATE_PIPELINE insert_after insert_before replace_pass",
-    "megacompile.passes.manager": "compile_program",
+    "megacompile.passes.pipeline": "compile_program",
     "megacompile.passes.template": "Target copy_graph",
     "megacompile.picture": "save",
     "megacompile.plan": "Plan Shape",

@@ -21,10 +21,8 @@ from typer.testing import CliRunner, Result
 import megacompile
 from megacompile import cli
 from megacompile.errors import MegacompileError
-from megacompile.inference.chat import chat
+from megacompile.inference.answers import PromptEncoder, Sampling, chat
 from megacompile.inference.opening import Opening
-from megacompile.inference.prompts import PromptEncoder
-from megacompile.inference.sampling import Sampling
 from megacompile.streaming.streamed import Streamed
 
 ASKED = ["one", "a longer question than the others", "two words", "x", "and one more of them"]
@@ -235,9 +233,9 @@ def test_prompts_that_are_none_are_refused(tokenizer: Any, tmp_path: Path) -> No
 
 
 def test_ctrl_c_leaves_whole_lines(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacompile.inference import batched
+    from megacompile.inference import answers
 
-    answered, calls = batched.answered, []
+    answered, calls = answers.answered, []
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -245,8 +243,8 @@ def test_ctrl_c_leaves_whole_lines(model: Path, prompts: Path, tmp_path: Path, m
             raise KeyboardInterrupt
         return answered(*arguments)
 
-    monkeypatch.setattr(batched, "answered", interrupted)
-    monkeypatch.setattr(batched, "_WINDOW", 1)
+    monkeypatch.setattr(answers, "answered", interrupted)
+    monkeypatch.setattr(answers, "_WINDOW", 1)
     result = command("generate", model, "--prompts", prompts, "--batch", 2, "--output", tmp_path / "out.jsonl", *GREEDY)
     assert result.exit_code == cli.EXIT_INTERRUPTED
     assert [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [0, 1, 2, 3]

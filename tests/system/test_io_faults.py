@@ -20,8 +20,7 @@ from megacompile.errors import MegacompileError
 from megacompile.finetuning import train_command as runs
 from megacompile.finetuning.reports import Reports
 from megacompile.finetuning.settings import Settings
-from megacompile.tools.lora import Lora
-from megacompile.tools.options import Knobs
+from megacompile.tools.options import Knobs, Lora
 from megacompile.tools.recipe import Kind, Recipe
 from megacompile.weights.saving import recover, replacing
 

@@ -27,8 +27,8 @@ import megacompile
 from megacompile.errors import MegacompileError
 from megacompile.ir.text import parse_with_plan
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.kept_plans import FIELDS
-from megacompile.planning.plan_questions import question
+from megacompile.planning.plan_cache import FIELDS
+from megacompile.planning.plan_cache import question
 from megacompile.tools.options import Knobs
 
 def said(act):

@@ -29,7 +29,7 @@ from megacompile.grpo import GRPOTrainer
 from megacompile.rloo import RLOOTrainer
 from megacompile.trainer import Trainer
 from megacompile.trainers.fused_head import streamed_heads
-from megacompile.weights.bitsandbytes import adopt_bitsandbytes
+from megacompile.weights.quantizing import adopt_bitsandbytes
 
 NUMBERS = tiny_models.VOCABULARY - 3
 SHARED = {**trained.ARGUMENTS, "bf16": False, "learning_rate": 5e-3}

@@ -11,7 +11,7 @@ from fault_jobs import RAISED, SCRIPT, began, ended, nightly
 from processes import Job, start
 
 from megacompile.errors import RankError
-from megacompile.system.shared_memory import SharedMemory
+from megacompile.system.host_memory import SharedMemory
 
 
 @pytest.mark.parametrize(("fault", "says"), [

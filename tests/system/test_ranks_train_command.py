@@ -124,7 +124,7 @@ def test_too_few_gpus_or_rows_are_refused(source: Path, monkeypatch: pytest.Monk
     from megacompile.finetuning import preparation
     from megacompile.finetuning.launch import check_gpus
     from megacompile.finetuning.settings import Settings
-    from megacompile.tools.lora import Lora
+    from megacompile.tools.options import Lora
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ArgumentError, match="--gpus 2 needs 2 GPUs, and this machine has 1: give --gpus 1"):
         check_gpus(2, None)

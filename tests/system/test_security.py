@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megacompile.codegen import inductor, seal
+from megacompile.codegen import cache, inductor
 from megacompile.runtime.optimizer import native
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,9 +67,9 @@ def test_what_only_looks_like_it_is_allowed() -> None:
 # ---------------------------------------------------------------- the key
 
 def test_a_key_is_private_and_stays(tmp_path: Path) -> None:
-    key = seal.key_in(tmp_path / "megacompile")
+    key = cache.key_in(tmp_path / "megacompile")
     path = tmp_path / "megacompile/cache.key"
-    assert len(key) == 32 and seal.key_in(tmp_path / "megacompile") == key
+    assert len(key) == 32 and cache.key_in(tmp_path / "megacompile") == key
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and os.listdir(path.parent) == ["cache.key"]
 
 
@@ -78,10 +78,10 @@ def test_a_key_is_private_and_stays(tmp_path: Path) -> None:
     lambda p: (p.rename(p.with_name("elsewhere")), p.symlink_to("elsewhere")), lambda p: p.unlink(),
 ], ids=["readable by others", "short", "long", "a link", "gone"])
 def test_a_key_that_others_may_know_is_replaced(spoil: Any, tmp_path: Path) -> None:
-    key = seal.key_in(tmp_path)
+    key = cache.key_in(tmp_path)
     spoil(tmp_path / "cache.key")
-    new = seal.key_in(tmp_path)
-    assert new != key and seal.key_in(tmp_path) == new
+    new = cache.key_in(tmp_path)
+    assert new != key and cache.key_in(tmp_path) == new
     assert stat.S_IMODE((tmp_path / "cache.key").lstat().st_mode) == 0o600
 
 
@@ -90,7 +90,7 @@ def test_a_user_without_a_configuration_folder_has_the_key_in_the_cache(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
-    assert seal._key.__wrapped__() == seal.key_in(tmp_path / "cache")
+    assert cache._key.__wrapped__() == cache.key_in(tmp_path / "cache")
 
 
 # ---------------------------------------------------------------- built kernels
@@ -131,9 +131,9 @@ def test_a_library_sealed_under_another_name_or_key_is_not_loaded(
     built = native.build(tmp_path / "cache", compiler)
     other = built.with_name("adam-other.so")
     other.write_bytes(built.read_bytes())
-    assert seal.is_sealed_library(built) and not seal.is_sealed_library(other)
-    monkeypatch.setattr(seal, "_key", lambda: bytes(32))
-    assert not seal.is_sealed_library(built)
+    assert cache.is_sealed_library(built) and not cache.is_sealed_library(other)
+    monkeypatch.setattr(cache, "_key", lambda: bytes(32))
+    assert not cache.is_sealed_library(built)
 
 
 # ---------------------------------------------------------------- inductor's cache
@@ -150,7 +150,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with two sealed files, one of them below another folder, which nobody works in."""
     path = tmp_path / "compiled"
     path.mkdir()
-    first = seal.SealedFolder(path)
+    first = cache.SealedFolder(path)
     (path / "fxgraph").mkdir()
     (path / "fxgraph/entry").write_bytes(b"ours")
     (path / "kernel.so").write_bytes(b"ours too")
@@ -167,7 +167,7 @@ def files(path: Path) -> set[str]:
 def test_what_was_sealed_is_there_at_the_next_start(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        seal.SealedFolder(folder)
+        cache.SealedFolder(folder)
     assert files(folder) == {"fxgraph/entry", "kernel.so"}
 
 
@@ -177,20 +177,20 @@ def test_a_planted_file_is_removed_before_it_is_read(folder: Path, tmp_path: Pat
     (tmp_path / "elsewhere/file").write_bytes(b"not ours to remove")
     (folder / "link").symlink_to(tmp_path / "elsewhere")
     (folder / "fxgraph/link").symlink_to(folder / "kernel.so")
-    seal.SealedFolder(folder)
+    cache.SealedFolder(folder)
     assert files(folder) == {"fxgraph/entry", "kernel.so"} and (tmp_path / "elsewhere/file").exists()
 
 
 def test_no_file_is_used_if_one_was_changed(folder: Path) -> None:
     (folder / "fxgraph/entry").write_bytes(pickle.dumps(Trap()))
     with pytest.warns(RuntimeWarning, match=r"fxgraph/entry\) was changed since megacompile wrote it, and is compiled again"):
-        seal.SealedFolder(folder)
+        cache.SealedFolder(folder)
     assert not files(folder)
 
 
 def test_a_changed_file_about_tuning_costs_no_other_file(folder: Path) -> None:
     (folder / "kernel.best_config").write_bytes(b"{}")
-    first = seal.SealedFolder(folder)
+    first = cache.SealedFolder(folder)
     assert files(folder) == {"fxgraph/entry", "kernel.so"}  # removed: it has no seal yet
     (folder / "kernel.best_config").write_bytes(b"{}")
     first.seal()
@@ -198,14 +198,14 @@ def test_a_changed_file_about_tuning_costs_no_other_file(folder: Path) -> None:
     os.close(first._lock)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        seal.SealedFolder(folder)
+        cache.SealedFolder(folder)
     assert files(folder) == {"fxgraph/entry", "kernel.so"}
 
 
 def test_a_file_that_takes_another_s_name_is_not_used(folder: Path) -> None:
     (folder / "kernel.so").replace(folder / "fxgraph/entry")
     with pytest.warns(RuntimeWarning, match="compiled again"):
-        seal.SealedFolder(folder)
+        cache.SealedFolder(folder)
     assert not files(folder)
 
 
@@ -214,18 +214,18 @@ def test_a_damaged_table_of_seals_costs_the_cache_and_nothing_else(folder: Path,
     (folder / "seals.json").write_bytes(table)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        seal.SealedFolder(folder)
+        cache.SealedFolder(folder)
     assert not files(folder)
 
 
 def test_an_emptied_file_counts_as_changed_and_an_unsealed_empty_file_is_removed(folder: Path) -> None:
     (folder / "locks").mkdir()
     (folder / "locks/left").touch()
-    os.close(seal.SealedFolder(folder)._lock)
+    os.close(cache.SealedFolder(folder)._lock)
     assert files(folder) == {"fxgraph/entry", "kernel.so"}
     os.truncate(folder / "kernel.so", 0)
     with pytest.warns(RuntimeWarning, match=r"kernel.so\) was changed since megacompile wrote it, and is compiled again"):
-        seal.SealedFolder(folder)
+        cache.SealedFolder(folder)
     assert not files(folder)
 
 
@@ -235,7 +235,7 @@ def test_pipes_and_sockets_are_removed_unread(folder: Path) -> None:
         made.bind("socket")
     (folder / "kernel.so").unlink()
     os.mkfifo(folder / "kernel.so")
-    seal.SealedFolder(folder)
+    cache.SealedFolder(folder)
     assert {each.name for each in folder.rglob("*") if not each.is_dir()} == {"seals.json", "seals.lock", "entry"}
 
 
@@ -245,7 +245,7 @@ def test_a_folder_whose_seals_are_no_files_is_not_used(name: str, plant: Any, tm
     monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
     first = inductor.newest_folder()
     assert first is not None
-    monkeypatch.setattr(seal, "_open", {})
+    monkeypatch.setattr(cache, "_open", {})
     (first / name).unlink(missing_ok=True)
     plant(first / name)
     second = inductor.newest_folder()
@@ -254,7 +254,7 @@ def test_a_folder_whose_seals_are_no_files_is_not_used(name: str, plant: Any, tm
 
 def test_a_key_that_is_a_pipe_is_replaced_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "cache.key")
-    assert seal.key_in(tmp_path) == seal.key_in(tmp_path)
+    assert cache.key_in(tmp_path) == cache.key_in(tmp_path)
 
 
 def test_an_unreadable_table_of_seals_costs_one_compilation_and_no_error(
@@ -262,23 +262,23 @@ def test_an_unreadable_table_of_seals_costs_one_compilation_and_no_error(
     monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
     first = inductor.newest_folder()
     assert first is not None
-    monkeypatch.setattr(seal, "_open", {})
+    monkeypatch.setattr(cache, "_open", {})
     (first / "seals.json").write_text("[" * 200_000)
     (first.parent / "²").mkdir()
     assert inductor.newest_folder() == first
 
 
 def test_where_another_process_is_at_work_nothing_is_removed_and_only_what_is_sealed_is_used(folder: Path) -> None:
-    other = seal.SealedFolder(folder)
-    seal.SealedFolder(folder)  # all of it is sealed
+    other = cache.SealedFolder(folder)
+    cache.SealedFolder(folder)  # all of it is sealed
     (folder / "lock of the other").touch()
-    seal.SealedFolder(folder)
+    cache.SealedFolder(folder)
     (folder / "fxgraph/half").write_bytes(b"being written")
     with pytest.raises(OSError, match="is in use, and not all of it is sealed"):
-        seal.SealedFolder(folder)
+        cache.SealedFolder(folder)
     assert "fxgraph/half" in files(folder)
     other.seal()
-    seal.SealedFolder(folder)
+    cache.SealedFolder(folder)
 
 
 def test_a_start_beside_another_gets_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +286,6 @@ def test_a_start_beside_another_gets_a_folder_of_its_own(tmp_path: Path, monkeyp
     first = inductor.newest_folder()
     assert first is not None and first == inductor.newest_folder()
     (first / "half").write_bytes(b"being written")
-    monkeypatch.setattr(seal, "_open", {})  # as in a process of its own
+    monkeypatch.setattr(cache, "_open", {})  # as in a process of its own
     second = inductor.newest_folder()
     assert second is not None and (first.name, second.name) == ("0", "1")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
 import megacompile.trainer
 from megacompile.errors import UnsupportedError
 from megacompile.sft import SFTTrainer
-from megacompile.weights.bitsandbytes import forget_bitsandbytes
+from megacompile.weights.quantizing import forget_bitsandbytes
 
 SHARED = {**trained.ARGUMENTS, "max_steps": 30, "lr_scheduler_type": "cosine", "bf16": False}
 

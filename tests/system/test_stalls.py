@@ -15,8 +15,7 @@ from tiny_models import batch
 from megacompile.errors import MegacompileError, StallError
 from megacompile.ir.program import Lane, lane_of, nodes, op_of
 from megacompile.planning.config import StreamConfig
-from megacompile.runtime.executor import _POLL_S, Executor
-from megacompile.runtime.watchdog import Watchdog
+from megacompile.runtime.executor import _POLL_S, Executor, Watchdog
 
 SOON_S = 5.0
 

@@ -19,12 +19,12 @@ import megacompile
 from megacompile import scheduling
 from megacompile.finetuning.run_progress import ProgressDisplay
 from megacompile.predict.hardware import Hardware
-from megacompile.runtime.memory.pinning import pin_all
+from megacompile.runtime.memory.arena import pin_all
 from megacompile.sizes import format_bytes
 from megacompile.streaming.programs import shapes
-from megacompile.streaming.programs.binding import Binder
-from megacompile.system import under_way as module
-from megacompile.system.under_way import at, shown_by, under_way, work_done
+from megacompile.streaming.programs.captures import Binder
+from megacompile.system import progress as module
+from megacompile.system.progress import at, shown_by, under_way, work_done
 
 
 class Terminal(io.StringIO):

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.compat.core import FakeTensorMode, enable_python_dispatcher
-from megacompile.frontend.batches.modalities import aligned, is_images
-from megacompile.frontend.batches.pair_masks import pairs_of
-from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
+from megacompile.frontend.batches.pair_masks import aligned, is_images, pairs_of
+from megacompile.frontend.tracing.explained import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
 
 #: The number of images when it is traced apart from the number of sequences. A graph that has it as a constant is refused.

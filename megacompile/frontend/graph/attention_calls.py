@@ -11,7 +11,7 @@ from torch import fx
 
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.model_graph import ModelGraph
-from megacompile.ir.example_values import example_of
+from megacompile.ir.token_loop import example_of
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

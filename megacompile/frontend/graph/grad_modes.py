@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from megacompile.compat.core import FakeTensorMode, set_grad_enabled
 from megacompile.errors import CaptureError
-from megacompile.frontend.graph.totals import writes
+from megacompile.frontend.graph.split import writes
 from megacompile.frontend.templates.refused_ops import refuse_unknown_sizes
 from megacompile.frontend.tracing.layer_calls import source_line
 from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph

@@ -22,8 +22,7 @@ from megacompile.compat.symbols import ShapeEnv
 from megacompile.frontend.templates.symbolic_sizes import UNIT, CodeForAnySize, SymbolicSizes
 from megacompile.frontend.templates.template import BATCH
 from megacompile.frontend.templates.variants import Traced, code_for_any_size
-from megacompile.ir.target_tokens import targets_first
-from megacompile.ir.token_loop import accumulate_product
+from megacompile.ir.token_loop import accumulate_product, targets_first
 
 #: If tokens are left out, the number of the others is rounded up to a multiple of this. So there are few sizes of a last chunk.
 _MULTIPLE = 128

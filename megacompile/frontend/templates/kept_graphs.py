@@ -1,7 +1,7 @@
 """Functional graphs of sections, kept in the user's cache folder, so that a second start of the same model does not
 differentiate its layers again.
 
-    graphs/KEY      the graph that AOT made, pickled as inductor's cache does, then its seal (`seal.py`)
+    graphs/KEY      the graph that AOT made, pickled as inductor's cache does, then its seal (`cache.py`)
 
 AOT gives the same result for the same graph, inputs and settings. KEY is a digest of these, and of the versions of torch,
 transformers, this library's frontend and the processor. A graph is not kept if the digest cannot say what it computes: if it
@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.codegen.cache import CacheError, cache_directory
+from megacompile.codegen.cache import CacheError, cache_directory, keep, read_kept
 from megacompile.codegen.inductor import version_digest
-from megacompile.codegen.kept_files import keep, read_kept
 from megacompile.compat import aot
 from megacompile.compat.aot import aot_export_joint_simple, read_graph, written_graph
 from megacompile.compat.core import FakeTensorMode, HigherOrderOperator, LazyGraphModule, OpOverload, OpOverloadPacket

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -25,8 +25,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from megacompile.compat.core import OpOverload
 from megacompile.errors import CaptureError, MegacompileError
-from megacompile.frontend.templates.graph_text import lines_of
+from megacompile.frontend.ops.patch_encoder import encoder_of
 from megacompile.frontend.templates.joint import (
     JointGraph,
     base_of,
@@ -37,6 +38,44 @@ from megacompile.frontend.templates.joint import (
 )
 from megacompile.ir.precision import Float8
 from megacompile.ir.token_loop import token_loops
+
+# --------------------
+# A graph as text that is the same in every process: without addresses, and without the symbols and numbers of one process.
+#: Which argument of an encoder call is the encoder's number.
+_NUMBERED = {torch.ops.megacompile.encode_patches.default: 4, torch.ops.megacompile.encode_patches_backward.default: 5}
+
+
+def lines_of(joint: JointGraph, symbolic: Callable[[int | torch.SymInt], Any]) -> Iterator[str]:
+    """A line for each node, with the shapes, strides and dtypes of its values; `symbolic` writes sizes. At the end, what the
+    graph reads."""
+    for node in joint.graph.graph.nodes:
+        yield repr((node.op, node.name, _target(node.target), _arguments(node), dict(node.kwargs),
+                    _value(node.meta.get("val"), symbolic)))
+    yield repr((joint.inputs, joint.tangents, joint.outputs, joint.gradients, joint.residuals))
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, str | OpOverload):
+        return str(target)
+    return f"{target.__module__}.{target.__qualname__}"  # the text of a function has its address
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    given: list[Any] = list(node.args)
+    if node.target in _NUMBERED:
+        at = _NUMBERED[node.target]  # type: ignore[index]
+        encoder = encoder_of(given[at])
+        given[at] = encoder.per_feature, encoder.patch, encoder.levels, encoder.held_bytes
+    return given
+
+
+def _value(value: Any, symbolic: Callable[[int | torch.SymInt], Any]) -> Any:
+    if isinstance(value, tuple | list):
+        return [_value(each, symbolic) for each in value]
+    if isinstance(value, torch.Tensor):
+        return value.dtype, [symbolic(size) for size in value.shape], [symbolic(size) for size in value.stride()]
+    return symbolic(value) if isinstance(value, int | torch.SymInt) else type(value).__name__
+
 
 BATCH, LENGTH = sympy.symbols("B T", integer=True, positive=True)
 #: Variants that can run a chunk of tokens at a time; others keep, or begin with, residuals of all tokens.

@@ -22,7 +22,7 @@ from megacompile.frontend.graph.split import Section, needs_gradient
 from megacompile.frontend.templates.build import LOSSES_OF_TOKENS, Renaming, with_results
 from megacompile.frontend.templates.joint import cut_graph, forward_graph
 from megacompile.frontend.templates.template import Source
-from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
+from megacompile.frontend.tracing.explained import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import ModelGraph
 from megacompile.ir.tokenwise import across_tokens
 from megacompile.losses import IGNORED, leaves_out_ignored

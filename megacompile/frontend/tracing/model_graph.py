@@ -4,18 +4,22 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import gc
 import inspect
 import itertools
+import linecache
 import operator
 import os
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch.backends import mkldnn, nnpack
 from torch.distributions import Distribution
 
 from megacompile.compat import dynamo
@@ -23,6 +27,7 @@ from megacompile.compat.core import (
     FakeTensorMode,
     OpOverload,
     OpOverloadPacket,
+    generated_code,
     get_signature_for_torch_op,
     torch_check,
 )
@@ -30,16 +35,80 @@ from megacompile.compat.dynamo import LazySymNodeFormatString, dynamo_graph_capt
 from megacompile.compat.symbols import PythonReferenceAnalysis, ShapeEnv, sympy_interp
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.frontend.batches.pair_masks import pairs_of
+from megacompile.frontend.templates.symbolic_sizes import rounded_sizes
 from megacompile.frontend.templates.template import Source
-from megacompile.frontend.tracing.buffers import own_rewritten_buffers
-from megacompile.frontend.tracing.convolutions import convolutions_of_any_batch
-from megacompile.frontend.tracing.explained import explained
-from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS, raise_foreign
+from megacompile.frontend.tracing.explained import TRACING_ERRORS, explained, raise_foreign
 from megacompile.frontend.tracing.layers import LayerStack, layers_as_regions
 from megacompile.frontend.tracing.native_branches import native_branches
 from megacompile.frontend.tracing.peft_tracing import traceable_adapters
-from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
-from megacompile.frontend.tracing.trace_caches import release_tracked_fakes
+
+
+# -------------------- Removes what PyTorch keeps of a trace for the rest of the process, though nothing can use it any more
+def forget_symbols() -> None:
+    """Empties the caches of `ShapeEnv`'s methods. They are unbounded, and their keys hold every `ShapeEnv` ever made, with its
+    graph. Values still in use are computed again on demand."""
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+
+
+def release_tracked_fakes(environment: ShapeEnv) -> None:
+    """Lets a `ShapeEnv` be collected. Its list of traced inputs holds fake tensors, whose sizes hold the `ShapeEnv` through
+    C++, so the garbage collector does not see the cycle. Only Dynamo's guards read the list, at the end of a trace."""
+    environment.tracked_fakes = None
+
+
+def forget_generated_code() -> None:
+    """Drops the source lines of every graph module that no longer exists. torch.fx keeps one text for each `recompile()`, to
+    show it in stack traces, and never drops one."""
+    alive = {function.__code__.co_filename for function in gc.get_objects() if type(function) is FunctionType}
+    kept = generated_code()
+    for name in [name for name in kept if name not in alive]:
+        kept.pop(name, None)
+        linecache.cache.pop(name, None)
+
+
+# --------------------
+# Buffers that a forward writes before it reads them (the frequencies of LongRoPE) are values of the forward, not its state.
+_COPIES = ("copy_", torch.Tensor.copy_, torch.ops.aten.copy_.default)
+
+
+def own_rewritten_buffers(graph: fx.Graph, sources: Mapping[fx.Node, Source]) -> None:
+    """Replaces, in `graph`, every read of a buffer that the forward rewrites by the value that was written: a call of a
+    template changes none of its inputs.
+
+    The first use of the buffer must overwrite all of it. Then no earlier value can matter to this forward or the next, and the
+    model's own buffer stays unchanged. Buffers that are read first (running means) are left as they are, and refused later.
+    """
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for buffer in [node for node, source in sources.items() if source.kind == "buffer" and node.users]:
+        first = min(buffer.users, key=order.__getitem__)
+        if first.target not in _COPIES or first.args[0] is not buffer or buffer in first.args[1:]:
+            continue
+        with graph.inserting_before(first):
+            written = graph.call_function(torch.ops.aten.copy.default, first.args[:2])
+        written.meta = dict(first.meta)
+        first.replace_all_uses_with(written)
+        graph.erase_node(first)
+        for reader in [user for user in buffer.users if user is not written]:
+            reader.replace_input_with(buffer, written)
+
+
+# -------------------- Convolutions are traced for any batch size
+#
+# On a CPU, PyTorch chooses between kernels of a convolution by comparing the batch size with 16, also while it traces. The
+# trace would then hold on one side of that number alone, although all of these kernels compute the same.
+@contextlib.contextmanager
+def convolutions_of_any_batch() -> Iterator[None]:
+    """A context in which no convolution on a CPU has a choice of kernels."""
+    of_mkldnn, *_ = mkldnn.set_flags(False, _fp32_precision=None)  # None: leave it as it is
+    (of_nnpack,) = nnpack.set_flags(False)
+    try:
+        yield
+    finally:
+        mkldnn.set_flags(of_mkldnn, _fp32_precision=None)
+        nnpack.set_flags(of_nnpack)
+
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
+from megacompile.errors import CaptureError
+from megacompile.frontend.tracing.explained import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import ModelGraph
 from megacompile.frontend.tracing.native_branches import as_traced
 
@@ -174,3 +175,21 @@ def _is_idle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Dropout with p = 0 has its mode among its arguments, and does nothing in either mode."""
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     return isinstance(p, int | float) and p == 0
+
+
+# -------------------- Python objects that a forward changes: a graph contains their state from when it was made
+def refuse_changing_state(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
+    """Raises `CaptureError` if `model`, a fake model, computes something else when it is called a second time, for example
+    because it counts its calls. State that it only writes (a layer's output, an auxiliary loss) is fine."""
+    first = torch_calls(model, batch, options)
+    before = _plain_attributes(model)
+    second = torch_calls(model, batch, options)
+    if first is not None and second is not None and first != second:
+        changed = (name for name, value in _plain_attributes(model).items() if before.get(name) != value)
+        raise CaptureError(f"{type(model).__name__} computes something else at each call, because its forward changes "
+                           f"{next(changed, 'a global')}: keep it in a buffer, and change that outside of forward")
+
+
+def _plain_attributes(model: nn.Module) -> dict[str, Any]:
+    return {f"{path}.{key}" if path else key: value for path, module in model.named_modules()
+            for key, value in vars(module).items() if isinstance(value, int | float | str)}

@@ -2,29 +2,99 @@
 layers run again."""
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from megacompile.compat.core import FakeTensorMode
+from megacompile.compat.core import FakeTensorMode, TorchDispatchMode
 from megacompile.compat.symbols import ShapeEnv
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.batches.image_patches import model_arguments
+from megacompile.frontend.batches.images import model_arguments
 from megacompile.frontend.batches.pair_masks import masks_of
 from megacompile.frontend.batches.split_rows import images_of, join_rows, traced_apart
 from megacompile.frontend.graph.attention_calls import all_layers_call_attention
 from megacompile.frontend.ops.attention import implementation_for
 from megacompile.frontend.tracing.alike_layers import Shortened, shorten
-from megacompile.frontend.tracing.fake_model import capture_shape, fake_batch, is_transformers_model, make_fake_model
+from megacompile.frontend.tracing.explained import TRACING_ERRORS
+from megacompile.frontend.tracing.fake_model import (
+    capture_shape,
+    fake_batch,
+    install_recorders,
+    is_transformers_model,
+    make_fake_model,
+)
 from megacompile.frontend.tracing.layer_calls import LayerCall, layer_calls
-from megacompile.frontend.tracing.layers import find_layers, share_weights
+from megacompile.frontend.tracing.layers import LayerStack, find_layers, share_weights
 from megacompile.frontend.tracing.model_graph import ModelGraph, capture_model_graph
+from megacompile.frontend.tracing.modes import RecordedCall, alike, operations, torch_calls
+from megacompile.frontend.tracing.native_branches import as_traced
 from megacompile.frontend.tracing.peft_tracing import forward_signature, switch_off_adapters
-from megacompile.frontend.tracing.recorders import install_recorders
-from megacompile.frontend.tracing.rehearsal import Rehearsal, rehearse
 from megacompile.ir.plan import CaptureKey
+from megacompile.system.progress import under_way
+
+
+# --------------------
+# A plain run of a model on fakes before it is traced. It takes a small part of a trace's time, and shows which traces would
+# be useless.
+#
+# A model whose layers do not all call our attention is traced with its own. If layers run more than once, each call is traced
+# separately (see `trace.py`). Without this run, both would only be known at the end of a first trace.
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """What a run has shown. `without_attention`: a layer ran without calling our attention, or our attention refused its
+    arguments; `again`: a layer ran more than once. Both are False if the run cannot tell."""
+
+    without_attention: bool = False
+    again: bool = False
+
+
+class _AttentionCalls(TorchDispatchMode):
+    """State: the number of calls of our attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        self.count += function is torch.ops.megacompile.attention.default
+        return function(*args, **(kwargs or {}))
+
+
+def rehearse(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> Rehearsal:
+    """Runs `model(**batch, **options)`, all fakes; `stack` is the model's."""
+    calls, before, visits = _AttentionCalls(), Counter[nn.Module](), Counter[nn.Module]()
+    idle: set[nn.Module] = set()
+
+    def enter(layer: nn.Module, args: Any) -> None:
+        before[layer] = calls.count
+
+    def leave(layer: nn.Module, args: Any, result: Any) -> None:
+        visits[layer] += 1
+        if calls.count == before[layer]:
+            idle.add(layer)
+
+    handles = [handle for layer in stack.layers
+               for handle in (layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave))]
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), calls:
+            warnings.simplefilter("ignore")
+            model(**batch, **options)
+    except (UnsupportedError, CaptureError):
+        return Rehearsal(without_attention=True)
+    except TRACING_ERRORS:  # such as a branch on values: the trace shows whether the model can be traced
+        return Rehearsal()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Rehearsal(bool(idle), any(count > 1 for count in visits.values()))
 
 
 class Traced(NamedTuple):
@@ -135,3 +205,55 @@ def subject(
     given = dict(example) if example is not None else None
     batch = fake_batch(model, given, fakes, size or capture_shape(key), key.further, key.images)
     return fakes, fake_model, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
+
+
+# --------------------
+# In which other modes, and at which other sizes, a capture holds: those where the model computes the same (`modes.py`).
+class Validity:
+    """Where a capture holds. `found`: its trace of `model`, with `layers`, for an `example` and a `key`; `images_apart`: the
+    number of images is a size of its own. State: `unlike`, traces that differ, by their own key."""
+
+    def __init__(self, model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
+                 found: Traced, images_apart: bool) -> None:
+        self.model, self.layers, self.example, self.key = model, layers, example, key
+        self.images_apart, self.attention, self.size = images_apart, found.attention, capture_shape(key)
+        self.performed, self.repeats = operations(found.graph), found.repeats
+        self.calls = found.shortened.calls if found.shortened is not None else None
+        self.unlike: dict[CaptureKey, Traced] = {}
+        self.called = functools.cache(self._called)
+        self.holds = functools.cache(self._holds)
+
+    def _called(self, key: CaptureKey, size: tuple[int, int]) -> tuple[RecordedCall, ...] | None:
+        fakes, fake_model, batch, options = subject(self.model, self.layers, self.example, key, self.attention, size)
+        with fakes:
+            return torch_calls(fake_model, model_arguments(batch, key.images), options)
+
+    def _holds(self, training: bool, size: tuple[int, int]) -> bool:
+        """Whether the model computes the same in a mode and for a batch of [batch, length] `size`."""
+        key = dataclasses.replace(self.key, evaluating=not training)
+        exact = size == self.size  # else some whole numbers are sizes
+        expected = self.calls if self.calls is not None else self.called(self.key, self.size)
+        called = None if expected is None else self.called(key, size)
+        if expected is not None and called is not None and alike(called, expected, exact):
+            return True
+        with recording(), under_way(f"tracing {type(self.model).__name__} in another mode or size"):
+            made = trace(self.model, self.layers, self.example, key, size, self.images_apart)
+            if made.repeats == self.repeats:
+                same = alike(operations(made.graph), self.performed, exact)
+            else:  # other layers were traced
+                same = alike(self._operations(key, size), self._operations(self.key, self.size), exact)
+        if not same and exact and not self.images_apart:
+            self.unlike[key] = made
+        return same
+
+    def _operations(self, key: CaptureKey, size: tuple[int, int]) -> tuple[RecordedCall, ...]:
+        """The operations of a trace with all layers."""
+        return operations(trace(self.model, self.layers, self.example, key, size, self.images_apart, whole=True).graph)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """A context in which gradients are recorded, whatever mode the caller is in: a batch may need another trace in the middle
+    of evaluation."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield

@@ -1,17 +1,239 @@
 """Ways to call `generate` with the plain model on the device, the fastest first, and the device memory that each takes."""
 from __future__ import annotations
 
+import copy
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from megacompile.frontend.tracing.model_options import rope_types
 from megacompile.streaming.device_copy import Arrangement, Turns
-from megacompile.streaming.generation.batch_parts import part_counts, part_of, reads_longest_row
-from megacompile.streaming.generation.call_options import chooses_cache, option_of, prompt_of, with_options
-from megacompile.streaming.generation.needed_bytes import cache_bytes, sequence_count, text_config, working_bytes
+
+
+# --------------------
+# What a call of `generate` says: its arguments by name, its prompts, and its options, which may be in a configuration.
+def by_name(generate: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a bound `generate` by their names. Raises `TypeError` as the call would."""
+    if not args:
+        return dict(kwargs)
+    signature = inspect.signature(generate)
+    if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):  # PEFT's, which passes all on
+        from transformers import GenerationMixin
+
+        signature = inspect.signature(GenerationMixin.generate)
+        args = (None, *args)
+    bound = signature.bind(*args, **kwargs).arguments
+    bound.pop("self", None)
+    further = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    return {name: value for name, value in bound.items() if name != further} | bound.get(further, {})
+
+
+def option_of(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
+    """An option of a call: its argument, also if that is None; else that of its configuration, or of the model's."""
+    if name in given:
+        return given[name]
+    options = (given.get("generation_config"), getattr(model, "generation_config", None))
+    return next((found for each in options if (found := getattr(each, name, None)) is not None), None)
+
+
+def with_options(given: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Arguments of `generate` with these options too. transformers accepts options in a configuration or as arguments, and not
+    both."""
+    found = dict(given)
+    if found.get("generation_config") is None:
+        return found | options
+    found["generation_config"] = copy.deepcopy(found["generation_config"])
+    for name, value in options.items():
+        setattr(found["generation_config"], name, value)
+    return found
+
+
+def prompt_of(given: Mapping[str, Any]) -> Tensor | None:
+    """int [rows, tokens]; None if the call has none."""
+    found = next((x for x in (given.get("inputs"), given.get("input_ids")) if isinstance(x, Tensor)), None)
+    return found if found is not None and found.dim() == 2 else None
+
+
+def chooses_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether the user has said how keys and values are kept."""
+    return given.get("past_key_values") is not None or option_of(model, given, "use_cache") is False \
+        or option_of(model, given, "cache_implementation") is not None
+
+
+# -------------------- The device memory that a call of `generate` takes beside the weights
+#: What transformers generates if nothing says how much.
+NEW_TOKENS = 20
+
+
+def text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def layer_configs(model: nn.Module) -> list[Any]:
+    """The config of each layer. Some families have layers of several sizes; the config of such a model raises for options that
+    layers have of their own."""
+    config = text_config(model)
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * int(getattr(config, "num_hidden_layers", 0))
+
+
+def sequence_count(model: nn.Module, prompt: Tensor, given: Mapping[str, Any]) -> int:
+    """Sequences that are generated: beams and several sequences for each prompt count."""
+    counts = (option_of(model, given, name) for name in ("num_beams", "num_return_sequences"))
+    return len(prompt) * max(1, *(count for count in counts if isinstance(count, int)), 1)
+
+
+def cache_bytes(model: nn.Module, given: Mapping[str, Any]) -> int:
+    """Bytes of the keys and values of all tokens, as far as the model's config and the call say it; else 0."""
+    prompt = prompt_of(given)
+    if prompt is None:
+        return 0
+    new, longest = (option_of(model, given, name) for name in ("max_new_tokens", "max_length"))
+    tokens = prompt.shape[1] + new if isinstance(new, int) else max(prompt.shape[1] + NEW_TOKENS, longest or 0)
+    each = 2 * sum(map(_key_width, layer_configs(model))) * _itemsize(model)
+    return sequence_count(model, prompt, given) * tokens * each
+
+
+def _key_width(layer: Any) -> int:
+    """The elements of a token's keys in a layer, or of its values, as far as the layer's config says it; else 0."""
+    heads = getattr(layer, "num_attention_heads", None)
+    if heads is None:
+        return 0
+    width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return int((getattr(layer, "num_key_value_heads", None) or heads) * width)
+
+
+def working_bytes(model: nn.Module, given: Mapping[str, Any]) -> int:
+    """Bytes for computing a chunk of the prompts, and for the logits of their last tokens (fp32, a few times), as far as the
+    config says it; else 0."""
+    prompt, widths = prompt_of(given), max(map(_working_width, layer_configs(model) or [text_config(model)]))
+    if prompt is None or not widths:
+        return 0
+    rows, chunk = sequence_count(model, prompt, given), option_of(model, given, "prefill_chunk_size")
+    tokens = rows * min(prompt.shape[1], chunk or prompt.shape[1])
+    return tokens * widths * _itemsize(model) + 4 * 4 * rows * int(getattr(text_config(model), "vocab_size", 0))
+
+
+def _working_width(layer: Any) -> int:
+    """The elements that a layer computes for a token, as far as its config says it; else 0."""
+    hidden, wide = getattr(layer, "hidden_size", None), getattr(layer, "intermediate_size", None)
+    return 6 * hidden + 3 * (wide if isinstance(wide, int) else 4 * hidden) if isinstance(hidden, int) else 0
+
+
+def _itemsize(model: nn.Module) -> int:
+    return next(iter(nn.Module.parameters(model))).element_size()
+
+
+# --------------------
+# A call of `generate` in parts of its batch, one after another, where the keys and values of all sequences do not fit.
+#: Tensors with one row for each prompt.
+_BY_ROW = frozenset({"inputs", "input_ids", "attention_mask", "token_type_ids"})
+#: Options that need the whole batch: results that cannot be joined, a time for all rows, prompts that are padded anew.
+_WHOLE_BATCH = ("return_dict_in_generate", "max_time", "token_healing")
+
+
+def part_counts(model: nn.Module, given: Mapping[str, Any]) -> Iterator[int]:
+    """Into how many parts the batch can be cut: 1, 2, 4, ... up to one prompt in each. Only 1 if the results of parts could
+    differ from those of the batch in more than the numbers that sampling draws, or could not be joined."""
+    yield 1
+    prompt, count = prompt_of(given), 1
+    if prompt is None or not _can_be_cut(model, given):
+        return
+    while count < len(prompt):
+        count = min(2 * count, len(prompt))
+        yield count
+
+
+def _can_be_cut(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    known = _BY_ROW | {"generation_config", "tokenizer"}
+    options = getattr(model, "generation_config", None)
+    if any(name not in known and not hasattr(options, name) for name, value in given.items()
+           if value is not None and value is not False):
+        return False  # streamers, processors and criteria of the caller's, images, another model
+    if any(option_of(model, given, name) for name in _WHOLE_BATCH) or reads_longest_row(model):
+        return False
+    if option_of(model, given, "cache_implementation") == "paged":
+        return False  # the result has another shape
+    # Without an end token transformers pads nothing: a row that has met a stop string goes on until all rows have.
+    return _first(option_of(model, given, "eos_token_id")) is not None or option_of(model, given, "stop_strings") is None
+
+
+def reads_longest_row(model: nn.Module) -> bool:
+    """Whether the tokens of a row may depend on other rows, or on how many tokens are computed at once: rotary frequencies of
+    LongRoPE follow the largest position of a call, and a model of the user's may compute with several rows."""
+    handle = getattr(model, "megacompile", None)
+    return bool(handle is not None and handle.streamed.captured.across_rows) or any(
+        "longrope" in kind or "dynamic" in kind for module in nn.Module.modules(model) for kind in rope_types(module))
+
+
+def _first(tokens: Any) -> int | None:
+    return None if tokens is None else int(torch.as_tensor(tokens).flatten()[0])
+
+
+def _padding(model: nn.Module, given: Mapping[str, Any]) -> int:
+    """The token that transformers writes after the end of a sequence. Beam search takes a 0 for no token."""
+    end, padding = (_first(option_of(model, given, name)) for name in ("eos_token_id", "pad_token_id"))
+    beams = (option_of(model, given, "num_beams") or 1) > 1
+    found = end if padding is None or (beams and padding == 0) else padding
+    assert found is not None, "without an end token all sequences are as long"
+    return found
+
+
+def part_of(number: int, count: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of part `number` of `count`. The first part is at least as large as any other."""
+    prompt = prompt_of(given)
+    if count == 1 or prompt is None:
+        return dict(given)
+    return _with_rows(given, _rows_of_part(number, count, len(prompt)))
+
+
+def _rows_of_part(number: int, count: int, prompts: int) -> slice:
+    size, larger = divmod(prompts, count)
+    start = number * size + min(number, larger)
+    return slice(start, start + size + (number < larger))
+
+
+def _with_rows(given: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """The arguments for these prompts."""
+    return {name: value[rows] if name in _BY_ROW and isinstance(value, Tensor) else value for name, value in given.items()}
+
+
+@dataclass
+class Finished:
+    """The parts of a batch whose generation has ended, in the order of the batch. State: how many `prompts` they have, and the
+    `tokens` of each part, int [sequences, tokens]."""
+
+    prompts: int = 0
+    tokens: list[Tensor] = field(default_factory=list)
+
+
+def generate_in_parts(generate: Callable[..., Any], count: int, model: nn.Module, given: Mapping[str, Any],
+                      finished: Finished | None = None) -> Any:
+    """The result of `generate(**given)`: int [sequences, tokens] if there are several parts. Sequences that end before the
+    longest of all parts are padded as those of one batch. `finished`: parts that are not generated again. Each part is added to
+    it, and stays there if a later one runs out of memory."""
+    finished = Finished() if finished is None else finished
+    prompt = prompt_of(given)
+    if prompt is None or (count == 1 and not finished.prompts):
+        return generate(**given)
+    first, left = finished.prompts, len(prompt) - finished.prompts
+    if first:  # no part may be larger than the largest of `count` parts of the whole batch
+        count = math.ceil(left / math.ceil(len(prompt) / count))
+    for number in range(count):
+        rows = _rows_of_part(number, count, left)
+        finished.tokens.append(generate(**_with_rows(given, slice(first + rows.start, first + rows.stop))))
+        finished.prompts = first + rows.stop
+    longest = max(tokens.shape[1] for tokens in finished.tokens)
+    return torch.cat([tokens if tokens.shape[1] == longest else nn.functional.pad(
+        tokens, (0, longest - tokens.shape[1]), value=_padding(model, given)) for tokens in finished.tokens])
+
 
 #: Fewest tokens, of all sequences together, that prompts are computed in at a time. Kernels of fewer leave the device idle, and
 #: each chunk copies the layers that take turns once more.

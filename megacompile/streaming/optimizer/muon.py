@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.optimizer.rule import MatrixRule, Moment, Rule
 from megacompile.runtime.optimizer.state_format import BFLOAT16, BLOCK, FORMATS
-from megacompile.streaming.optimizer import adamw, newton_schulz
+from megacompile.streaming.optimizer import adamw
 from megacompile.streaming.optimizer.hyper_parameters import (
     BELOW_ONE,
     FLAG,
@@ -28,6 +29,31 @@ from megacompile.streaming.optimizer.hyper_parameters import (
 )
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.weights.tiling import Tiling
+
+
+# --------------------
+# The nearest orthogonal matrix, about, by the Newton-Schulz iteration of Muon (Jordan et al., "Muon: an optimizer for hidden
+# layers in neural networks", 2024), with the operations and roundings of `torch.optim.Muon`.
+def orthogonal(given: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, scratch: Tensor) -> Tensor:
+    """fp32 [rows, columns] -> bf16 [rows, columns], with singular values of about 1, in `scratch`: uint8, of at least
+    `products_bytes`."""
+    a, b, c = coefficients
+    rows, columns = given.shape
+    least, count = min(rows, columns), rows * columns
+    values = scratch.view(torch.bfloat16)
+    matrix, other = (values[at:at + count].view(rows, columns) for at in (0, count))
+    gram, product = (values[2 * count + at:2 * count + at + least * least].view(least, least) for at in (0, least * least))
+    matrix.copy_(given)
+    if rows > columns:
+        matrix, other = matrix.T, other.T
+    matrix.div_(matrix.norm().clamp(min=eps))  # no singular value is above 1
+    for _ in range(steps):
+        torch.mm(matrix, matrix.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=product)
+        torch.addmm(matrix, product, matrix, beta=a, out=other)
+        matrix, other = other, matrix
+    return matrix.T if rows > columns else matrix
+
 
 #: How the learning rate depends on a matrix's size. "match_rms_adamw": steps are as large as AdamW's, so that one learning rate
 #: fits all parameters (Liu et al., "Muon is scalable for LLM training", 2025). "original": as Jordan et al. have it.
@@ -95,7 +121,7 @@ def _options_for(options: Options, rows: int, columns: int) -> Options:
 
 
 def _direction(given: Tensor, options: Options, scratch: Tensor) -> Tensor:
-    return newton_schulz.orthogonal(given, options.coefficients, options.steps, options.eps, scratch)
+    return orthogonal(given, options.coefficients, options.steps, options.eps, scratch)
 
 
 MATRICES = MatrixRule(
@@ -216,5 +242,3 @@ def _matrix_state(group: Mapping[str, Any], shape: tuple[int, ...]) -> ElementSt
     if wanted.scaled and any(size % BLOCK for size in sizes):
         wanted = BFLOAT16
     return ElementState(("momentum_buffer",), wanted, exact=group["master"] == "float32", whole=True, separable=False)
-
-

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megacompile.errors import ArgumentError
-from megacompile.planning.state_choices import StateChoice
+from megacompile.planning.host_needs import StateChoice
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.optimizer.state_format import FORMATS
 from megacompile.streaming.optimizer.adamw import AdamW

@@ -3,23 +3,36 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
+import weakref
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.runtime.memory.host_copies import STATE
+from megacompile.errors import DiskError, MegacompileError, UnsupportedError
+from megacompile.planning.host_needs import check_state, with_disk
+from megacompile.runtime.memory.state_file import StateFile
 from megacompile.runtime.memory.state_layout import ElementState
-from megacompile.runtime.optimizer.rule import MatrixRule, Rule
+from megacompile.runtime.memory.store import STATE
+from megacompile.runtime.memory.tiles import TileLayout
+from megacompile.runtime.optimizer import native
+from megacompile.runtime.optimizer.host_update import definitions, join_fp32, split_fp32
+from megacompile.runtime.optimizer.rule import MatrixRule, Rule, Segment
+from megacompile.runtime.optimizer.state_format import FLOAT32
 from megacompile.runtime.update import Update, counting
+from megacompile.sizes import parse_bytes
 from megacompile.streaming.call_lock import exclusive
-from megacompile.streaming.optimizer import masters, requested
 from megacompile.streaming.optimizer.hyper_parameters import (
+    KEPT,
     Check,
     check_complete,
     check_options,
@@ -27,15 +40,313 @@ from megacompile.streaming.optimizer.hyper_parameters import (
     checked_overlap,
     state_of_group,
 )
-from megacompile.streaming.optimizer.keeping import build_kernels, check_kept, keep_groups
-from megacompile.streaming.optimizer.nonfinite import NonFinite
-from megacompile.streaming.optimizer.ownership import Ownership
-from megacompile.streaming.optimizer.saved import check_saved, load_hooks
-from megacompile.streaming.optimizer.state import OptimizerState, SavedState, StateMemory
+from megacompile.streaming.optimizer.state import OptimizerState, ParameterState, SavedState, StateMemory
+from megacompile.streaming.replanning import discard_plans
 from megacompile.streaming.shared_writes import loading
+from megacompile.streaming.step_state import NonFinite
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
 from megacompile.weights.tiling import Tiling
+
+
+# --------------------
+# Which of several optimizers updates a parameter: the one that was made for it last, which takes over its state.
+class Ownership:
+    """State: the `states` of the parameters that an optimizer updates, the parameter that it lost to a newer one, and whether
+    its model was closed."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)  # an optimizer that the user drops is gone at once
+        self.states = OptimizerState(optimizer)
+        self._lost, self._closed = "", False
+
+    @property
+    def optimizer(self) -> Any:
+        found = self._optimizer()
+        assert found is not None, "only the optimizer itself asks"
+        return found
+
+    def check(self) -> None:
+        """Raises `MegacompileError` if another optimizer has taken over, or if the model was closed."""
+        if self._closed:
+            raise MegacompileError("the model of this optimizer was closed, which frees the optimizer's state: call "
+                                   "state_dict() before close(), and make a new optimizer after stream()")
+        if self._lost:
+            raise MegacompileError(f"another optimizer, made later, updates {self._lost} now, and has taken its state: use "
+                                   "that one, or make a new optimizer")
+
+    def take_over(self, found: Iterable[tuple[Tensor, StateMemory]]) -> None:
+        """Makes this optimizer the only one that updates these parameters. A parameter has one state."""
+        found = list(found)
+        for _, memory in found:
+            if (former := self._other(memory)) is not None:
+                former.ownership.lose(memory.name)
+                self.optimizer.streamed.optimizer_in_backward.detach(former)
+            memory.optimizer = self.optimizer
+        for parameter, memory in found:
+            self.states.ready(parameter, memory)
+
+    def write_back(self, models: Iterable[Any], drop: bool = False) -> None:
+        """As `OptimizerState.write_back`. If it fails, the other ranks that train these streamed models hear of it."""
+        with ExitStack() as stack:
+            for streamed in models:
+                stack.enter_context(streamed.together.failing())
+            self.states.write_back(drop)
+
+    def lose(self, parameter: str) -> None:
+        """Another optimizer updates the parameter of this name from now on."""
+        self._lost, self.states = parameter, OptimizerState(self.optimizer)
+
+    def release(self) -> None:
+        """The model is closed, and the state with it."""
+        self._closed, self.states = True, OptimizerState(self.optimizer)
+
+    def check_alone(self, doing: str) -> None:
+        """Raises `MegacompileError` if another optimizer updates parameters of the model. `doing`: what needs a single
+        optimizer."""
+        for memory in self.optimizer.streamed.states.values():
+            if self._other(memory) is not None:
+                raise MegacompileError(f"{doing} one optimizer, and another one updates {memory.name}: make one with parameter "
+                                       "groups, or drop the other (del optimizer)")
+
+    def _other(self, memory: StateMemory) -> Any:
+        """Another optimizer that updates this parameter."""
+        other: Any = memory.optimizer
+        if other is None or other is self.optimizer or other.ownership._lost:
+            return None
+        return other if any(memory.name in names for _, names in other.named_groups()) else None
+
+
+# -------------------- The segments of an update that an optimizer requests: which elements of which tiles, with which options
+@dataclass(frozen=True)
+class GroupOptions:
+    """A copy of a group's options: `elementwise`, as the elementwise rule reads them; and all, for the `matrix_rule`."""
+
+    elementwise: Any
+    all: Mapping[str, Any]
+    matrix_rule: MatrixRule | None
+
+    def of(self, shape: tuple[int, ...], state: ElementState) -> Any:
+        """What is read for a parameter of this shape with this state."""
+        if not state.whole:
+            return self.elementwise
+        assert self.matrix_rule is not None, "the state of a rule that the optimizer does not have"
+        return self.matrix_rule.options_of(self.all, shape)
+
+
+#: A parameter that is to be updated: its options, the memory of its state, and the state.
+Ready = tuple[GroupOptions, StateMemory, ParameterState]
+
+
+def segments_of(tiling: Tiling, ready: Sequence[Ready]) -> dict[str, list[Segment]]:
+    """For each tile, the runs of its host tile's elements to update, ascending. Called while steps are counted."""
+    found: dict[str, list[Segment]] = {}
+    for options, memory, state in ready:
+        seed = zlib.crc32(memory.name.encode())
+        for tile, position in tiling.streamed_at[memory.name]:
+            layout = tiling.layouts[tile]
+            part, read = layout.at_home(position), options.of(layout.slices[position].shape, memory.kept)
+            found.setdefault(tile, []).append(
+                Segment(part.start, part.stop, read, state["step"] + 1, part.start - memory.start, seed, position))
+    for segments in found.values():
+        segments.sort(key=lambda s: s.start)
+    return found
+
+
+def positions_of(tiling: Tiling, names: Iterable[str]) -> dict[str, list[int]]:
+    """The positions of the parameters with these names in each tile, ascending."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        for tile, position in tiling.streamed_at[name]:
+            found.setdefault(tile, []).append(position)
+    return {tile: sorted(positions) for tile, positions in found.items()}
+
+
+def matrix_positions(tiling: Tiling, segments: Mapping[str, Sequence[Segment]]) -> dict[str, frozenset[int]]:
+    """For each tile, the positions of the parameters that are updated by whole matrices."""
+    found = {tile: frozenset(s.position for s in each if tiling.layouts[tile].state_of(s.position).whole)
+             for tile, each in segments.items()}
+    return {tile: positions for tile, positions in found.items() if positions}
+
+
+# --------------------
+# The FP32 master of a parameter: a bf16 weight holds its upper half, and a remainder in the tile the lower half.
+def read(streamed: Streamed, parameter: Tensor, remainder: Tensor | None) -> Tensor:
+    """A copy of a parameter's master, fp32, of its shape. `remainder`: int16, of the same shape; None for an fp32 parameter."""
+    streamed.copy_back()
+    streamed.adopt_writes()
+    if remainder is None:
+        return parameter.detach().float().clone()
+    return join_fp32(parameter.detach().flatten(), remainder.flatten()).view(parameter.shape)
+
+
+@torch.no_grad()
+def write(streamed: Streamed, parameter: Tensor, memory: StateMemory | None, remainder: Tensor | None, master: Tensor) -> None:
+    """Sets a parameter's master, including the remainder; with several ranks, on all of them to rank 0's."""
+    streamed.adopt_writes()
+    with loading(streamed, "set_master", tiles=None if memory is None else (memory.tile,)):
+        if memory is None or remainder is None or not memory.writable:
+            parameter.copy_(master if memory is None or memory.writable else parameter)
+            streamed.adopt_writes()
+            return
+        high, low = split_fp32(master.detach().float().contiguous().flatten())
+        parameter.copy_(high.view(parameter.shape))
+        streamed.adopt_writes()
+        remainder.copy_(low.view(parameter.shape))
+
+
+# -------------------- Checks a saved optimizer's `state_dict` before anything of it is loaded, and calls the hooks of the load
+@contextmanager
+def load_hooks(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A context for a load: the state to load, after the hooks that may change it. If it succeeds, the other hooks follow."""
+    given = dict(state_dict)
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = before(optimizer, given)
+        given = given if changed is None else changed
+    yield given
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
+def check_saved(optimizer: Any, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[SavedState]]:
+    """The saved options of each group of an `optimizer`, and the saved state of each parameter with its memory.
+
+    Raises `MegacompileError` for other groups, parameters or shapes, and for invalid options."""
+    others = ("params", "decoupled_weight_decay")  # also in a state that torch.optim.Adam saved
+    groups = [{option: deepcopy(value) for option, value in group.items() if option not in others}
+              for group in state_dict["param_groups"]]
+    indices = [group["params"] for group in state_dict["param_groups"]]
+    if [len(each) for each in indices] != [len(group["params"]) for group in optimizer.param_groups]:
+        raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
+    for group, here in zip(groups, optimizer.param_groups, strict=True):
+        check_options(group, optimizer.checks, type(optimizer).__name__)
+        for option in KEPT:
+            if group.setdefault(option, here[option]) != here[option]:
+                raise MegacompileError(f"the saved optimizer has {option}={group[option]!r}, and this one {here[option]!r}: "
+                                       f"make it with the {option} that it was saved with")
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    states = [(parameter, memory, memory.of_torch(state_dict["state"].get(index, {})))
+              for index, parameter in zip(itertools.chain(*indices), parameters, strict=True)
+              if (memory := optimizer.memory(parameter)) is not None]
+    for _, memory, saved in states:
+        memory.check_saved(saved)
+    return groups, states
+
+
+# --------------------
+# What a model keeps for its optimizers: moments in their formats. Changing it changes tiles and plans, so it happens between
+# steps.
+#: The state that an optimizer needs of parameters: (group, names, model, tiling) -> by name.
+StatesOf = Callable[[Mapping[str, Any], Iterable[str], nn.Module, Tiling], Mapping[str, ElementState]]
+
+
+def keep_groups(states_of: StatesOf, groups: Sequence[Mapping[str, Any]], on_arrival: bool) -> None:
+    """Lets each model keep what an optimizer needs of the parameters in these groups. Raises as `keep_states`."""
+    of_models: dict[Streamed, dict[str, ElementState]] = {}
+    for group in groups:
+        for streamed, names in _of_models(group).items():
+            of_models.setdefault(streamed, {}).update(states_of(group, names, streamed.model, streamed.tiling))
+    for streamed, states in of_models.items():
+        keep_states(streamed, states, on_arrival)
+
+
+def _of_models(group: Mapping[str, Any]) -> dict[Streamed, list[str]]:
+    """The names of a group's parameters that the forward reads, by model."""
+    found: dict[Streamed, list[str]] = {}
+    for parameter in group["params"]:
+        streamed, name = require_owner(parameter)
+        if name in streamed.states:
+            found.setdefault(streamed, []).append(name)
+    return found
+
+
+def check_kept(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Raises `MegacompileError` if the options that say how the state of an optimizer's group is kept have changed."""
+    fixed = " and ".join(("state_dtype", "master", *optimizer.more))
+    for streamed, names in _of_models(group).items():
+        for name, wanted in optimizer.states_of(group, names, streamed.model, streamed.tiling).items():
+            memory = streamed.states[name]
+            if memory.optimizer is optimizer and not memory.keeps(wanted):
+                raise MegacompileError(f"{fixed} cannot change once the optimizer is made, but were changed for {name}: set "
+                                       "them back, or make a new optimizer (its moments restart)")
+
+
+def build_kernels(optimizer: Any, streamed: Streamed) -> None:
+    """Builds what the host needs to update tiles, before a step does: all lanes would wait for the C++ compiler."""
+    on_host = streamed.backend.device.type == "cpu"  # matrices are updated on the device
+    for layout in streamed.tiling.host.values():
+        for state in {layout.state_of(i) for i, s in enumerate(layout.slices) if s.trainable}:
+            exact = layout.has_remainder
+            if not state.whole:
+                native.update_library(definitions(optimizer.rule, layout.dtype, exact, state.format))
+            elif on_host:
+                native.update_library(definitions(optimizer.matrix_rule.momentum, torch.float32, False, state.format))
+                native.update_library(definitions(optimizer.matrix_rule.weights, layout.dtype, exact, FLOAT32))
+
+
+def check_masters(states: Mapping[str, ElementState], tiling: Tiling) -> None:
+    """Raises `MegacompileError` for weights without an FP32 master that are not bf16."""
+    for name, state in states.items():
+        layout = tiling.host[tiling.position[name][0]]
+        if not state.exact and layout.dtype != torch.bfloat16:
+            raise MegacompileError(f"master='bfloat16' is for bf16 weights, and {name} is {layout.dtype}: leave master out")
+
+
+def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arrival: bool) -> None:
+    """From now on the model keeps these states of the named parameters; moments that were kept in another way restart.
+    `on_arrival`: no gradients wait in host memory.
+
+    Raises `InsufficientMemoryError`, with what would fit, if the host cannot hold them, `DiskError` if the disk cannot, and
+    `MegacompileError` between a forward and the end of its step. Then nothing has changed. With a disk, several ranks call this
+    together."""
+    check_masters(states, streamed.tiling)
+    before, store = streamed.tiling, streamed.store
+    tiling = before.with_states(states)
+    if tiling.host != before.host or not store.has_moments:
+        budget_bytes = store.available_bytes(parse_bytes(streamed.config.host_memory))
+        if streamed.config.disk is not None:  # all ranks choose the same tiles
+            budget_bytes = min(streamed.together.values("the optimizer's constructor", budget_bytes))
+        stays = [tile for tile, layout in tiling.host.items() if layout == before.host[tile] and store.tiles[tile].has_moments]
+        tiling = with_disk(tiling, streamed.config, budget_bytes, on_arrival, there=set(stays) & set(before.on_disk),
+                           in_memory=set(stays) - set(before.on_disk))
+        check_state(tiling, budget_bytes, on_arrival, config=streamed.config)
+    if tiling == before:
+        return
+    new = [tile for tile in tiling.on_disk if store.tiles[tile].file is None or tiling.host[tile] != before.host[tile]]
+    if (snapshot := store.snapshot) is not None:  # a checkpoint that is being written reads the state that there is
+        snapshot.wait()
+    file = _state_file(streamed, [tiling.host[tile] for tile in new]) if new else None
+    try:
+        discard_plans(streamed, "a new optimizer that keeps other state")
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
+    for unused in store.keep(tiling.host, tiling.layouts, tiling.on_disk, file):
+        streamed.backend.unpin(unused)  # the system does not take pinned pages back
+    streamed.captures.keep(tiling)
+    streamed.writes.remainders.clear()
+
+
+def _state_file(streamed: Streamed, layouts: Sequence[TileLayout]) -> StateFile:
+    """A file of this rank for its share of the moments of these tiles, and those of the other ranks of this host. Raises
+    `DiskError` and `RankError`; then no file is left."""
+    folder, together = Path(streamed.config.disk or ""), streamed.together
+    if together.ranks is None:
+        return StateFile(folder, layouts)
+    made: list[StateFile] = []
+    try:
+        with together.all_or_none("the optimizer's constructor", DiskError):
+            made.append(StateFile(folder, layouts))
+        addresses = together.values("the optimizer's constructor", made[0].file.address)
+        with together.failing():
+            hosts = together.ranks.hosts
+            made[0].share([addresses[rank] for rank in hosts.here], hosts.local)
+    except BaseException:
+        for file in made:
+            file.close()
+        raise
+    return made[0]
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -277,7 +588,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.ownership.check_alone("a whole step, or one with overlap='backward', takes")
         self._ready(self.streamed.gradients)
 
-    def _ready(self, names: Collection[str]) -> list[requested.Ready]:
+    def _ready(self, names: Collection[str]) -> list[Ready]:
         """The parameters with these names, with their current options and their states. Raises `MegacompileError` for options
         and states that an update cannot use."""
         self.ownership.write_back([self.streamed], drop=True)
@@ -293,10 +604,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.ownership.take_over((parameter, memory) for _, parameter, memory in found if memory.optimizer is not self)
         return [(options, memory, self.ownership.states.ready(parameter, memory)) for options, parameter, memory in found]
 
-    def _read(self, group: Mapping[str, Any]) -> requested.GroupOptions:
+    def _read(self, group: Mapping[str, Any]) -> GroupOptions:
         """A copy of a group's options, as the rules read them."""
         copied = {name: value for name, value in group.items() if name != "params"}
-        return requested.GroupOptions(self.options_of(copied), copied, self.matrix_rule)
+        return GroupOptions(self.options_of(copied), copied, self.matrix_rule)
 
     def _request(self, names: Collection[str]) -> Update:
         """An update of the parameters with these names, with the current hyper-parameters."""
@@ -304,13 +615,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         ready = self._ready(names)
         with counting:
             before = self._update if self._update is not None and self._update.open else None
-            segments = requested.segments_of(streamed.tiling, ready)
+            segments = segments_of(streamed.tiling, ready)
         counted = ([name for name in streamed.gradients if name in names] if self.norm_of_model
                    else [memory.name for _, memory, _ in ready])
-        return Update(self.rule, segments, requested.positions_of(streamed.tiling, counted), self.max_grad_norm, before=before,
+        return Update(self.rule, segments, positions_of(streamed.tiling, counted), self.max_grad_norm, before=before,
                       on_arrival=self.overlap is not None, states=[state for _, _, state in ready],
                       report=functools.partial(self.non_finite.report, streamed.step.skipped),
-                      matrix_rule=self.matrix_rule, matrices=requested.matrix_positions(streamed.tiling, segments))
+                      matrix_rule=self.matrix_rule, matrices=matrix_positions(streamed.tiling, segments))
 
     @property
     def grad_norm(self) -> float | None:
@@ -404,9 +715,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""
-        return masters.read(self.streamed, parameter, self._remainder(parameter))
+        return read(self.streamed, parameter, self._remainder(parameter))
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Sets a parameter's FP32 master, including the remainder; with several ranks, on all of them to rank 0's."""
-        masters.write(self.streamed, parameter, self.memory(parameter), self._remainder(parameter), master)
+        write(self.streamed, parameter, self.memory(parameter), self._remainder(parameter), master)

@@ -14,23 +14,21 @@ from typing import Any
 import torch
 
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.frontend.templates.heads import LOGITS
-from megacompile.frontend.templates.hidden_states import ALL
+from megacompile.frontend.templates.hidden_states import ALL, LOGITS
 from megacompile.inputs.packed_layout import lengths_of, power_of_two
-from megacompile.ir.lowering import model_program
+from megacompile.ir.places import OF_A_FORWARD
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
-from megacompile.ir.program import Program, Slot, places, slot_family
-from megacompile.ir.slots import OF_A_FORWARD
+from megacompile.ir.program import Program, Slot, model_program, places, slot_family
 from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Compiled, Pass, compile_program
+from megacompile.passes.pipeline import Compiled, Pass, compile_program
 from megacompile.planning.memory import Estimate, planned_calls
 from megacompile.planning.packed_plans import PackedPlans
 from megacompile.planning.planner import Choice, Planner
 from megacompile.planning.step_time import UNEVEN_CAUTION
 from megacompile.runtime.kernels import Kernel
 from megacompile.streaming.programs.captures import ModelCaptures
-from megacompile.system.long_lived import collections_paused
-from megacompile.system.under_way import under_way
+from megacompile.system.linux import collections_paused
+from megacompile.system.progress import under_way
 from megacompile.verify.verifier import check_agreement
 from megacompile.weights.tiling import Tiling
 
