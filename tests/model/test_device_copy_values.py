@@ -16,11 +16,7 @@ from torch import Tensor, fx, nn
 from transformers import CompileConfig
 
 import megacompile
-<<<<<<< HEAD
-from megacompile.weights.codes import FORMATS, QuantizedLinear
-=======
-from megacompile.weights.quantized_linear import QuantizedLinear
->>>>>>> 4c64a09a56d23cc355256cf8091cfb95936904e3
+from megacompile.weights.codes import QuantizedLinear
 
 LAYERS = 4
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}

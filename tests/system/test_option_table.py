@@ -28,7 +28,7 @@ LIGHT = """
 import json
 from megacompile.errors import MegacompileError
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.kept_plans import FIELDS
+from megacompile.planning.plan_cache import FIELDS
 from megacompile.tools.options import Knobs
 
 try:
@@ -43,20 +43,7 @@ import json, torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 import megacompile
 from megacompile.ir.text import parse_with_plan
-<<<<<<< ours
-from megacompile.planning.config import StreamConfig
-from megacompile.planning.plan_cache import FIELDS
 from megacompile.planning.plan_cache import question
-from megacompile.tools.options import Knobs
-
-def said(act):
-    try:
-        return repr(act())
-    except MegacompileError as error:
-        return str(error)
-=======
-from megacompile.planning.plan_questions import question
->>>>>>> theirs
 
 model = AutoModelForCausalLM.from_config(Qwen2Config(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1))
