@@ -346,8 +346,10 @@ def test_plan_says_whether_the_host_holds_it(config: Path) -> None:
 ADAPTED = ("--lora", "--lora-rank", 4, "--lora-targets", "q_proj,v_proj")
 
 
+@pytest.mark.nightly(held_by=("tests/system/test_cli.py::test_inspect_shows_what_is_frozen_and_an_adapter_s_program",
+                              "tests/system/test_cli.py::test_plan_predicts_a_step_on_hardware_that_is_not_there"))
 @pytest.mark.parametrize(("more", "said"), [
-    pytest.param(ADAPTED, r"parameters, [\d,]+ of them trained", marks=pytest.mark.nightly),
+    (ADAPTED, r"parameters, [\d,]+ of them trained"),
     (("--frozen-layers", 2, "--update", "arrival"), r"updates on arrival of gradients, .* parameters, [\d,]+ of them trained")])
 def test_plan_knows_adapters_frozen_layers_and_updates_on_arrival(config: Path, more: tuple[object, ...], said: str) -> None:
     plan = ("plan", config, "--batch", 4, "--length", 16, "--hardware", "4090")
