@@ -112,7 +112,7 @@ def test_a_length_at_which_rows_are_computed_together_is_refused_where_they_are_
 @pytest.mark.nightly(held_by=(
     "tests/model/test_traced_lengths.py::test_a_whole_step_trains_alike_with_lengths_on_both_sides_of_a_branch",
     "tests/model/test_packing.py::test_loss_and_gradients_are_native_pytorchs"))
-@pytest.mark.parametrize("length", [13, pytest.param(24, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("length", [13, 24])
 def test_rows_are_packed_only_where_that_changes_no_branch(length: int) -> None:
     """Packed rows have 32 tokens, for which the model does something else than for the rows of the batch."""
     def layers(model: Any) -> Any:
@@ -120,8 +120,8 @@ def test_rows_are_packed_only_where_that_changes_no_branch(length: int) -> None:
             layer.mlp.forward = MethodType(_halved_from_21, layer.mlp)
         return model
 
-    native = layers(tiny_models.build(num_hidden_layers=1))
-    ours = megacompile.stream(layers(tiny_models.build(num_hidden_layers=1)), device="cpu", repack=32)
+    native = layers(tiny_models.build())
+    ours = megacompile.stream(layers(tiny_models.build()), device="cpu", repack=32)
     ids = tokens(length, rows=4)
     mask = (torch.arange(length) < torch.tensor([length, 5, 4, 6])[:, None]).long()
     batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
