@@ -13,7 +13,7 @@ import yaml
 
 from megacompile.errors import ArgumentError
 from megacompile.finetuning.formats import Format
-from megacompile.finetuning.reports import Tracker, check_trackers
+from megacompile.finetuning.trackers import Tracker, check_trackers
 from megacompile.sizes import LARGEST
 from megacompile.tools.options import DType, ModelDType, Optim, OptimArgs, Strict
 from megacompile.tools.recipe import Decay, default_length, default_words

@@ -20,10 +20,11 @@ from megacompile.corpus import PretrainedTokenizer
 from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning.after_step import AfterStep
 from megacompile.finetuning.preparation import Preparation, prepare
-from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log, started
+from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
 from megacompile.finetuning.run_progress import WINDOW, ProgressDisplay, RunProgress
 from megacompile.finetuning.saves import Saves, created, locked, resume
 from megacompile.finetuning.settings import Settings
+from megacompile.finetuning.trackers import started
 from megacompile.finetuning.training_sequences import Batch, Padding, Rows, collate, in_order, padded_length
 from megacompile.inputs import packed_layout
 from megacompile.losses import IGNORED

@@ -34,9 +34,10 @@ from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning import preparation, saves
 from megacompile.finetuning import train_command as runs
 from megacompile.finetuning.data import read
-from megacompile.finetuning.reports import Reports, Tracker, draw_curve, read_log, started
+from megacompile.finetuning.reports import Reports, draw_curve, read_log
 from megacompile.finetuning.run_progress import Entry
 from megacompile.finetuning.settings import Settings, TooLong
+from megacompile.finetuning.trackers import Tracker, started
 from megacompile.finetuning.training_sequences import Order, Rows, collate, in_order, split
 from megacompile.inputs import repacking
 from megacompile.tools.options import Knobs, Lora
