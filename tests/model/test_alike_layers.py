@@ -192,6 +192,7 @@ class RunsLayersInPairs(Model):
             layer.scale = 0.5
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "kept"), [
     (Model, 2), (HasAConstantOfItsOwn, 3), (BranchesOnItsIndex, 4), (HasAnAttributeOfItsOwn, 5), (RunsLayersInPairs, 3),
     (NamesItsLayers, 2), (NamesAnotherLayer, 5),
@@ -205,6 +206,9 @@ def test_layers_are_removed_that_are_like_others(model: type[Model], kept: int, 
         assert described(found) == described(whole(model()))
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_alike_layers.py::test_layers_are_removed_that_are_like_others",
+    "tests/model/test_training_parity.py::test_first_loss_and_gradients_equal_natives"))
 @pytest.mark.parametrize(("kind", "changes", "kept", "further"), [
     pytest.param("Qwen2Config", {}, 2, (), marks=pytest.mark.nightly),
     ("LlamaConfig", dict(attention_dropout=0.1), 2, ("attention_mask",)),
@@ -222,6 +226,9 @@ def test_models_of_transformers_are_traced_with_one_layer_of_each_kind(
     assert list(removed[0]) == [f"model.layers.{kept}"]
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_alike_layers.py::test_layers_are_removed_that_are_like_others",
+    "tests/model/test_frozen.py::test_a_parameter_has_a_gradient_where_it_has_one_natively"))
 def test_layers_above_frozen_ones_are_of_another_kind(removed: list[Mapping[str, str]]) -> None:
     model = of_transformers("Qwen2Config", num_hidden_layers=4)
     for module in (model.model.embed_tokens, *model.model.layers[:1]):
@@ -230,6 +237,7 @@ def test_layers_above_frozen_ones_are_of_another_kind(removed: list[Mapping[str,
     assert list(removed[0]) == ["model.layers.3"]  # the first that is trained is given what requires no gradient
 
 
+@pytest.mark.nightly(held_by="tests/model/test_alike_layers.py::test_layers_are_removed_that_are_like_others")
 @pytest.mark.parametrize("stored", [None, pytest.param("nf4", marks=pytest.mark.nightly)])
 def test_layers_with_adapters_are_alike(stored: str | None, removed: list[Mapping[str, str]]) -> None:
     """PEFT's adapters store the name of the layer that they belong to."""
@@ -242,6 +250,7 @@ def test_layers_with_adapters_are_alike(stored: str | None, removed: list[Mappin
     assert list(removed[0]) == ["base_model.model.model.layers.2"]
 
 
+@pytest.mark.nightly(held_by="tests/model/test_alike_layers.py::test_layers_are_removed_that_are_like_others")
 def test_experts_in_pieces_are_repeated_piece_by_piece(removed: list[Mapping[str, str]]) -> None:
     model = of_transformers(
         "Qwen3MoeConfig", num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
@@ -269,6 +278,9 @@ def test_a_model_whose_second_call_differs_stays_whole(monkeypatch: pytest.Monke
         assert len(fake_model.layers) == LAYERS
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_alike_layers.py::test_layers_are_removed_that_are_like_others",
+    "tests/model/test_training_parity.py::test_first_loss_and_gradients_equal_natives"))
 def test_a_model_of_many_layers_trains_as_native_pytorch() -> None:
     native = of_transformers("LlamaConfig", num_hidden_layers=9)
     model = megacompile.stream(of_transformers("LlamaConfig", num_hidden_layers=9), device="cpu")

@@ -77,6 +77,7 @@ def same_training(built: Any, given: dict[str, Any]) -> None:
         model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_batch_totals.py::test_any_number_made_of_all_rows_is_that_of_the_whole_batch")
 @pytest.mark.parametrize("build", [phi3, llama])
 def test_frequencies_are_those_of_the_largest_position_of_the_whole_batch(build: Callable[[], Any]) -> None:
     torch.manual_seed(0)
@@ -90,11 +91,13 @@ def test_frequencies_are_those_of_the_largest_position_of_the_whole_batch(build:
     same_training(built, given)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_batch_totals.py::test_any_number_made_of_all_rows_is_that_of_the_whole_batch")
 def test_batches_of_which_all_rows_are_on_one_side_train_as_before() -> None:
     torch.manual_seed(0)
     same_training(phi3(), packed(ALIKE))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [
     lambda ids: ids.max() / 64, lambda ids: ids.max(dim=0).values[:, None] / 64, lambda ids: ids[:1].unsqueeze(-1) / 64,
     lambda ids: (ids > 62).any().float() + 1, lambda ids: ids.float().mean((0, 1)) / 64, lambda ids: ids[-1].sum() / 640,
@@ -122,6 +125,7 @@ def test_a_batch_is_not_split_where_the_host_cannot_make_the_number() -> None:
         model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_batch_totals.py::test_any_number_made_of_all_rows_is_that_of_the_whole_batch")
 @pytest.mark.parametrize("positions", [False, True], ids=["of two lengths", "with positions"])
 def test_trainer_takes_the_frequencies_of_each_accumulated_batch(positions: bool, tmp_path: Path) -> None:
     """The short batch of a step keeps its own frequencies beside a long one."""

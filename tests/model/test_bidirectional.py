@@ -27,7 +27,7 @@ def gemma() -> Any:
                             layer_types=["sliding_attention", "full_attention"])
 
 
-@pytest.mark.parametrize(("config", "fused"), [(llama, False), (gemma, True)])
+@pytest.mark.parametrize(("config", "fused"), [(llama, False), pytest.param(gemma, True, marks=pytest.mark.nightly)])
 def test_a_model_whose_tokens_see_later_ones_trains_exactly_with_padding_and_without(config: Any, fused: bool) -> None:
     from transformers import AutoModelForCausalLM
 

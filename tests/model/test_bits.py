@@ -138,11 +138,16 @@ BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "tw
               "a tile's state resident, all others visit", "moments after all weights")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_gives_the_same_bits(plan: str) -> None:
     assert not different(trained(torch.float32, **PLANS[plan]), meaning(torch.float32))
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_bits.py::test_every_plan_gives_the_same_bits",
+    "tests/model/test_optimizer_in_backward.py::test_updates_on_arrival_in_the_loop_give_the_bits_of_an_unclipped_loop",
+    "tests/model/test_sums.py::test_late_lanes_change_no_bit"))
 @pytest.mark.parametrize("plan", BF16_PLANS)
 def test_every_plan_gives_the_same_bits_in_bf16(plan: str) -> None:
     assert not different(trained(torch.bfloat16, **PLANS[plan]), meaning(torch.bfloat16))
@@ -154,6 +159,7 @@ SWITCHED = [("streamed, K = 1", "everything resident, its state too"),
             ("three tiles visit the device", "the first tiles' state resident, K = 2")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("plans", SWITCHED, ids=" / ".join)
 def test_batches_by_turns_whose_plans_keep_other_tiles_on_the_device_give_the_same_bits(
@@ -173,6 +179,7 @@ def test_batches_by_turns_whose_plans_keep_other_tiles_on_the_device_give_the_sa
     assert len(asked) == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plan", ["streamed, K = 2", "resident", "slab pool of one slab, K = 2",
                                   "two layers keep their residuals", "the first tiles' state resident, K = 2",
                                   "checkpoints on the host", "checkpoints on the host, K = 2"])
@@ -238,6 +245,7 @@ def stragglers(seed: int) -> Any:
     return delay
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", [*range(len(LATE_PLANS)), *(
     pytest.param(seed, marks=pytest.mark.nightly) for seed in range(len(LATE_PLANS), 5 * len(LATE_PLANS)))])
 def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, Weights]]) -> None:
@@ -251,6 +259,10 @@ def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, W
         executor.delay = None
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_bits.py::test_late_lanes_change_no_bit",
+    "tests/model/test_optimizer_in_backward.py::test_updates_on_arrival_in_the_loop_give_the_bits_of_an_unclipped_loop",
+    "tests/model/test_sums.py::test_late_lanes_change_no_bit"))
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 5))])
 def test_late_lanes_change_no_bit_in_bf16(seed: int) -> None:
     model = stream(torch.bfloat16, checkpoint_interval=2)
@@ -317,6 +329,7 @@ def edit(shape: Any, section: str, visit: Any) -> None:
 CONTROLS = ("Weights-Ready", "Backward-Done", "gradients are in the slab", "a resident copy is updated")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("wait", "removed"), [*((wait, True) for wait in WAITS), *((wait, False) for wait in CONTROLS)])
 def test_late_work_changes_the_weights_only_without_its_wait(
         wait: str, removed: bool, monkeypatch: pytest.MonkeyPatch) -> None:

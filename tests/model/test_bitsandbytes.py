@@ -53,6 +53,9 @@ def assert_alike(model: Any, native: Any, tolerance: float = 1e-5) -> None:
 
 
 # ---------------------------------------------------------------- marks of bitsandbytes
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_bitsandbytes.py::test_a_model_that_cannot_be_adopted_keeps_its_marks",
+    "tests/model/test_bitsandbytes.py::test_an_adapter_over_a_checkpoint_in_eight_bits_trains_as_it_does_natively"))
 def test_a_streamed_model_is_no_longer_marked_as_one_of_bitsandbytes() -> None:
     model = megacompile.stream(bitsandbytes_models.loaded(), device="cpu", compile=False)
     assert not any(hasattr(model, mark) for mark in MARKS) and not hasattr(model.config, "quantization_config")
@@ -60,6 +63,9 @@ def test_a_streamed_model_is_no_longer_marked_as_one_of_bitsandbytes() -> None:
     assert not any(hasattr(model, mark) for mark in MARKS)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_bitsandbytes.py::test_a_model_that_cannot_be_adopted_keeps_its_marks",
+    "tests/model/test_bitsandbytes.py::test_an_adapter_over_a_checkpoint_in_eight_bits_trains_as_it_does_natively"))
 def test_marks_go_when_the_adapter_is_there_first() -> None:
     model = adapted(bitsandbytes_models.loaded())
     assert model.is_loaded_in_4bit
@@ -85,6 +91,9 @@ def test_marks_of_other_quantizers_stay() -> None:
 
 
 # ---------------------------------------------------------------- what products are computed in
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_bitsandbytes.py::test_an_adapter_over_a_checkpoint_in_eight_bits_trains_as_it_does_natively",
+    "tests/model/test_bitsandbytes.py::test_a_compute_dtype_changes_products_and_nothing_else"))
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_prepared_for_training_computes_as_bitsandbytes_does(compute_dtype: torch.dtype) -> None:
     """`prepare_model_for_kbit_training` makes all but codes float32. Products stay in the compute dtype."""
@@ -111,6 +120,7 @@ def test_a_compute_dtype_changes_products_and_nothing_else() -> None:
     assert narrow(**batch()).loss.dtype == torch.float32 and narrow(**batch()).loss != base(**batch()).loss
 
 
+@pytest.mark.nightly(held_by="tests/model/test_bitsandbytes.py::test_a_compute_dtype_changes_products_and_nothing_else")
 def test_a_config_s_compute_dtype_is_that_of_products(tmp_path: Path) -> None:
     how = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     bitsandbytes_models.build(bf16=True).save_pretrained(tmp_path)
@@ -124,6 +134,7 @@ def test_a_config_s_compute_dtype_is_that_of_products(tmp_path: Path) -> None:
         read.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_bitsandbytes.py::test_a_compute_dtype_changes_products_and_nothing_else")
 @pytest.mark.parametrize(("said", "expected"), [("bfloat16", torch.bfloat16), ("float32", None), ("float16", None)])
 def test_a_checkpoint_s_compute_dtype_is_that_of_products(said: str, expected: torch.dtype | None, tmp_path: Path) -> None:
     bitsandbytes_models.build(bf16=True).save_pretrained(tmp_path / "whole")
@@ -148,6 +159,9 @@ def test_products_in_float16_are_refused() -> None:
 
 
 # ---------------------------------------------------------------- merging and saving
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_loading.py::test_a_model_that_transformers_has_dequantized_is_saved_with_every_weight",
+    "tests/model/test_bitsandbytes.py::test_an_adapter_over_a_checkpoint_in_eight_bits_trains_as_it_does_natively"))
 @pytest.mark.parametrize("way", ["streamed", "read"])
 def test_a_merged_model_is_saved_as_one_that_was_never_quantized(way: str, tmp_path: Path) -> None:
     if way == "read":
@@ -186,6 +200,8 @@ def test_an_adapter_over_a_checkpoint_in_eight_bits_trains_as_it_does_natively(t
     model.megacompile.close()
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_bitsandbytes.py::test_an_adapter_over_a_checkpoint_in_eight_bits_trains_as_it_does_natively")
 def test_dora_over_layers_of_bitsandbytes_starts_from_their_values() -> None:
     """A trainer's `peft_config` is put on layers that are ours by then."""
     model = megacompile.stream(bitsandbytes_models.loaded(bf16=False), device="cpu", compile=False)

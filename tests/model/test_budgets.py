@@ -53,6 +53,7 @@ def for_a_gpu() -> Schedule:
     return planned(hardware="rtx3090")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:0", "cuda:1"])
 def test_a_schedule_is_made_for_the_device_and_the_memory_that_stream_would_take(
         device: str | None, for_a_gpu: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +114,7 @@ def test_a_model_whose_layers_alone_fit_the_host_is_refused_before_anything_is_m
     megacompile.stream(model, device="cpu", host_memory=HOST_MARGIN_BYTES + tiles).megacompile.close()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("on_arrival", [False, True])
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "lion_bf16", "sgd"])
 def test_what_is_said_to_be_needed_is_what_the_tiles_take(optim: str, on_arrival: bool, for_a_gpu: Schedule) -> None:
@@ -141,6 +143,7 @@ def large() -> Any:
         return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("memory", "said"), [
     ("128GiB", ": use a model of up to 9.74 G parameters in bfloat16 (even its frozen weights take 132.42 GiB)\nor use"),
     ("192GiB", ": train adapters (LoRA) over frozen weights: then it takes 132.42 GiB, plus the adapters\nor train only the "),
@@ -162,6 +165,8 @@ def test_a_refusal_for_the_host_says_what_is_needed_in_all_and_what_would_fit(
         assert part in str(caught.value)
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_budgets.py::test_a_refusal_for_the_host_says_what_is_needed_in_all_and_what_would_fit")
 @pytest.mark.parametrize(("memory", "said"), [
     ("300GiB", None),
     ("480GiB", r"takes 47\d.\d\d GiB of host memory and 4[67]\d.\d\d GiB of the drive, and each step writes 4[67]\d"),

@@ -13,6 +13,7 @@ import megacompile
 from megacompile.errors import CaptureError
 
 
+@pytest.mark.nightly(held_by="tests/model/test_float8.py::test_all_linear_layers_are_rewritten_and_embedding_and_head_stay")
 def test_a_report_names_what_was_found_and_changes_nothing() -> None:
     model = decoder("layers.1", "head")
     model.unread = nn.Parameter(torch.zeros(2))
@@ -31,6 +32,7 @@ def test_a_report_names_what_was_found_and_changes_nothing() -> None:
     assert "loss: a sum over target tokens" in text
 
 
+@pytest.mark.nightly(held_by="tests/model/test_float8.py::test_all_linear_layers_are_rewritten_and_embedding_and_head_stay")
 def test_ties_and_the_kernels_of_attention_are_told(model: Any) -> None:
     tied = megacompile.explain_capture(tiny_models.build(tie_word_embeddings=True), device="cpu")
     assert "tied: model.embed_tokens.weight = lm_head.weight" in tied
@@ -39,6 +41,7 @@ def test_ties_and_the_kernels_of_attention_are_told(model: Any) -> None:
     assert "model.layers.0 .. 2" in megacompile.explain_capture(model), "a streamed model's own capture"
 
 
+@pytest.mark.nightly(held_by="tests/model/test_surface.py::test_the_stack_of_layers_can_be_registered_for_a_class")
 def test_a_class_declares_its_stack() -> None:
     @megacompile.layer_stack("small")
     class TwoStacks(Decoder):

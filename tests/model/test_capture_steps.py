@@ -63,7 +63,9 @@ def _blocks(text: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("make", [tiny_models.build, lambda: decoder("layers.1", "head")], ids=["transformers", "own"])
+@pytest.mark.parametrize("make", [
+    pytest.param(tiny_models.build, marks=pytest.mark.nightly), lambda: decoder("layers.1", "head")],
+    ids=["transformers", "own"])
 def test_a_step_changes_nothing_else_than_it_says(make: Any) -> None:
     seen: list[str] = []
 
@@ -79,6 +81,9 @@ def test_a_step_changes_nothing_else_than_it_says(make: Any) -> None:
     assert [x.stages for x in watched.templates.values()] == [x.stages for x in plain.templates.values()]
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_capture_steps.py::test_a_step_changes_nothing_else_than_it_says",
+    "tests/model/test_capture_steps.py::test_the_last_step_shown_stands_before_the_one_that_refuses"))
 def test_steps_are_shown_with_the_lines_that_they_change() -> None:
     shown: list[str] = []
     megacompile.explain_capture(tiny_models.build(), device="cpu", show_steps=shown.append)

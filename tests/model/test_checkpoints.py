@@ -250,8 +250,10 @@ def test_a_wave_fetches_nothing_before_its_loss(make_schedule: Any) -> None:
 
 @pytest.fixture(scope="module")
 def analysis() -> Any:
-    return megacompile.api.analyse(tiny_models.build(num_hidden_layers=6, hidden_size=64), StreamConfig.of(device="cpu"), "cpu",
-                                   None, None)
+    """The model of `test_chunks.py`, which is captured once for both."""
+    sizes = dict(vocab_size=200, hidden_size=64, intermediate_size=640, num_hidden_layers=6, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=1 << 16)
+    return megacompile.api.analyse(tiny_models.build(**sizes), StreamConfig.of(device="cpu"), "cpu", None, None)
 
 
 def planner(analysis: Any, budget: int = 2**50, **options: Any) -> Planner:
@@ -297,6 +299,8 @@ def on_an_h200(layers: int, length: int, **options: Any) -> Any:
     return megacompile.schedule(model, batch=1, length=length, hardware="h200", **options)
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_checkpoints.py::test_checkpoints_go_to_the_host_where_nothing_else_fits_and_as_few_as_need_to")
 def test_long_sequences_keep_attention_s_results_where_all_residuals_do_not_fit() -> None:
     """Half a million tokens are computed in chunks, with these results too; 65,536 on less memory send checkpoints away."""
     long, recomputed = on_an_h200(4, 524288), on_an_h200(4, 524288, residuals="all")
@@ -319,6 +323,9 @@ def _holes(template: Any, variant: str, chunk: int, residuals: str) -> int:
     return cost._peak_bytes(*measured) - without
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_checkpoints.py::test_checkpoints_go_to_the_host_where_nothing_else_fits_and_as_few_as_need_to",
+    "tests/model/test_chunks.py::test_chunks_are_the_last_resort"))
 def test_half_a_million_tokens_of_a_7b_model_fit_an_h200() -> None:
     """Hidden states alone are 98 GiB, of 139."""
     length = 524288

@@ -51,7 +51,8 @@ def assert_same_training(ours: Training, reference: Training) -> None:
 # ---- the same training -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox", "hand_written"])
+@pytest.mark.parametrize("family", ["qwen2", "hand_written", *(
+    pytest.param(family, marks=pytest.mark.nightly) for family in ("llama", "gpt2", "gemma2", "gpt_neox"))])
 def test_training_in_chunks_equals_native_autograd(family: str) -> None:
     """Chunks do not divide the sequences (the last chunk has one token, or three), or are larger than they are."""
     model, inputs = models.build(family), models.batch(3, 11)
@@ -86,6 +87,7 @@ class TokenMixer(nn.Module):
         return x + self.down(F.silu(self.up(scores @ x)))
 
 
+@pytest.mark.nightly(held_by="tests/model/test_chunks.py::test_training_in_chunks_equals_native_autograd")
 def test_tokens_that_see_each_other_are_in_no_chunk() -> None:
     """However they do so: what such an op gives is exact, and what is tokenwise between two of them runs in chunks."""
     model = type("Model", (models.HandWritten,), {"layer_class": TokenMixer})(width=16, depth=1)
@@ -116,6 +118,9 @@ class Router(nn.Module):
         return x + (torch.stack(experts, dim=-1) * shares[..., None, :]).sum(-1)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_chunks.py::test_a_decoder_layer_is_three_loops_with_the_same_products_and_nothing_wide_between_them",
+    "tests/model/test_chunks.py::test_training_in_chunks_equals_native_autograd"))
 def test_a_layer_without_attention_is_one_loop() -> None:
     model = type("Model", (models.HandWritten,), {"layer_class": Router})(width=16, depth=1)
     found = capture(model, pipeline=TEMPLATE_PIPELINE, target=CPU)
@@ -125,6 +130,9 @@ def test_a_layer_without_attention_is_one_loop() -> None:
     assert_same_training(Layerwise(found, model, chunk=4).loss_and_gradients(inputs, False), native(model, inputs))
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_chunks.py::test_training_in_chunks_equals_native_autograd",
+    "tests/model/test_chunks.py::test_a_streamed_model_trains_in_chunks_as_native"))
 def test_compiled_chunks_equal_the_graphs() -> None:
     """With a last chunk that is shorter: two kernels a loop. A recompute has the forward's loops: these are compiled once."""
     def compiled(variant: Variant, args: list[Any]) -> Any:
@@ -173,7 +181,7 @@ def width_of_all_tokens(template: Template, value: Any) -> int:
 
 
 def test_a_decoder_layer_is_three_loops_with_the_same_products_and_nothing_wide_between_them() -> None:
-    template = captured("llama").templates["decoder"]
+    template = captured("qwen2").templates["decoder"]
     whole, variant = (template.variant("recompute_backward", chunk) for chunk in (0, 4))
     loops = token_loops(variant.graph)
     assert len(loops) == 3
@@ -187,10 +195,11 @@ def test_a_decoder_layer_is_three_loops_with_the_same_products_and_nothing_wide_
 
 @pytest.mark.parametrize("variant", ["forward_saving", "backward"])
 def test_variants_with_residuals_are_whole(variant: str) -> None:
-    template = captured("llama").templates["decoder"]
+    template = captured("qwen2").templates["decoder"]
     assert template.variant(variant, 4) is template.variant(variant)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_chunks.py::test_many_chunks_of_bfloat16_lose_nothing")
 def test_gradients_of_weights_are_summed_in_float32() -> None:
     model = models.build("hand_written", depth=1).bfloat16()
     found = capture(model, pipeline=TEMPLATE_PIPELINE, target=Target("cpu", torch.bfloat16))
@@ -233,6 +242,7 @@ def test_a_chunk_of_either_layout_is_taken_dense_and_put_back() -> None:
         assert torch.equal(again, value)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_chunks.py::test_variants_with_residuals_are_whole")
 def test_an_unchunked_variant_is_what_it_was() -> None:
     without = tuple(p for p in TEMPLATE_PIPELINE if p.name != "chunk_tokens")
     before = captured("llama", without)
@@ -243,7 +253,7 @@ def test_an_unchunked_variant_is_what_it_was() -> None:
 
 # ---- costs and the planner -------------------------------------------------------------------------------------------
 
-SIZES = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 4,
+SIZES = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 1 << 16}
 
 
@@ -257,6 +267,7 @@ def decoder(analysis: tuple[Any, Any], variant: str, chunk: int) -> tuple[Templa
     return template, template.variant(variant, chunk)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_chunks.py::test_chunks_are_the_last_resort")
 @pytest.mark.parametrize("variant", ["forward", "recompute_backward"])
 def test_chunks_change_no_flops_and_read_weights_more_often(variant: str, analysis: tuple[Any, Any]) -> None:
     at = {BATCH: 1, LENGTH: 4096}
@@ -267,6 +278,8 @@ def test_chunks_change_no_flops_and_read_weights_more_often(variant: str, analys
         {BATCH: 3, LENGTH: 100})
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_chunks.py::test_a_decoder_layer_is_three_loops_with_the_same_products_and_nothing_wide_between_them")
 def test_the_peak_of_a_chunked_layer_does_not_grow_with_its_width() -> None:
     """But for its weights' gradients and one chunk: of all tokens, there are hidden states alone."""
     length, chunk, peaks = 8192, 64, []

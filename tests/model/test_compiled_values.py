@@ -30,7 +30,8 @@ def loss_of(log_probs: Tensor, entropies: Tensor) -> Tensor:
     return -(log_probs * torch.linspace(0.5, 2, log_probs.numel()).view_as(log_probs)).sum() / 50 - 0.01 * entropies.sum()
 
 
-@pytest.mark.parametrize("lengths", [[LENGTH] * ROWS, [LENGTH, 7, 5, 9]], ids=["one length", "packed"])
+@pytest.mark.parametrize("lengths", [
+    pytest.param([LENGTH] * ROWS, marks=pytest.mark.nightly), [LENGTH, 7, 5, 9]], ids=["one length", "packed"])
 def test_values_of_tokens_are_compiled_and_train_as_native_pytorch(lengths: list[int]) -> None:
     given, targets = batch(lengths)
     native = tiny_models.build(num_hidden_layers=1)
@@ -53,6 +54,8 @@ def test_values_of_tokens_are_compiled_and_train_as_native_pytorch(lengths: list
         model.megacompile.close()
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_compiled_values.py::test_values_of_tokens_are_compiled_and_train_as_native_pytorch")
 def test_logits_of_one_more_token_each_time_compile_nothing() -> None:
     model: Any = megacompile.stream(tiny_models.build(num_hidden_layers=1), device="cpu", compile=True, repack=False)
     try:

@@ -57,6 +57,7 @@ def at_once(shared: tiny_models.Shared) -> dict[bool, dict[str, Tensor]]:
 
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
 @pytest.mark.parametrize("late", [None, "update_weights", "update_moments", "offload"])
 def test_moments_updated_after_all_weights_have_the_bits_of_whole_updates(
@@ -156,10 +157,12 @@ def schedule(parameters_a_second: float, whole_step: bool = True, **options: Any
     """For an H200 whose host updates so fast."""
     hardware = dataclasses.replace(Hardware.find("h200"), adam=parameters_a_second)
     options = {"batch": 16, "length": 256, "saved_layers": 0, "visiting_state": (), "resident_state": (), **options}
-    return megacompile.schedule(tiny_models.build(bf16=True, hidden_size=64, intermediate_size=128, num_hidden_layers=6),
+    return megacompile.schedule(tiny_models.build(bf16=True, hidden_size=64, intermediate_size=128, num_hidden_layers=8),
                                 whole_step=whole_step, hardware=hardware, **options)
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_deferral.py::test_moments_updated_after_all_weights_have_the_bits_of_whole_updates")
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_moments_are_deferred_where_a_step_waits_for_the_host_and_can_hide_them(whole_step: bool) -> None:
     speed = 2e8  # weights hold up the forward, and moments are done before gradients come
@@ -172,6 +175,8 @@ def test_moments_are_deferred_where_a_step_waits_for_the_host_and_can_hide_them(
     assert "after weights" in chosen.explain()
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_deferral.py::test_moments_updated_after_all_weights_have_the_bits_of_whole_updates")
 @pytest.mark.parametrize(("speed", "options"), [
     (1e13, {}), (1e6, {}), (2e8, {"deferred_moments": False}), (2e8, {"update": "arrival"})],
     ids=["a fast host", "a host that nothing hides", "not wanted", "on arrival"])

@@ -78,6 +78,8 @@ def test_assisted_decoding_is_that_of_the_plain_model(streamed: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_adapters.py::test_greedy_tokens_are_peft_s_with_all_weights_on_the_device_and_streamed")
 def test_where_it_does_not_fit_generation_streams_with_the_same_tokens(
         streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated(copy.deepcopy(streamed), do_sample=False)
@@ -88,7 +90,7 @@ def test_where_it_does_not_fit_generation_streams_with_the_same_tokens(
         raise AssertionError("it does not fit")
 
 
-@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("times", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_where_memory_ends_generation_starts_again_with_fewer_layers_or_sequences_there(
         times: int, streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated(copy.deepcopy(streamed), do_sample=False)
@@ -303,6 +305,7 @@ def staying(request: pytest.FixtureRequest, streamed: Any, elsewhere: DeviceCopy
     return int(request.param)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 def test_layers_that_do_not_fit_take_turns_with_the_same_tokens(
         how: dict[str, Any], staying: int, streamed: Any, elsewhere: DeviceCopy) -> None:
@@ -358,6 +361,9 @@ def test_weights_that_several_layers_or_the_head_share_stay_on_the_device() -> N
     streamed.megacompile.close()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_device_copy.py::test_layers_that_do_not_fit_take_turns_with_the_same_tokens",
+    "tests/model/test_adapters.py::test_greedy_tokens_are_peft_s_with_all_weights_on_the_device_and_streamed"))
 def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",

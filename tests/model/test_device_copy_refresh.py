@@ -28,6 +28,7 @@ def partly() -> Iterator[Any]:
     made.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_device_copy_refresh.py::test_a_step_has_only_trained_weights_copied_again")
 def test_a_copy_that_was_made_in_inference_mode_gets_new_weights_outside_of_it(partly: Any) -> None:
     optimizer = optimizer_of(partly)
     with torch.inference_mode():
@@ -112,6 +113,7 @@ def test_weights_that_are_loaded_are_all_copied_again(partly: Any) -> None:
     assert copies.again() >= {name for name, _ in partly.named_parameters()}
 
 
+@pytest.mark.nightly(held_by="tests/model/test_device_copy_refresh.py::test_a_step_has_only_trained_weights_copied_again")
 @pytest.mark.parametrize("forward", [True, False], ids=["streamed evaluation", "nothing"])
 def test_a_frozen_model_has_nothing_copied_again(forward: bool) -> None:
     model = megacompile.stream(tiny_models.build().requires_grad_(False).eval(), device="cpu")
@@ -159,6 +161,9 @@ def test_weights_that_are_frozen_after_their_last_step_are_copied_as_they_were_t
     copies.again()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_device_copy_refresh.py::test_a_step_has_only_trained_weights_copied_again",
+    "tests/model/test_device_copy_refresh.py::test_weights_that_are_frozen_after_their_last_step_are_copied_as_they_were_trained"))
 def test_an_adapter_that_is_off_in_the_first_use_after_a_step_is_current_in_the_next_one() -> None:
     """PEFT freezes adapters while they are off."""
     peft = pytest.importorskip("peft")
@@ -178,6 +183,9 @@ def test_an_adapter_that_is_off_in_the_first_use_after_a_step_is_current_in_the_
     model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_device_copy_refresh.py::test_weights_that_are_loaded_are_all_copied_again",
+    "tests/model/test_surface.py::test_what_is_written_through_data_after_synchronize_counts"))
 @pytest.mark.parametrize("resident", [(), "all"])
 def test_weights_that_are_written_through_data_after_synchronize_are_copied(resident: Any) -> None:
     """Frozen weights too, and in every mode: such a write leaves no trace."""

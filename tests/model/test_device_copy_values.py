@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from transformers import CompileConfig
 
 import megacompile
-from megacompile.weights.codes import FORMATS
 from megacompile.weights.quantized_linear import QuantizedLinear
 
 LAYERS = 4
@@ -67,6 +66,9 @@ def test_logits_of_bf16_layers_that_take_turns_are_no_further_from_fp32_than_the
     half.megacompile.streamed.device_copy.release()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_device_copy_values.py::test_logits_of_a_bf16_copy_are_no_further_from_fp32_than_the_unstreamed_models",
+    "tests/model/test_frontend_parity.py::test_bf16_gradients_are_as_close_to_fp32_as_native_bf16_is"))
 def test_logits_of_a_streamed_bf16_forward_are_no_further_from_fp32_than_the_unstreamed_models(half: Any) -> None:
     """Its attention adds in another order, so that the two errors are not equal."""
     half.megacompile.streamed.device_copy.release()
@@ -83,6 +85,9 @@ def test_logits_are_told_from_those_of_a_wrong_weight(half: Any) -> None:
 
 
 # ---------------------------------------------------------------- compiled generation
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_device_copy.py::test_generation_is_that_of_the_plain_model",
+    "tests/model/test_device_copy.py::test_it_is_the_plain_class_with_the_weights_of_the_last_step"))
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_generation_with_a_static_cache_gives_eager_tokens_after_every_step(fullgraph: bool) -> None:
     """transformers compiles the tokens after the first where the device is a GPU, or if it is told to."""
@@ -117,7 +122,7 @@ def test_compiled_generation_with_a_static_cache_gives_eager_tokens_after_every_
 
 
 # ---------------------------------------------------------------- quantized weights
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=["nf4", pytest.param("int8", marks=pytest.mark.nightly)])
 def quantized(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A streamed model of quantized layers under an adapter that has an effect."""
     plain = tiny_models.build(hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, initializer_range=0.2)
@@ -135,6 +140,9 @@ def dequantized(model: Any) -> Any:
     return plain
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_quantized.py::test_a_streamed_quantized_model_generates_what_it_generates_unstreamed",
+    "tests/model/test_device_copy.py::test_turns_use_the_weights_of_the_last_step"))
 @pytest.mark.parametrize("staying", [None, 1, 0], ids=["all stay", "some take turns", "all take turns"])
 def test_a_copy_of_quantized_layers_generates_the_tokens_of_the_dequantized_model_after_every_step(
         staying: int | None, quantized: Any) -> None:

@@ -40,6 +40,7 @@ def test_options_that_say_nothing_are_refused(options: dict[str, Any], message: 
         StreamConfig.of(**options)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_options_that_say_nothing_are_refused")
 def test_tiles_that_cannot_be_on_disk_are_refused_with_the_reason(drive: Path) -> None:
     with pytest.raises(MegacompileError, match=r"disk_state names model.layers.9, which are not tiles of"):
         streamed(False, drive, disk_state=("model.layers.9",))
@@ -59,6 +60,9 @@ def test_several_hosts_are_refused(drive: Path) -> None:
         megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu", hosts=2, disk=drive)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_disk_plans.py::test_a_step_takes_as_long_as_the_disk_needs",
+    "tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk"))
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("update", ["step", "arrival"])
 def test_several_ranks_read_and_write_their_shares(drive: Path, optim: str, update: str) -> None:
@@ -80,9 +84,10 @@ def test_several_ranks_read_and_write_their_shares(drive: Path, optim: str, upda
 
 def tiling_of(**options: Any) -> Any:
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=8)
-    return megacompile.schedule(tiny_models.build(bf16=True, **sizes), batch=2, length=8, device="cpu", **options).tiling
+    return megacompile.schedule(tiny_models.build(bf16=True, **sizes), batch=2, length=8, hardware="h200", **options).tiling
 
 
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk")
 def test_the_fewest_tiles_are_on_disk_that_let_training_fit_spread_over_the_layers(drive: Path) -> None:
     tiling = tiling_of()
     config = StreamConfig.of(disk=drive)
@@ -157,6 +162,7 @@ def test_a_step_takes_as_long_as_the_disk_needs() -> None:
         assert step.step_s == pytest.approx(moved / min(read, write), rel=0.2)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_a_step_takes_as_long_as_the_disk_needs")
 def test_moments_on_disk_are_updated_after_all_weights_where_the_next_forward_would_wait_for_their_writes() -> None:
     """Where the disk is fast, they are not: that reads them twice."""
     slow = planned(6e9, 2e9)
@@ -168,6 +174,9 @@ def test_moments_on_disk_are_updated_after_all_weights_where_the_next_forward_wo
     assert not planned(6e9, 2e9, deferred_moments=False).plan.deferred_moments
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_disk_plans.py::test_a_step_takes_as_long_as_the_disk_needs",
+    "tests/model/test_disk_plans.py::test_as_few_slabs_are_chosen_as_leave_a_step_as_fast"))
 def test_layers_of_a_70b_model_with_smaller_moments_on_four_drives_keep_the_rate_in_memory() -> None:
     """As `benchmarks/disk_plans.py` finds for all 80 layers."""
     with torch.device("meta"):
@@ -190,6 +199,9 @@ def test_as_few_slabs_are_chosen_as_leave_a_step_as_fast() -> None:
     assert slabs == {"MB0", *(f"M{number}" for number in range(found.plan.state_slabs))}
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_disk_plans.py::test_a_step_takes_as_long_as_the_disk_needs",
+    "tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk"))
 def test_a_plan_says_what_a_step_writes_and_how_long_a_drive_lasts() -> None:
     found = planned(**DISK, optim="adamw_8bit")
     written = sum(layout.disk_bytes for layout in found.tiling.layouts.values())

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import megacompile
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_state_that_was_exported_and_imported_trains_on_with_the_same_bits(bf16: bool, tmp_path: Path) -> None:

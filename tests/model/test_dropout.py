@@ -112,6 +112,7 @@ def replayed(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Droppi
     return loss.detach(), native
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_has_the_loss_and_gradients_of_native_pytorch_with_the_same_masks(
         plan: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,7 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", REFUSED)
 def test_an_edit_that_is_unsafe_or_of_another_purpose_is_refused(case: str, streamed: Any) -> None:
     section, changes, message = REFUSED[case]

@@ -13,11 +13,11 @@ from megacompile.errors import MegacompileError
 
 POSITIONS, VOCABULARY = 20, 64
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "gpt2": GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=POSITIONS, bos_token_id=0,
-                       eos_token_id=0),
-    "opt": OPTConfig(num_hidden_layers=2, hidden_size=32, ffn_dim=64, num_attention_heads=2, vocab_size=VOCABULARY,
+    "gpt2": GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=POSITIONS, bos_token_id=0,
+                       eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "opt": OPTConfig(num_hidden_layers=1, hidden_size=32, ffn_dim=64, num_attention_heads=2, vocab_size=VOCABULARY,
                      max_position_embeddings=POSITIONS, word_embed_proj_dim=32),
-    "bert": BertConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2,
+    "bert": BertConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2,
                        vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, is_decoder=True),
 }
 
@@ -52,6 +52,7 @@ REFUSED: dict[str, tuple[str, dict[str, torch.Tensor], str]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_row_that_a_table_does_not_have_is_refused_before_a_kernel_reads_it(what: str) -> None:
     name, batch, message = REFUSED[what]
@@ -62,6 +63,8 @@ def test_a_row_that_a_table_does_not_have_is_refused_before_a_kernel_reads_it(wh
     assert torch.isfinite(model(input_ids=ids(8), labels=ids(8)).loss), "and the model can still be used"
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_embedding_tables.py::test_a_row_that_a_table_does_not_have_is_refused_before_a_kernel_reads_it")
 def test_lengths_up_to_the_last_position_are_padded_to_none_beyond_it() -> None:
     native = built("gpt2")
     model = megacompile.stream(copy.deepcopy(native), device="cpu", compile=False)
@@ -90,6 +93,8 @@ class LearnedDistances(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_embedding_tables.py::test_a_row_that_a_table_does_not_have_is_refused_before_a_kernel_reads_it")
 def test_values_of_pairs_of_tokens_are_not_computed_on_the_host() -> None:
     model = megacompile.stream(LearnedDistances(), device="cpu", compile=False)
     assert model.megacompile.streamed.captures.first.captured.tables == ()

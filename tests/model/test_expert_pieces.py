@@ -63,6 +63,7 @@ def _fresh(model: Any) -> Any:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("interval", [1, 2])
 def test_loss_and_every_gradient_are_native_pytorchs(divided: Any, interval: int) -> None:
     """In micro-batches of 2, 2 and 1 sequences."""
@@ -101,6 +102,9 @@ def test_gradients_that_the_user_clips_have_their_norms_in_every_piece(divided: 
     assert optimizer.grad_norm == pytest.approx(0.25, rel=1e-4)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_expert_pieces.py::test_five_clipped_steps_are_native_pytorchs",
+    "tests/model/test_visiting.py::test_visiting_tiles_get_the_bits_of_updates_on_the_host"))
 def test_the_same_bits_under_every_plan(divided: Any) -> None:
     """Weights, and updates, of some pieces on the device; all residuals kept; the reference's order of things."""
     found = []
@@ -129,6 +133,9 @@ def test_parameters_stay_whole(divided: Any, tmp_path: Path) -> None:
     assert same_bits(weights(type(plain).from_pretrained(tmp_path)), weights(model))
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_expert_pieces.py::test_parameters_stay_whole",
+    "tests/model/test_expert_pieces.py::test_five_clipped_steps_are_native_pytorchs"))
 def test_checkpoints_with_pieces_and_without_are_each_others(divided: Any, tmp_path: Path) -> None:
     def steps(model: Any, optimizer: Any, seeds: range) -> dict[str, torch.Tensor]:
         for seed in seeds:

@@ -22,7 +22,7 @@ from megacompile.predict.flops import Work, _attention, variant_work
 from megacompile.predict.hardware import Hardware
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH, VOCABULARY = 64, 160, 4, 2, 16, 1000
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": 2,
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": 6,
          "num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
 TOKENS = BATCH * LENGTH
 ATTENTION = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * GROUPS * WIDTH  # q, o; k, v
@@ -100,6 +100,9 @@ def test_products_are_those_that_pytorch_counts(templates: dict[str, Template]) 
     assert ours.gemm_flops.subs(at) + (4 + 8) * square == counter.get_total_flops()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_flops.py::test_a_layers_products_are_two_flops_a_weight_and_token",
+    "tests/model/test_flops.py::test_products_are_those_that_pytorch_counts"))
 def test_products_of_experts_are_a_kind_of_their_own_which_takes_longer() -> None:
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -141,6 +144,9 @@ def test_an_embedding_reads_the_rows_that_it_picks(templates: dict[str, Template
     assert found < 4 * VOCABULARY * HIDDEN
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_flops.py::test_a_layers_products_are_two_flops_a_weight_and_token",
+    "tests/model/test_flops.py::test_products_are_those_that_pytorch_counts"))
 @pytest.mark.parametrize("divided", [False, True], ids=["whole layers", "pieces of experts"])
 def test_a_plan_counts_the_experts_that_a_token_is_routed_to(divided: bool) -> None:
     sizes = dict(vocab_size=64, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2,

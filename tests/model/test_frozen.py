@@ -58,6 +58,7 @@ def norms() -> Iterator[Any]:
     model.megacompile.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("trained", "options"), [
     (("norm",), dict(checkpoint_interval=2, micro_batch_size=2, saved_layers=1)),
     (("layers.1.up", "layers.2.scale", "head"), dict(pinned_memory="1MiB", host_checkpoints=True)),
@@ -112,6 +113,7 @@ def test_ranks_of_one_layer_are_distinct_and_go_by_size() -> None:
         "b": 0, "shared": 1, "a": 2, "c": 0}
 
 
+@pytest.mark.nightly(held_by="tests/model/test_frozen.py::test_no_gradient_of_a_frozen_weight_is_computed")
 def test_below_the_first_trained_call_there_is_no_backward_and_nothing_is_kept() -> None:
     model = megacompile.stream(decoder("layers.2.up"), device="cpu")
     model(**batch(0))[0].backward()
@@ -134,6 +136,9 @@ def test_no_gradient_of_a_frozen_weight_is_computed(norms: Any) -> None:
         assert all(role.kind == "carried" or "norm" in role.name for role in inputs)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_frozen.py::test_what_is_frozen_has_weights_alone_in_host_memory",
+    "tests/model/test_frozen.py::test_a_parameter_has_a_gradient_where_it_has_one_natively"))
 def test_a_model_of_which_nothing_trains_gives_losses_and_logits() -> None:
     model, native = decoder(), decoder()
     megacompile.stream(model, device="cpu")
@@ -177,7 +182,8 @@ def gradients_there(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["all layers", "layers below are not reached"])
+@pytest.mark.parametrize("deaf", [
+    pytest.param(False, id="all layers"), pytest.param(True, id="layers below are not reached", marks=pytest.mark.nightly)])
 def test_a_parameter_has_a_gradient_where_it_has_one_natively(deaf: bool) -> None:
     model, native = choosing(deaf), choosing(deaf)
     megacompile.stream(model, device="cpu", example=batch(0, length=8))
@@ -192,26 +198,28 @@ def test_a_parameter_has_a_gradient_where_it_has_one_natively(deaf: bool) -> Non
     model.megacompile.close()
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("deaf", [
+    pytest.param(False, id="all layers"), pytest.param(True, id="layers below are not reached", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("how", ["loop", "whole step", "on arrival"])
 @pytest.mark.parametrize(("ours", "theirs", "options"), [
     (megacompile.AdamW, torch.optim.AdamW, dict(lr=1e-2, weight_decay=0.5, eps=1e-4)),
     (megacompile.SGD, torch.optim.SGD, dict(lr=1e-2, weight_decay=0.5, momentum=0.9))], ids=["AdamW", "SGD"])
 def test_a_parameter_that_the_loss_does_not_reach_is_neither_decayed_nor_moved(
-        how: str, ours: Any, theirs: Any, options: dict[str, Any]) -> None:
+        how: str, ours: Any, theirs: Any, options: dict[str, Any], deaf: bool) -> None:
     """Nor by the momentum of an earlier step that reached it."""
-    for deaf in (False, True):
-        model, native = choosing(deaf), choosing(deaf)
-        megacompile.stream(model, device="cpu", example=batch(0, length=8))
-        late = {"overlap": "backward"} if how == "on arrival" else {}
-        optimizers = ours(model.parameters(), **options, **late), theirs(native.parameters(), **options)
-        for seed, length in enumerate((8, 16, 8)):
-            for each, optimizer in zip((model, native), optimizers, strict=True):
-                given = batch(seed, length=length)
-                if each is model and how == "whole step":
-                    each.megacompile.train_step(given, optimizer)
-                    continue
-                each(**given)[0].backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same_weights(model, native)
-        model.megacompile.close()
+    model, native = choosing(deaf), choosing(deaf)
+    megacompile.stream(model, device="cpu", example=batch(0, length=8))
+    late = {"overlap": "backward"} if how == "on arrival" else {}
+    optimizers = ours(model.parameters(), **options, **late), theirs(native.parameters(), **options)
+    for seed, length in enumerate((8, 16, 8)):
+        for each, optimizer in zip((model, native), optimizers, strict=True):
+            given = batch(seed, length=length)
+            if each is model and how == "whole step":
+                each.megacompile.train_step(given, optimizer)
+                continue
+            each(**given)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(model, native)
+    model.megacompile.close()

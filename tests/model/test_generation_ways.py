@@ -46,6 +46,7 @@ def no_warnings() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- parts of the batch
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("count", [1, 2, 3, ROWS])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}, {"repetition_penalty": 1.3},
                                  {"cache_implementation": "static"}, {"prefill_chunk_size": 2}],
@@ -70,6 +71,7 @@ def test_sequences_that_end_early_are_padded_as_those_of_one_batch(
         assert torch.equal(generate_in_parts(plain.generate, count, plain, given), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("padding", [0, 5])
 def test_beams_that_end_early_are_filled_as_those_of_one_batch(padding: int, plain: Any) -> None:
     """Beam search takes a padding token 0 for no token."""
@@ -236,6 +238,7 @@ def test_a_batch_that_does_not_fit_generates_in_parts_with_the_same_tokens(
     model.megacompile.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("smaller", "expected"), [(True, [2, 1, 1, 1, 1]), (False, [2, 1])],
                          ids=["in smaller parts", "streamed"])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=["greedy", "beams"])

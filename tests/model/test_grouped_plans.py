@@ -52,7 +52,11 @@ def test_memory_and_time_of_a_plan_are_those_of_its_micro_batches(twins: tuple[A
         assert planner.host_parts(shorter)["checkpoints"] <= planner.host_parts(plan)["checkpoints"]
 
 
-@pytest.mark.parametrize("device_bytes", [3 << 19, 1 << 23, 1 << 26], ids=lambda count: f"{count / 2**20:.3g} MiB")
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_grouped_plans.py::test_memory_and_time_of_a_plan_are_those_of_its_micro_batches",
+    "tests/model/test_grouped_plans.py::test_micro_batches_of_groups_have_no_more_tokens_than_graphs_are_known_to_hold_of"))
+@pytest.mark.parametrize("device_bytes", [3 << 19, 1 << 23, 1 << 26],
+                         ids=lambda count: f"{count / 2**20:.3g} MiB")
 def test_plans_of_groups_fit_take_few_searches_and_depend_on_the_batch_alone(twins: tuple[Any, Any], device_bytes: int) -> None:
     planner = planner_of(twins[0], device_bytes)
 
@@ -89,6 +93,7 @@ def test_micro_batches_of_groups_have_no_more_tokens_than_graphs_are_known_to_ho
     assert longer[0].sizes == ((1, 32768), (1, 32768))
 
 
+@pytest.mark.nightly(held_by="tests/model/test_grouped_plans.py::test_a_program_that_is_shared_is_what_the_passes_make")
 def test_thirty_steps_of_other_groups_search_seldom_and_share_programs(twins: tuple[Any, Any]) -> None:
     model = stream(twins[1])
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-3)

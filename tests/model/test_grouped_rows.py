@@ -88,6 +88,7 @@ def test_grouped_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, A
     assert len(set(model.megacompile.plan.lengths)) > 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", [
     dict(), dict(micro_batch_size=2), dict(checkpoint_interval=2), dict(host_checkpoints=True),
     dict(token_chunk=8), dict(saved_layers=2),
@@ -109,6 +110,7 @@ def test_steps_of_uneven_rows_train_as_native_pytorch(options: dict[str, Any], w
     model.megacompile.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [dict(waves=2), dict(waves=3, host_sums="all"), dict(waves=2, host_checkpoints=2)],
                          ids=lambda options: ", ".join(options))
 def test_waves_of_grouped_rows_have_the_same_gradients(options: dict[str, Any]) -> None:
@@ -125,6 +127,9 @@ def test_waves_of_grouped_rows_have_the_same_gradients(options: dict[str, Any]) 
     model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_dropout.py::test_every_plan_has_the_loss_and_gradients_of_native_pytorch_with_the_same_masks",
+    "tests/model/test_grouped_rows.py::test_steps_of_uneven_rows_train_as_native_pytorch"))
 def test_dropout_is_the_same_however_groups_are_split_and_differs_between_groups() -> None:
     native = build()
     for layer in native.model.layers:
@@ -145,6 +150,9 @@ def test_dropout_is_the_same_however_groups_are_split_and_differs_between_groups
 
 
 # ---------------------------------------------------------------- values
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_grouped_rows.py::test_grouped_batches_train_as_native_pytorch_trains_them",
+    "tests/model/test_grouped_rows.py::test_values_come_back_in_the_order_and_length_of_the_batch"))
 def test_values_and_gradients_of_tokens_are_those_of_native_pytorch(twins: tuple[Any, Any]) -> None:
     model, native = twins
     batch = right_padded(UNEVEN)
@@ -169,6 +177,9 @@ def test_values_and_gradients_of_tokens_are_those_of_native_pytorch(twins: tuple
     assert model.megacompile.plan.lengths
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_grouped_rows.py::test_grouped_batches_train_as_native_pytorch_trains_them",
+    "tests/model/test_grouped_rows.py::test_values_come_back_in_the_order_and_length_of_the_batch"))
 def test_hidden_states_and_evaluations_are_those_of_native_pytorch(twins: tuple[Any, Any]) -> None:
     model, _ = twins
     batch = right_padded(UNEVEN)
@@ -232,6 +243,7 @@ def test_a_target_in_the_padding_counts(twins: tuple[Any, Any]) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_grouped_rows.py::test_grouped_batches_train_as_native_pytorch_trains_them")
 def test_groups_are_explained_and_no_warning_says_that_padding_is_computed(twins: tuple[Any, Any]) -> None:
     model = stream(twins[1])
     batch = right_padded([64] * 4 + [8] * 20)
@@ -255,6 +267,7 @@ def test_rows_of_several_ranks_are_not_grouped(twins: tuple[Any, Any]) -> None:
     assert isinstance(layout, RightPadding) and layout.length == 64
 
 
+@pytest.mark.nightly(held_by="tests/model/test_grouped_rows.py::test_steps_of_uneven_rows_train_as_native_pytorch")
 def test_a_trainer_groups_rows_of_its_steps(twins: tuple[Any, Any], tmp_path: Path) -> None:
     weights = []
     for trainer, made in ((transformers.Trainer, build()), (Trainer, stream(build()))):

@@ -196,6 +196,9 @@ def measured() -> Hardware:
     return calibrate.measure("cpu", scale=0.05)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_hardware.py::test_a_failing_lane_fails_the_measurement",
+    "tests/model/test_hardware.py::test_a_whole_measurement_works_on_more_than_caches_hold_where_there_is_memory"))
 def test_measuring_gives_rates_of_this_machine(measured: Hardware) -> None:
     assert (measured.device_type, measured.cores) == ("cpu", len(module.os.sched_getaffinity(0)))
     assert 0 < measured.grouped_efficiency < 100
@@ -208,6 +211,7 @@ def test_measuring_gives_rates_of_this_machine(measured: Hardware) -> None:
         assert row in measured.table()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_a_failing_lane_fails_the_measurement")
 def test_the_rate_of_float8_is_that_of_its_products_where_a_device_has_them(
         measured: Hardware, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A product here takes as long as on a device of 300 TFLOPS, by the sizes of its operands; any other call a second."""
@@ -258,6 +262,7 @@ def test_a_failing_lane_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -
         calibrate.measure("cpu", scale=0.05)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_rates_are_kept_apart_by_machine_and_version")
 def test_what_was_measured_is_found_again(measured: Hardware, cache: Path) -> None:
     measured.save(cache_path("cpu"))
     assert cache_path("cpu").is_relative_to(cache)
@@ -300,7 +305,8 @@ def planned() -> Schedule:
 def test_a_schedule_for_hardware_takes_its_device_and_memory(planned: Schedule) -> None:
     assert planned.device.type == "cuda"
     assert planned.planner.device_bytes == int(0.95 * Hardware.find("h200").device_memory)
-    other = plan(device_memory="2GiB", device="cpu")
+    other = megacompile.schedule(tiny_models.build(), batch=8, length=LENGTH, hardware="h200",
+                                 device_memory="2GiB", device="cpu")
     assert (other.device.type, other.planner.device_bytes) == ("cpu", 2 << 30)
 
 
@@ -321,6 +327,7 @@ def test_compiled_templates_are_predicted_faster_than_op_by_op(planned: Schedule
     assert planned.simulate().step_s < dataclasses.replace(planned, planner=planner).simulate().step_s
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_a_plan_says_how_fast_it_is_and_which_lane_binds")
 def test_explaining_marks_the_chosen_plan_among_its_candidates(planned: Schedule) -> None:
     found = candidates(planned.planner, 8, LENGTH)
     assert planned.plan in [candidate.plan for candidate in found]
@@ -346,6 +353,7 @@ def test_candidates_that_do_not_fit_are_listed_without_a_time(planned: Schedule)
         assert each.host_bytes == planned.tiling.host_bytes()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("rate", "weights", "update", "whole_step"), [
     pytest.param(*host, *step, marks=[pytest.mark.nightly] * (host != SLOWEST and step not in TRIED))
     for host in (SLOWEST, (2e7, 0.9), (2e8, 1.3), (1e12, 1.3))
@@ -368,6 +376,7 @@ def test_no_plan_that_was_left_out_would_have_been_faster(rate: float, weights: 
     assert update == "arrival" or compared < len(every), "some were left out"
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_no_plan_that_was_left_out_would_have_been_faster")
 def test_a_batch_of_another_size_moves_state_from_the_device_only_for_a_much_faster_step(
         monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
@@ -389,6 +398,7 @@ def test_a_batch_of_another_size_moves_state_from_the_device_only_for_a_much_fas
     assert 1.01 < gain < 1.1 and chosen(gain - 0.005) == fastest and chosen(gain + 0.005) == same
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_no_plan_that_was_left_out_would_have_been_faster")
 def test_plans_that_were_compared_leave_times_and_no_instructions() -> None:
     """Millions of objects, which Python's collector would go through again and again while the model trains."""
     def instructions() -> int:
@@ -400,6 +410,7 @@ def test_plans_that_were_compared_leave_times_and_no_instructions() -> None:
     assert instructions() == before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_updates_that_fall_behind_are_ordered_by_what_the_next_forward_needs_first(whole_step: bool) -> None:
     own = Hardware.find("h200")
@@ -440,12 +451,14 @@ def test_the_need_that_a_refusal_names_is_enough_and_no_more(planned: Schedule) 
         dataclasses.replace(poor, budget_bytes=enough - rounding).choose(8, LENGTH)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_the_need_that_a_refusal_names_is_enough_and_no_more")
 def test_a_plan_fits_exactly_as_far_as_the_host_memory_goes(planned: Schedule) -> None:
     needed = planned.outlook().host_needed
     assert planned.outlook(needed).fits and "host: fits" in planned.outlook(needed).text()
     assert not planned.outlook(needed - 1).fits and "host: does not fit" in planned.outlook(needed - 1).text()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_a_schedule_for_hardware_takes_its_device_and_memory")
 def test_the_host_memory_is_that_of_the_hardware_unless_given(planned: Schedule) -> None:
     assert planned.outlook().host_budget == Hardware.find("h200").host_memory
     assert planned.outlook("2GiB").host_budget == 2 << 30
@@ -458,6 +471,7 @@ def test_a_plan_says_how_fast_it_is_and_which_lane_binds(planned: Schedule) -> N
     assert row.split()[13] == step.binds
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_the_need_that_a_refusal_names_is_enough_and_no_more")
 def test_the_largest_batch_fits_and_one_sequence_more_does_not(planned: Schedule) -> None:
     room = planned.planner.margin_bytes + (30 << 20)
     planner = dataclasses.replace(planned.planner, budget_bytes=room, simulator=None, stateful=None)
@@ -468,6 +482,7 @@ def test_the_largest_batch_fits_and_one_sequence_more_does_not(planned: Schedule
         planner.choose(largest + 1, LENGTH)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_the_largest_batch_is_none_if_nothing_fits")
 def test_no_batch_larger_than_anybody_wants_is_looked_for(planned: Schedule) -> None:
     assert planned.planner.largest_batch(LENGTH) == MOST_SEQUENCES
     assert f"largest batch: {MOST_SEQUENCES} or more sequences of {LENGTH} tokens" in planned.explain()
@@ -477,6 +492,7 @@ def test_the_largest_batch_is_none_if_nothing_fits(planned: Schedule) -> None:
     assert dataclasses.replace(planned.planner, budget_bytes=1).largest_batch(LENGTH) == 0
 
 
+@pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_a_plan_says_how_fast_it_is_and_which_lane_binds")
 def test_a_streamed_model_explains_the_plan_that_it_trains_by() -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu", micro_batch_size=2)
     try:

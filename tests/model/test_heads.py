@@ -55,6 +55,7 @@ def given(labels: Tensor) -> dict[str, Tensor]:
     return {"input_ids": tiny_models.batch(2, rows=ROWS, length=LENGTH)["input_ids"], "labels": labels}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", LOSSES)
 def test_micro_batches_of_rows_have_native_pytorchs_loss_and_gradients(what: str) -> None:
     loss, labels = LOSSES[what]
@@ -106,6 +107,7 @@ def test_a_classifier_of_transformers_is_exact() -> None:
     model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_heads.py::test_a_classifier_of_transformers_is_exact")
 @pytest.mark.parametrize("classes", [1, 12])
 def test_a_classifier_scores_sequences_of_uneven_length_as_without_streaming(classes: int) -> None:
     """It takes the last token that is not padding, which it finds by its id: a batch must not get wider. A batch may be shorter

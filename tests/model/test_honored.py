@@ -85,6 +85,7 @@ def test_one_sequence_is_served_where_no_branch_depends_on_it() -> None:
     torch.testing.assert_close(model(**batch(0, rows=1))[1].detach(), native(**batch(0, rows=1))[1].detach())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("build", "key", "size", "same"), [
     (Moody, PLAIN, (1, 17), True), (Moody, PLAIN, (3, 1), True), (Moody, EVALUATING, (3, 17), True),
     (lambda: Moody(branch=True), PLAIN, (1, 17), False), (lambda: Moody(branch=True), PLAIN, (3, 1), True),

@@ -185,6 +185,7 @@ def test_hooks_of_layers_that_take_turns_stay_beside_those_of_the_user(streamed:
 
 
 # ---------------------------------------------------------------- the model as a whole
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["forward", "pre"])
 def test_a_hook_of_the_whole_model_acts_once_in_streamed_calls_and_in_its_copy(

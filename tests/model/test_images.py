@@ -89,6 +89,9 @@ def assert_native(native: Any, streamed: Any, given: dict[str, Tensor]) -> None:
     assert_same_gradients(streamed, native)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_images.py::test_a_place_takes_its_features_from_the_images_of_its_own_row",
+    "tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively"))
 def test_images_train_as_they_do_natively_wherever_they_are() -> None:
     """The tower and the decoder, in micro-batches, at other sizes than those of the example."""
     native = llava()
@@ -117,6 +120,9 @@ def test_images_train_as_they_do_natively_wherever_they_are() -> None:
     model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_images.py::test_a_place_takes_its_features_from_the_images_of_its_own_row",
+    "tests/model/test_pairs.py::test_a_mask_goes_through_gradients_logits_and_whole_steps"))
 def test_the_tokens_of_an_image_see_each_other() -> None:
     """In layers with a window shorter than an image, too; of sequences with an image and without, in micro-batches."""
     native = gemma()
@@ -203,6 +209,7 @@ class Described(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["backwards", "by number"])
 def test_a_list_of_images_that_is_more_than_joined_is_refused(way: str) -> None:
     given = pictured(3, 12)
@@ -219,6 +226,7 @@ def test_images_of_another_shape_than_one_per_sequence_are_refused() -> None:
                                               "labels": given["labels"]})
 
 
+@pytest.mark.nightly(held_by="tests/model/test_images.py::test_a_place_takes_its_features_from_the_images_of_its_own_row")
 def test_a_batch_with_as_many_rows_as_traced_images_trains_too() -> None:
     given = pictured(TRACED_ROWS, 12)
     given["images"] = torch.randn(TRACED_ROWS, PATCHES, 8)
@@ -230,6 +238,7 @@ def test_a_batch_with_as_many_rows_as_traced_images_trains_too() -> None:
     streamed.megacompile.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("numbers", [(0, 2, 1, 0, 3), (0, 1, 1)])
 def test_a_place_takes_its_features_from_the_images_of_its_own_row(numbers: tuple[int, ...]) -> None:
     """In micro-batches, whose images are as many as their rows have, in the order of the batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import warnings
@@ -67,17 +68,40 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def damage(cache: Path) -> int:
+    """Overwrites compiled code."""
+    files = [f for f in (cache / "compiled").rglob("*") if f.is_file() and f.suffix == ".so"]
+    for file in files:
+        file.write_bytes(b"no such thing")
+    return len(files)
+
+
+def test_code_in_a_folder_serves_and_is_compiled_anew_where_it_was_damaged(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at other starts: copies of a folder are found as new ones are."""
+    def compile_in(cache: Path) -> tuple[bool, int, int]:
+        monkeypatch.setenv("MEGACOMPILE_CACHE", str(cache))
+        return compile_once(lambda x: x.sin() * 2 + 1)
+
+    first, copied, damaged = (tmp_path / name for name in ("first", "copied", "damaged"))
+    assert compile_in(first) == (True, 1, 0)
+    for copy in (copied, damaged):
+        shutil.copytree(first, copy)
+    assert damage(damaged)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert compile_in(copied) == (True, 0, 1)
+    with pytest.warns(RuntimeWarning, match="was changed since megacompile wrote it"):
+        assert compile_in(damaged) == (True, 1, 0)
+
+
+@pytest.mark.nightly(
+    held_by="tests/model/test_inductor.py::test_code_in_a_folder_serves_and_is_compiled_anew_where_it_was_damaged")
 def test_a_damaged_cache_is_compiled_anew_and_then_serves_again(tmp_path: Path) -> None:
+    """Each start is a process of its own."""
     cache = tmp_path / "cache"
-
-    def damage(chosen: Callable[[Path], bool]) -> int:
-        files = [f for f in (cache / "compiled").rglob("*") if f.is_file() and chosen(f)]
-        for file in files:
-            file.write_bytes(b"no such thing")
-        return len(files)
-
     assert fresh_process(GRAPH, cache) == [True, 1, 0, []]
-    assert damage(lambda f: f.suffix == ".so")
+    assert damage(cache)
     agrees, compiled, found, said = fresh_process(GRAPH, cache)
     assert (agrees, compiled, found) == (True, 1, 0) and len(said) == 1 and "was changed since megacompile wrote it" in said[0]
     assert fresh_process(GRAPH, cache) == [True, 0, 1, []]
@@ -178,6 +202,9 @@ def test_only_our_compilations_are_silent_about_tf32(cache: Path, monkeypatch: p
     assert [str(w.message) for w in said] == ["something else", text]
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_inductor.py::test_a_last_chunk_that_does_not_compile_with_a_symbol_is_compiled_for_its_number",
+    "tests/model/test_templates.py::test_linear_cross_entropy_equals_autograd_whatever_the_chunk"))
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_the_fused_gradient_of_a_chunk_is_the_unfused_one(cache: Path, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 9 tokens, and last chunks of any number of tokens, for which one compilation is enough. Inductor's cache keeps

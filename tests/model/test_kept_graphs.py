@@ -136,7 +136,9 @@ def described(captured: CapturedModel) -> list[str]:
 
 
 @pytest.mark.parametrize(("model", "key"), [
-    pytest.param(tiny_models.build, PACKED, id="dense, packed"), pytest.param(experts, PACKED, id="experts, packed"),
+    pytest.param(lambda: Own(torch.tanh), PLAIN, id="own, plain"),
+    pytest.param(tiny_models.build, PACKED, id="dense, packed", marks=pytest.mark.nightly),
+    pytest.param(experts, PACKED, id="experts, packed", marks=pytest.mark.nightly),
     pytest.param(tiny_models.build, PLAIN, id="dense, plain", marks=pytest.mark.nightly),
     pytest.param(state_space, PLAIN, id="state space, plain", marks=pytest.mark.nightly),
     pytest.param(experts, PLAIN, id="experts, plain", marks=pytest.mark.nightly),
@@ -149,11 +151,13 @@ def test_a_second_capture_has_the_same_templates_and_differentiates_nothing(
     assert len(made) == count
 
 
-def test_training_from_kept_graphs_has_the_same_bits(made: list[fx.GraphModule]) -> None:
+@pytest.mark.parametrize("make", [lambda: Own(Scale.apply), pytest.param(experts, marks=pytest.mark.nightly)],
+                         ids=["own", "experts"])
+def test_training_from_kept_graphs_has_the_same_bits(make: Callable[[], Any], made: list[fx.GraphModule]) -> None:
     results, counts = [], []
     for _ in range(2):
         torch.manual_seed(0)
-        model = megacompile.stream(experts(), device="cpu", compile=False)
+        model = megacompile.stream(make(), device="cpu", compile=False)
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
         batch = tiny_models.batch(3, rows=3, length=12)
         losses = [model.megacompile.train_step(batch, optimizer) for _ in range(3)]
@@ -164,6 +168,7 @@ def test_training_from_kept_graphs_has_the_same_bits(made: list[fx.GraphModule])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.nightly(held_by="tests/model/test_kept_graphs.py::test_training_from_kept_graphs_has_the_same_bits")
 def test_a_function_with_a_derivative_of_its_own_is_kept(made: list[fx.GraphModule]) -> None:
     first = described(capture(Own(Scale.apply)))
     count = len(made)
@@ -187,10 +192,11 @@ def test_a_graph_with_constants_is_not_kept(made: list[fx.GraphModule]) -> None:
     assert described(capture(Own(doubled))) == first and len(made) > count
 
 
-def test_a_file_names_no_module_of_the_user(cache: Path) -> None:
+@pytest.mark.parametrize("make", [lambda: Own(Scale.apply), pytest.param(experts, marks=pytest.mark.nightly)],
+                         ids=["own", "experts"])
+def test_a_file_names_no_module_of_the_user(make: Callable[[], Any], cache: Path) -> None:
     """Reading it would import that module."""
-    capture(experts())
-    capture(Own(Scale.apply))
+    capture(make())
     Modules.found.clear()
     for path in cache.iterdir():
         Modules(io.BytesIO(path.read_bytes()[:-32])).load()
@@ -231,23 +237,24 @@ class Modules(pickle.Unpickler):
 
 
 def test_a_changed_graph_is_made_again_with_a_warning(made: list[fx.GraphModule], cache: Path) -> None:
-    first = described(capture(tiny_models.build()))
+    first = described(capture(Own(torch.tanh)))
     count = len(made)
     for path in cache.iterdir():
         *kept, last = path.read_bytes()
         path.write_bytes(bytes([*kept, last ^ 1]))
     with pytest.warns(RuntimeWarning, match="was changed since megacompile wrote it"):
-        assert described(capture(tiny_models.build())) == first
+        assert described(capture(Own(torch.tanh))) == first
     assert len(made) == 2 * count
-    assert described(capture(tiny_models.build())) == first and len(made) == 2 * count
+    assert described(capture(Own(torch.tanh))) == first and len(made) == 2 * count
 
 
+@pytest.mark.nightly(held_by="tests/model/test_kept_graphs.py::test_a_changed_graph_is_made_again_with_a_warning")
 def test_without_a_folder_every_capture_differentiates(made: list[fx.GraphModule], cache: Path,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.write_text("a file")
-    capture(tiny_models.build())
+    capture(Own(torch.tanh))
     count = len(made)
-    capture(tiny_models.build())
+    capture(Own(torch.tanh))
     assert len(made) == 2 * count
 
 

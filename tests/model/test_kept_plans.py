@@ -283,6 +283,7 @@ def choose(planned: Planner, batch: int = 16, length: int = 64, **step: Any) -> 
     return chosen.plan, chosen.answers["searched"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", [{}, {"whole_step": True}, {"update": "arrival"}, {"output": "logits"}], ids=str)
 def test_a_second_planner_finds_the_plan_that_the_first_has_searched(step: dict[str, Any], analysis: Any) -> None:
     searched, kept = (make(analysis, budget=12 * 2**20).choose(16, 64, **step) for _ in range(2))
@@ -318,6 +319,8 @@ OTHERS: dict[str, Callable[[Any], tuple[Planner, dict[str, Any]]]] = {
         "state_slabs": 2, "disk_state": ()}.items()},
     "tiles on disk": lambda a: (make((a[0], replace(a[1], on_disk=("prologue",)))), {}),
 }
+#: These take a capture of their own, seconds each.
+CAPTURED = ("layers", "tiles", "graphs", "device")
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +333,9 @@ def kept(analysis: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cache"
 
 
-@pytest.mark.parametrize("changed", OTHERS)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("changed", [
+    pytest.param(other, marks=[pytest.mark.nightly] * (other in CAPTURED)) for other in OTHERS])
 def test_another_key_is_searched_again(changed: str, analysis: Any, kept: Path, cache: Path) -> None:
     shutil.copytree(kept, cache)
     assert choose(make(analysis))[1] == 0
@@ -350,6 +355,7 @@ def test_every_option_is_in_a_question_or_changes_no_plan() -> None:
     assert {*named(lambda row: row.scope is Scope.PLAN)} <= OTHERS.keys()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_kept_plans.py::test_a_plan_serves_where_about_as_much_memory_is_free")
 def test_memory_that_is_found_free_need_not_be_the_same_to_the_byte(analysis: Any) -> None:
     budget, host = 3 * 2**30, 21 * 2**38
     planned = choose(make(analysis, budget=budget, host_bytes=host))
@@ -360,6 +366,7 @@ def test_memory_that_is_found_free_need_not_be_the_same_to_the_byte(analysis: An
     assert choose(make(analysis, budget=budget, host_bytes=host + 1, options=given))[1] == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spoiled", [{"batch": 8, "micro_batches": (8,)}, {"length": 32}, {"update": "arrival"},
                                      {"output": "logits"},
                                      {"placements": Placements.named(("no such tile",))}], ids=str)
@@ -378,6 +385,7 @@ def test_a_plan_that_does_not_fit_is_searched_again(analysis: Any) -> None:
     assert choose(make(analysis, budget=12 * 2**20)) == (found, 1)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_kept_plans.py::test_a_plan_that_does_not_fit_is_searched_again")
 def test_a_refusal_is_not_kept(analysis: Any, cache: Path) -> None:
     for _ in range(2):
         with pytest.raises(NoFittingPlanError):
@@ -430,6 +438,9 @@ def scheduled() -> list[Any]:
     return [len(searched), repr(made.plan), *(template.digest for template in made.templates.values())]
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_kept_plans.py::test_a_second_planner_finds_the_plan_that_the_first_has_searched",
+    "tests/model/test_kept_plans.py::test_a_kept_plan_is_found_as_it_was"))
 def test_a_second_process_does_not_search(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process is this one, which has captured the model already; the second one hashes strings otherwise."""
     monkeypatch.setattr(seal, "_key", lambda: seal.key_in(tmp_path / "configuration" / "megacompile"))

@@ -87,6 +87,9 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 # ---------------------------------------------------------------- what is loaded
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_loading.py::test_every_stored_value_is_in_its_master_exactly",
+    "tests/model/test_loading.py::test_what_the_models_class_wants_in_float32_stays_so"))
 def test_a_loaded_model_trains_with_the_bits_of_one_that_was_streamed(model: Any, saved: Path) -> None:
     loaded = megacompile.from_pretrained(saved, device="cpu", checkpoint_interval=2, micro_batch_size=2).train()
     try:
@@ -399,6 +402,9 @@ def test_weights_that_memory_does_not_hold_are_not_fetched(hub: Any, monkeypatch
     assert len(hub) == 1 and not any("safetensors" in pattern for pattern in hub[0][1])
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_surface.py::test_the_weights_as_they_were_are_gone_when_a_model_is_streamed_whether_or_not_the_collector_runs",
+    "tests/model/test_loading.py::test_every_stored_value_is_in_its_master_exactly"))
 def test_neither_loading_nor_streaming_nor_saving_holds_the_model_twice(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import gc, sys
@@ -468,7 +474,7 @@ def _with_codes(folder: Path, method: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("method", [pytest.param("mxfp4", marks=pytest.mark.nightly), "fp8"])
 def test_a_model_that_transformers_has_dequantized_is_saved_with_every_weight(method: str, tmp_path: Path) -> None:
     """transformers itself writes full weights under the names of codes, and finds none of them again."""
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config, Qwen3MoeConfig

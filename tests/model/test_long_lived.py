@@ -67,6 +67,8 @@ def test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed(
     assert inside < 0.2 * (time.thread_time() - begun)
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_long_lived.py::test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed")
 def test_programs_that_a_step_adds_are_not_looked_at_again_and_no_step_waits_for_a_collection() -> None:
     added, kept = [1], [Node()]
     collected: list[int] = []
@@ -88,6 +90,8 @@ def test_programs_that_a_step_adds_are_not_looked_at_again_and_no_step_waits_for
     assert dropped() is None
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_long_lived.py::test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed")
 def test_an_interpreter_excludes_few_objects_when_it_starts_and_then_what_stays_is_excluded(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.12 starts with 375 of them."""
@@ -103,6 +107,8 @@ def test_an_interpreter_excludes_few_objects_when_it_starts_and_then_what_stays_
         assert gc.get_freeze_count() > 100_000
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_long_lived.py::test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed")
 def test_no_collection_runs_while_a_program_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even when later steps of other sizes get theirs. A full one would take several times as long as the program."""
     collecting: list[bool] = []
@@ -125,6 +131,8 @@ def test_no_collection_runs_while_a_program_is_made(monkeypatch: pytest.MonkeyPa
     model.megacompile.close()
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_long_lived.py::test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed")
 def test_objects_that_others_have_excluded_stay_excluded() -> None:
     gc.freeze()
     try:
@@ -162,6 +170,8 @@ def rows(count: int) -> list[dict[str, Any]]:
     return [{name: tensor[0].tolist() for name, tensor in tiny_models.batch(seed, rows=1).items()} for seed in range(count)]
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_long_lived.py::test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed")
 @pytest.mark.parametrize("fails", [False, True])
 def test_trainer_excludes_what_stays_and_a_model_that_is_dropped_afterwards_is_freed(fails: bool, tmp_path: Path) -> None:
     from megacompile.trainer import Trainer
@@ -190,6 +200,8 @@ def test_trainer_excludes_what_stays_and_a_model_that_is_dropped_afterwards_is_f
     assert forgotten() is None
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_long_lived.py::test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed")
 def test_the_loop_of_the_command_excludes_what_stays() -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu")
     counts: list[int] = []

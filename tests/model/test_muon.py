@@ -47,6 +47,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------- against PyTorch
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [
     {}, {"nesterov": False, "momentum": 0.4}, {"adjust_lr_fn": "original", "lr": 0.02}, {"weight_decay": 0.0, "ns_steps": 3}])
 def test_it_is_muon_of_torch_for_matrices_and_adamw_for_the_rest(options: dict[str, Any]) -> None:
@@ -83,6 +84,7 @@ def test_the_direction_has_the_bits_of_torch(shape: tuple[int, int]) -> None:
 
 
 # ---------------------------------------------------------------- bits
+@pytest.mark.sample(4)
 @formats
 @pytest.mark.parametrize("options", [
     dict(resident=("layers.1", "layers.0"), resident_state=("layers.0", "layers.1")),
@@ -109,6 +111,7 @@ def test_a_whole_step_has_the_bits_of_a_loop(stored: str, model: Any) -> None:
     other.megacompile.close()
 
 
+@pytest.mark.sample(2)
 @formats
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(stored: str, model: Any, tmp_path: Path) -> None:
     optimizer = muon(model, **FORMATS[stored])
@@ -155,6 +158,9 @@ def test_a_group_may_leave_its_matrices_to_adamw(model: Any) -> None:
     assert "exp_avg_sq" in optimizer.state[first[0]]
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_muon.py::test_experts_and_parts_of_fused_matrices_are_matrices_by_themselves",
+    "tests/model/test_muon.py::test_a_group_may_leave_its_matrices_to_adamw"))
 def test_routers_are_matrices_unless_their_group_says_otherwise() -> None:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -202,6 +208,7 @@ def decoder_of(layer: type[nn.Module]) -> Any:
     return megacompile.stream(plain, layers="layers", device="cpu")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layer", "split", "parts"), [
     (Experts, None, [(e, slice(None)) for e in range(3)]), (Fused, (16, 8, 8), [slice(0, 16), slice(16, 24), slice(24, 32)]),
     (Fused, None, [slice(0, 32)])], ids=["experts", "split", "fused"])
@@ -250,6 +257,9 @@ def test_matrices_stay_on_the_device_or_visit_it(model: Any) -> None:
     assert largest > 16 * 16 * (2 + 2 + 2 + 4 + 4 + 4) and max(visited) >= largest
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_muon.py::test_matrices_stay_on_the_device_or_visit_it",
+    "tests/model/test_state_table.py::test_the_first_choice_that_fits_is_proposed_at_every_size_of_the_host"))
 def test_a_plan_for_muon_holds_its_matrices_and_their_products() -> None:
     model = tiny_models.build(bf16=True, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
     found = {}
@@ -264,6 +274,7 @@ def test_a_plan_for_muon_holds_its_matrices_and_their_products() -> None:
 
 
 # ---------------------------------------------------------------- refusals
+@pytest.mark.nightly(held_by="tests/model/test_state_table.py::test_a_row_s_bytes_are_what_is_allocated")
 def test_what_whole_matrices_do_not_allow_is_refused(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="leave overlap out"):
         muon(model, overlap="backward", max_grad_norm=None)

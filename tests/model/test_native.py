@@ -21,6 +21,7 @@ from megacompile.system.control_groups import cores
 needs_library = pytest.mark.skipif(native.library() is None, reason="no compiler: the PyTorch path is all there is")
 
 
+@pytest.mark.nightly(held_by="tests/model/test_native.py::test_an_update_whose_kernel_cannot_be_built_has_the_same_bits")
 @needs_library
 def test_processes_may_build_at_the_same_time(tmp_path: Path) -> None:
     program = (  # a package of the same name and places, without the imports of the real one: seconds each
@@ -38,6 +39,7 @@ def test_processes_may_build_at_the_same_time(tmp_path: Path) -> None:
     assert native.instruction_sets(native.load(Path(outputs[0])))[0] == "portable"
 
 
+@pytest.mark.nightly(held_by="tests/model/test_native.py::test_an_update_whose_kernel_cannot_be_built_has_the_same_bits")
 @needs_library
 def test_a_second_build_uses_the_first_and_a_changed_source_does_not(tmp_path: Path) -> None:
     compiler = native.compiler_command()
@@ -61,6 +63,7 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[p
         kept.cache_clear()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_native.py::test_an_update_whose_kernel_cannot_be_built_has_the_same_bits")
 @needs_library
 def test_no_step_waits_for_the_compiler(fresh_library: pytest.MonkeyPatch) -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu")

@@ -134,6 +134,7 @@ RESETS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reset", RESETS)
 def test_a_state_that_is_removed_starts_anew_at_the_next_step(model: Any, native: Any, reset: str) -> None:
     counts = []

@@ -65,6 +65,7 @@ def unclipped() -> Callable[[bool], Any]:
     return get
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("bf16", "options"), [
     (False, {}), (True, {}), (False, {"checkpoint_interval": 2, "pinned_memory": "32KiB"}), (True, {"resident": "all"}),
     (False, {"resident_state": "all"}), (True, {"resident_state": ("prologue", "model.layers.1"), "pinned_memory": "32KiB"}),

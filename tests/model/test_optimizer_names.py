@@ -49,6 +49,9 @@ def test_all_names_are_known() -> None:
     assert OPTIMIZERS.keys() == MEANT.keys()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_optimizer_names.py::test_a_name_stands_for_a_class_and_a_format",
+    "tests/model/test_optimizers.py::test_host_memory_has_what_the_format_says"))
 @pytest.mark.parametrize(("name", "written", "state"), [
     ("adamw", None, ElementState(("exp_avg", "exp_avg_sq"), FLOAT32, exact=True)),
     ("adamw_8bit", "master=bfloat16", ElementState(("exp_avg", "exp_avg_sq"), EIGHT_BITS, exact=False)),
@@ -103,6 +106,7 @@ def test_an_option_that_an_optimizer_does_not_have_or_cannot_have_is_refused(nam
         optimizer_named(name).arguments({}, written)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_optimizers.py::test_a_master_that_is_not_kept_is_for_bf16_weights")
 def test_a_schedule_refuses_what_the_optimizer_refuses() -> None:
     refused = r"master='bfloat16' is for bf16 weights, and .* is torch\.float32: leave master out"
     with pytest.raises(MegacompileError, match=refused):
@@ -115,6 +119,7 @@ def test_a_schedule_refuses_what_the_optimizer_refuses() -> None:
 
 # ---------------------------------------------------------------- Trainer
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("optim", "optim_args", "make"), [
     ("adamw_8bit", None, lambda groups: AdamW(groups, lr=2e-2, state_dtype="8bit")),
     ("adamw_torch", "state_dtype=bfloat16, master=bfloat16",
@@ -207,6 +212,10 @@ def formats(output: Path, step: int) -> set[str]:
     return {saved.get("format", "float32") for saved in json.loads(path.read_text())["tensors"].values() if saved["trained"]}
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_optimizers.py::test_a_resumed_run_has_the_bits_of_an_uninterrupted_one",
+    "tests/model/test_optimizer_names.py::test_a_run_of_a_version_with_one_optimizer_goes_on_with_adamw_alone",
+    "tests/model/test_optimizer_names.py::test_an_optimizer_in_a_file_has_either_name"))
 def test_a_run_with_a_named_optimizer_goes_on_to_the_bit_and_with_no_other_one(source: Path, tmp_path: Path) -> None:
     optim = ("--optim", "adamw_8bit", "--optim-args", "master=bfloat16", "--lr", "1e-2", "--decay", "constant")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -241,6 +250,13 @@ def test_an_optimizer_with_other_rates_than_adamw_s_needs_one(source: Path, opti
     assert refused.exit_code == 2 and "step 1/1" not in refused.output
     assert f"--optim {optim} has no default learning rate: give --lr" in (
         " ".join(refused.stderr.split()))
+
+
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_optimizer_names.py::test_an_optimizer_with_other_rates_than_adamw_s_needs_one",
+    "tests/model/test_optimizer_names.py::test_an_optimizer_in_a_file_has_either_name"))
+@pytest.mark.parametrize("optim", ["lion", "lion_8bit", "sgd"])
+def test_an_optimizer_with_other_rates_than_adamw_s_trains_with_one(source: Path, optim: str) -> None:
     assert train(source, "--optim", optim, "--lr", "1e-4", "--steps", 1).exit_code == 0
 
 

@@ -94,6 +94,7 @@ def expected(one: Streamed) -> Callable[[str, bool], dict[str, Tensor]]:
 
 
 # ---------------------------------------------------------------- bits
+@pytest.mark.sample(12)
 @kinds
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
 def test_every_plan_has_the_same_bits(
@@ -104,6 +105,7 @@ def test_every_plan_has_the_same_bits(
     assert same_bits(found, clipped(reference_in_waves, kind, whole) if in_waves else expected(kind, whole))
 
 
+@pytest.mark.sample(3)
 @kinds
 def test_updates_on_arrival_have_the_bits_of_unclipped_updates(kind: str, one: Streamed) -> None:
     found = []
@@ -114,6 +116,7 @@ def test_updates_on_arrival_have_the_bits_of_unclipped_updates(kind: str, one: S
     assert same_bits(*found)
 
 
+@pytest.mark.sample(3)
 @kinds
 def test_late_lanes_change_no_bit(kind: str, one: Streamed, expected: Any) -> None:
     draw, model = random.Random(kind), one.fresh()
@@ -130,6 +133,7 @@ def test_late_lanes_change_no_bit(kind: str, one: Streamed, expected: Any) -> No
     assert same_bits(found, expected(kind, False))
 
 
+@pytest.mark.sample(3)
 @kinds
 def test_an_update_that_stops_half_way_is_completed(kind: str, one: Streamed, expected: Any) -> None:
     model = one.fresh()
@@ -146,6 +150,7 @@ def test_an_update_that_stops_half_way_is_completed(kind: str, one: Streamed, ex
     assert same_bits(state_of(model, optimizer), expected(kind, False))
 
 
+@pytest.mark.sample(3)
 @kinds
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
         kind: str, one: Streamed, expected: Any, tmp_path: Path) -> None:
@@ -163,6 +168,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     assert same_bits(state_of(one.model, again), expected(kind, False))
 
 
+@pytest.mark.sample(3)
 @kinds
 def test_a_state_dict_restores_the_state(kind: str, one: Streamed, expected: Any, tmp_path: Path) -> None:
     model = one.fresh()
@@ -177,6 +183,7 @@ def test_a_state_dict_restores_the_state(kind: str, one: Streamed, expected: Any
     assert same_bits(state_of(one.model, again), expected(kind, False))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
 @pytest.mark.parametrize("stored", list(itertools.permutations(FORMATS, 2)), ids=" beside ".join)
 @pytest.mark.parametrize("make", [megacompile.AdamW, megacompile.Lion, megacompile.SGD, megacompile.Muon])
@@ -201,6 +208,7 @@ def test_a_state_of_groups_in_several_formats_is_saved_and_loaded_by_torch_to_th
     assert same_bits(state_of(one.model, again), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
 def test_a_state_of_sgd_that_torch_has_saved_trains_on_as_there(stepped: bool, momentum: float) -> None:
@@ -224,6 +232,7 @@ def test_a_state_of_sgd_that_torch_has_saved_trains_on_as_there(stepped: bool, m
     ours.megacompile.close()
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), torch.tensor(float("inf"))])
 @pytest.mark.parametrize(("make", "option"), [
     *((make, option) for make in (megacompile.AdamW, megacompile.Lion, megacompile.SGD, megacompile.Muon)
@@ -243,6 +252,7 @@ def test_an_option_that_is_not_finite_is_refused_whenever_it_is_set(make: Make, 
     assert same_bits(state_of(one.model, optimizer), before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("overlap", [None, "backward"])
 def test_a_maximum_norm_of_0_or_infinity_clips_nothing(overlap: str | None, one: Streamed) -> None:
     found = []
@@ -255,6 +265,7 @@ def test_a_maximum_norm_of_0_or_infinity_clips_nothing(overlap: str | None, one:
 
 
 # ---------------------------------------------------------------- what is kept
+@pytest.mark.sample(4)
 @kinds
 def test_host_memory_has_what_the_format_says(kind: str, one: Streamed) -> None:
     optimizer = made(one.fresh(), kind)

@@ -59,6 +59,8 @@ def test_an_option_that_cannot_be_captured_is_refused_by_name_before_anything_is
     assert len(str(caught.value).splitlines()[0]) < 400
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_options.py::test_an_option_that_cannot_be_captured_is_refused_by_name_before_anything_is_traced")
 def test_experts_that_older_transformers_multiply_in_a_loop_are_refused_unless_their_weights_are_bfloat16(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +73,7 @@ def test_experts_that_older_transformers_multiply_in_a_loop_are_refused_unless_t
     assert capture(model.bfloat16()).templates
 
 
+@pytest.mark.nightly(held_by="tests/model/test_options.py::test_what_cannot_be_captured_is_said_with_the_cause_and_the_remedy")
 def test_experts_whose_loop_reads_values_are_refused_with_their_module_and_line() -> None:
     model = build("JetMoe", dict(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_key_value_heads=1, kv_channels=8,
                                  intermediate_size=24, num_local_experts=4))
@@ -125,6 +128,8 @@ def test_what_cannot_be_captured_is_said_with_the_cause_and_the_remedy(layer: ty
         capture(Model(layer))
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_options.py::test_an_option_that_cannot_be_captured_is_refused_by_name_before_anything_is_traced")
 def test_gradient_checkpointing_that_was_enabled_before_changes_nothing() -> None:
     """Its hook at the embeddings neither refuses the model nor stops its capture."""
     native = build("Llama", LLAMA)

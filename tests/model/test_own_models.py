@@ -77,6 +77,7 @@ def normed(self: Any, x: Tensor) -> Tensor:
     return x + F.batch_norm(self.first(x).transpose(1, 2), None, None, training=True).transpose(1, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "where"), [
     (of(lambda self, x: self.first(x) - x.mean(0, keepdim=True)), r"blocks\.0\nfrom source: .*x\.mean\(0"),
     (of(normed), r"blocks\.0\nfrom source: .*F\.batch_norm"),
@@ -103,6 +104,7 @@ def test_a_batch_whose_rows_read_each_other_is_not_split() -> None:
     streamed.megacompile.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [
     lambda self, x: (self.first if self.training else self.second)(x) + 0 * self.first(x) + 0 * self.second(x),
     lambda self, x: self.first(x) * (2 if self.training else 3),
@@ -112,6 +114,7 @@ def test_other_weights_or_numbers_in_evaluation_mode_are_seen(body: Any) -> None
     assert not captured.same_in_evaluation() and captured.others.holds(True, (1, 17))
 
 
+@pytest.mark.nightly(held_by="tests/model/test_own_models.py::test_other_weights_or_numbers_in_evaluation_mode_are_seen")
 def test_a_part_in_another_mode_is_refused_where_that_matters() -> None:
     model: Any = of(lambda self, x: self.drop(self.first(x)))()
     model.blocks[1].eval()
@@ -176,6 +179,8 @@ def test_only_what_has_a_place_is_put_there(call: Any) -> None:
         torch.testing.assert_close(graph(x), call(x))
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_unusual_models.py::test_padding_on_the_right_is_seen_by_layers_that_see_all_of_a_sequence")
 def test_a_model_of_ones_own_is_given_padding_on_the_right() -> None:
     captured = capture(Pools())
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
@@ -219,6 +224,7 @@ class Valued(nn.Module):
         return found.loss + self.value(found.hidden_states[-1]).square().mean()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "message"), [
     (Valued, r"Valued asks the transformers model inside it for hidden states at .*test_own_models\.py:\d+ \(found = .*: "
              r"call its decoder \(get_decoder\(\)\) and pass last_hidden_state to its head"),
@@ -234,6 +240,8 @@ def test_a_forward_that_is_not_supported_is_refused_with_the_remedy(model: type[
         capture(model())
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_capture_refusals.py::test_what_cannot_be_streamed_is_refused_with_cause_and_remedy")
 def test_values_that_a_forward_only_stores_are_not_state() -> None:
     def keeps(self: Any, x: Tensor) -> Tensor:
         self.last = self.first(x)
@@ -285,6 +293,7 @@ def test_a_layer_within_a_layer_is_part_of_its_graph() -> None:
     assert products == [1, 2, 1]
 
 
+@pytest.mark.nightly(held_by="tests/model/test_own_models.py::test_a_layer_within_a_layer_is_part_of_its_graph")
 def test_a_layer_that_pads_to_whole_chunks_takes_the_time_of_their_number() -> None:
     """Its sizes are rounded up: `-(-T // 4)`, which no sum or product is."""
     def chunked(self: Any, x: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ def trained(streamed: Streamed, stored: Mapping[str, Any], whole: bool = False, 
     return state_of(model, optimizer)
 
 
+@pytest.mark.sample(2)
 @formats
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
 def test_a_rule_of_one_s_own_has_the_same_bits_under_every_plan(

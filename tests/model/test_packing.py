@@ -60,7 +60,7 @@ def counts_by_mask() -> Any:
     from transformers import OPTConfig, OPTForCausalLM
 
     return OPTForCausalLM(OPTConfig(
-        vocab_size=tiny_models.VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=tiny_models.VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=64, word_embed_proj_dim=16, dropout=0.0, attention_dropout=0.0, pad_token_id=1))
 
 
@@ -73,7 +73,7 @@ def counts_from_two() -> Any:
         is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1, use_cache=False))
 
 
-@pytest.mark.parametrize("build", [counts_by_mask, counts_from_two])
+@pytest.mark.parametrize("build", [counts_by_mask, pytest.param(counts_from_two, marks=pytest.mark.nightly)])
 def test_positions_and_masks_count_as_they_do_natively_whatever_the_model_assumes(build: Any) -> None:
     torch.manual_seed(0)
     native = build().train()
@@ -133,6 +133,9 @@ def test_a_mask_of_ones_reaches_a_model_that_does_not_assume_it() -> None:
     model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_packing.py::test_loss_and_gradients_are_native_pytorchs",
+    "tests/model/test_packing.py::test_bounds_that_say_what_positions_say_are_left_out_and_others_refused"))
 def test_sequences_in_one_row_that_read_each_other_are_warned_of_once(model: Any) -> None:
     """A convolution reads across them, natively too. Attention does not."""
     hybrid = uneven_models.stream(uneven_models.build())

@@ -97,6 +97,7 @@ def family(name: str) -> Any:
     return model
 
 
+@pytest.mark.nightly(held_by="tests/model/test_pairs.py::test_a_mask_goes_through_gradients_logits_and_whole_steps")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("llama", "qwen3")))
                                   for name in FAMILIES])
 def test_every_layer_reads_the_mask_as_it_is(name: str) -> None:
@@ -124,6 +125,9 @@ def test_a_mask_of_each_head_beside_positions_trains_as_it_does_natively(model: 
     assert model.megacompile.compiled().shape.further == ("attention_mask: bool [B, 2, T, T]", "position_ids")
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_pairs.py::test_a_mask_goes_through_gradients_logits_and_whole_steps",
+    "tests/model/test_pairs.py::test_only_floats_that_do_what_a_bool_mask_does_become_one"))
 def test_what_is_added_to_scores_trains_as_it_does_natively(model: Any, native: Any) -> None:
     """Least numbers in all of a query's row make the mean of all values, with gradients of its scores."""
     generator = torch.Generator().manual_seed(0)
@@ -263,6 +267,7 @@ def assert_trains(model: Any, native: Any, mask: Tensor) -> None:
     tiny_models.assert_same_gradients(model, native)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_pairs.py::test_a_mask_goes_through_gradients_logits_and_whole_steps")
 @pytest.mark.parametrize(("example", "inverted", "ours"), [
     (seen(2, 6), False, True), (seen(2, 6)[:, 0], False, True), (~seen(2, 6), True, False),
     (torch.zeros(2, 6, 6), False, False)], ids=["seen", "three dimensions", "hidden", "floats"])
@@ -279,6 +284,7 @@ def test_a_mask_in_the_example_is_one_of_every_batch(example: Tensor, inverted: 
         assert_trains(model, native, blind() if example.dim() == 4 else blind()[:, 0])
 
 
+@pytest.mark.nightly(held_by="tests/model/test_pairs.py::test_a_mask_goes_through_gradients_logits_and_whole_steps")
 def test_a_mask_that_some_batches_have_has_a_capture_of_its_own(own: Any) -> None:
     model, native = own(None)
     captures = model.megacompile.streamed.captures

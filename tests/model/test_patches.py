@@ -302,6 +302,7 @@ class Scaled(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.nightly(held_by="tests/model/test_images.py::test_a_list_of_images_that_is_more_than_joined_is_refused")
 def test_features_of_which_more_is_made_are_refused() -> None:
     given = pictured(9, [(1, 1, 2)], [])
     example = {name: given[name] for name in ("input_ids", "labels", "image_grid_thw")} | {"pixel_values": torch.zeros(8, 8)}

@@ -156,6 +156,8 @@ def test_a_schedule_and_a_template_pass_run_where_they_were_put_and_change_no_bi
     assert "aten.pow" not in stages["forward"]
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_pipeline.py::test_a_schedule_and_a_template_pass_run_where_they_were_put_and_change_no_bit")
 def test_a_schedule_without_a_model_takes_passes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     example = runpy.run_path(str(EXAMPLE))
     compiled = megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu",
@@ -183,6 +185,8 @@ class Broken:
         return result
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_pipeline.py::test_a_schedule_and_a_template_pass_run_where_they_were_put_and_change_no_bit")
 @pytest.mark.parametrize(("how", "message"), [
     ("returns nothing", "template pass broken returns NoneType, not a GraphModule"),
     ("drops a result",

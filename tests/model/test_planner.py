@@ -83,6 +83,7 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("choices", [*CHOICES, {"resident": "all"}], ids=str)
 def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analysis: Analysis) -> None:
     captured, tiling = analysis
@@ -95,6 +96,7 @@ def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analy
     assert planner(analysis).estimate(chosen).slots == slots
 
 
+@pytest.mark.nightly(held_by="tests/model/test_planner.py::test_estimated_slots_are_those_of_the_program")
 def test_estimated_slots_of_tied_embeddings_are_those_of_the_program(tied_analysis: Analysis) -> None:
     test_estimated_slots_are_those_of_the_program({}, tied_analysis)
 
@@ -113,6 +115,9 @@ def test_smaller_micro_batches_take_less_workspace_and_as_many_checkpoints(analy
     assert small.checkpoints == pytest.approx(large.checkpoints, rel=0.1)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_planner.py::test_what_is_predicted_holds_what_is_measured",
+    "tests/model/test_planner.py::test_a_tight_budget_is_met_with_blocks"))
 def test_a_larger_interval_keeps_fewer_checkpoints_and_recomputes_in_more_memory() -> None:
     """The model's layers, not its loss, hold most."""
     small_loss = analyse(tiny_models.build(**{**SIZES, "vocab_size": 64}))
@@ -215,6 +220,7 @@ class LiveBytes(TorchDispatchMode):
         self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [
     {"micro_batch_size": 8}, {"micro_batch_size": 2}, {"micro_batch_size": 2, "checkpoint_interval": 2},
     {"micro_batch_size": 4, "checkpoint_interval": 3}, {"micro_batch_size": 2, "saved_layers": 3},

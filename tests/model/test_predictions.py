@@ -88,6 +88,7 @@ def test_there_are_rows_to_hold_predictions_against() -> None:
     assert len(ROWS[SHAPE]) >= 2
 
 
+@pytest.mark.nightly(held_by="tests/model/test_planner.py::test_what_is_predicted_holds_what_is_measured")
 def test_predicted_steps_are_within_a_tenth_of_what_was_measured(measured: tuple[Schedule, list[Row]]) -> None:
     """All rows in one test: each process that has some of them would capture the model. `pytest -s` shows all of them."""
     model, rows = measured
@@ -114,6 +115,7 @@ def test_predicted_steps_are_within_a_tenth_of_what_was_measured(measured: tuple
     assert not wrong
 
 
+@pytest.mark.nightly(held_by="tests/model/test_planner.py::test_what_is_predicted_holds_what_is_measured")
 def test_predicted_device_bytes_are_within_a_twentieth_and_never_under(measured: tuple[Schedule, list[Row]]) -> None:
     model, rows = measured
     wrong = []
@@ -126,6 +128,7 @@ def test_predicted_device_bytes_are_within_a_twentieth_and_never_under(measured:
     assert not wrong
 
 
+@pytest.mark.nightly(held_by="tests/model/test_planner.py::test_what_is_predicted_holds_what_is_measured")
 def test_a_large_program_is_simulated_in_no_time(measured: tuple[Schedule, list[Row]]) -> None:
     model, _ = measured
     model.simulate()  # costs are found at the first use

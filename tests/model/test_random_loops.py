@@ -261,6 +261,7 @@ def run(model: Any, seed: int) -> None:
         raise
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_random_loop_trains_as_it_does_natively(made: Callable[[str], Any], plan: str, seed: int) -> None:

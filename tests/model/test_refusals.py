@@ -158,6 +158,7 @@ def test_a_compiled_layer_is_refused_by_name() -> None:
         megacompile.stream(model, device="cpu")
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("what", STREAM_REFUSALS)
 def test_a_model_that_cannot_be_streamed_is_refused_and_left_as_it_was(what: str) -> None:
     make, options, kind, message = STREAM_REFUSALS[what]
@@ -684,6 +685,7 @@ def test_gradients_set_by_hand_after_a_whole_step_are_refused_since_its_update_r
     assert {state["step"] for state in optimizer.state.values()} == {2}
 
 
+@pytest.mark.nightly(held_by="tests/model/test_refusals.py::test_a_model_that_cannot_be_streamed_is_refused_and_left_as_it_was")
 def test_a_model_with_an_encoder_is_refused_with_the_reason() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
     sizes = dict(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)

@@ -90,7 +90,8 @@ def captured(make: Any) -> CapturedModel:
     return capture(make(), example=example if make is Again else None)
 
 
-@pytest.mark.parametrize("make", [build, gated, Again, with_experts])
+@pytest.mark.parametrize("make", [
+    Again, *(pytest.param(each, marks=pytest.mark.nightly) for each in (build, gated, with_experts))])
 def test_a_model_is_traced_once(make: Any, traces: list[Any]) -> None:
     """Layers without our attention, layers that run again, and experts in float32 among them."""
     found = captured(make)
@@ -99,6 +100,9 @@ def test_a_model_is_traced_once(make: Any, traces: list[Any]) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_rehearsal.py::test_a_model_is_traced_once",
+    "tests/model/test_honored.py::test_a_model_that_differs_in_evaluation_mode_is_evaluated_as_it_is_there"))
 @pytest.mark.parametrize("make", [
     functools.partial(build, num_hidden_layers=1, attention_dropout=0.1),
     pytest.param(with_states, marks=pytest.mark.nightly)])
@@ -111,6 +115,7 @@ def test_a_model_that_evaluates_otherwise_is_traced_once_for_that(make: Any, tra
     assert any(template.has_gradient[0] for template in evaluating.templates.values())
 
 
+@pytest.mark.nightly(held_by="tests/model/test_rehearsal.py::test_a_model_is_traced_once")
 def test_a_layer_that_inverts_a_triangle_has_native_s_operations_and_few_conditions_on_sizes(traces: list[Any]) -> None:
     """Steps of Python in the place of a solver were 915 operations. Padding to chunks, written as it is computed, made 400
     conditions. It is traced once: it evaluates alike, divisions of whole numbers, which PyTorch writes in Python, among it."""

@@ -74,6 +74,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "layers that run twice": {"runs": 2, "shared": True, "checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (1, 1)}}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "new names"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_passes_verifier_and_simulator_read_no_names(schedule: dict[str, Any], shuffled: bool,
@@ -114,6 +115,7 @@ def trained(whole: bool, **options: Any) -> tuple[list[float], dict[str, torch.T
     return losses, kept
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "whole step"])
 def test_a_model_trains_to_the_same_bits_under_other_names(whole: bool) -> None:
     losses, weights = trained(whole)

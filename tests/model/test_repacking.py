@@ -200,7 +200,8 @@ def test_padding_that_only_labels_show_is_left_out_of_training(model: Any) -> No
         assert model(**batch).logits.shape == (3, 20, tiny_models.VOCABULARY)
 
 
-@pytest.mark.parametrize("why", ["holes", "a first token in left padding that is a target", "a mask of pairs"])
+@pytest.mark.parametrize("why", ["holes", "a first token in left padding that is a target",
+                                 pytest.param("a mask of pairs", marks=pytest.mark.nightly)])
 def test_what_cannot_be_packed_is_computed_with_its_padding(why: str, model: Any, native: Any) -> None:
     batch = padded([12, 5, 7])
     if why == "holes":
@@ -277,6 +278,7 @@ def test_plans_are_searched_once_for_steps_of_like_size(model: Any) -> None:
     assert answered(model) == before + 1
 
 
+@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_plans_are_searched_once_for_steps_of_like_size")
 def test_one_search_serves_packed_rows_of_all_lengths() -> None:
     model = megacompile.stream(tiny_models.build(max_position_embeddings=8192), device="cpu")
     try:
@@ -288,6 +290,7 @@ def test_one_search_serves_packed_rows_of_all_lengths() -> None:
         model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_plans_are_searched_once_for_steps_of_like_size")
 def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so does a search for steps of twice the size. Programs that are made ahead are those that the step would make."""
     monkeypatch.setattr(shapes, "SECONDS_AHEAD", math.inf)
@@ -313,6 +316,7 @@ def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing(monkeypatch
         late.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_plans_are_searched_once_for_steps_of_like_size")
 def test_the_second_step_of_a_large_model_does_not_plan_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     model = megacompile.stream(tiny_models.build(max_position_embeddings=4096), device="cpu", device_memory="8GiB")
     try:
@@ -340,6 +344,7 @@ def packed_into(rows: int) -> dict[str, Tensor]:
     return padded([LENGTH - 1] * rows + [1])
 
 
+@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_a_predicted_rate_does_not_count_padding")
 def test_plans_of_uneven_rows_expect_a_slower_host() -> None:
     """Their steps differ in size, and small ones hide less of the host's updates."""
     host = replace(Hardware.find("h200"), adam=2e8)
@@ -459,6 +464,7 @@ def test_evaluations_of_packed_rows_have_micro_batches_of_few_sizes() -> None:
         model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_heads.py::test_a_loss_that_is_not_a_sum_over_rows_is_not_split")
 def test_rows_whose_loss_is_not_a_sum_over_tokens_stay_in_one_micro_batch() -> None:
     """Sequences that the user has packed: routers balance the experts of a whole batch."""
     from transformers import AutoModelForCausalLM, MixtralConfig
@@ -481,6 +487,7 @@ def said(model: Any, batch: dict[str, Tensor] | None = None) -> str:
     return str(model.megacompile.explain(batch, hardware="h200").splitlines()[0])
 
 
+@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_a_batch_that_is_not_packed_is_explained_with_its_reason")
 def test_a_plan_is_explained_with_how_its_rows_are_packed(model: Any) -> None:
     assert said(model, padded([20, 4, 2])) == "rows: 3 x 20 with 26 tokens, packed into 1 x 64 (41% full)"
     assert said(model) == "rows: packed into 1 x 64"
@@ -517,6 +524,7 @@ def test_a_predicted_rate_does_not_count_padding(model: Any) -> None:
     assert rate(padded([20, 4, 2])) == pytest.approx(26 / 64 * rate(padded([40, 24])), rel=0.001)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_what_cannot_be_packed_is_computed_with_its_padding")
 def test_layers_that_keep_a_model_from_being_packed_are_named() -> None:
     from transformers import AutoModelForCausalLM, Lfm2Config
 
@@ -531,6 +539,7 @@ def test_layers_that_keep_a_model_from_being_packed_are_named() -> None:
         model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_a_batch_that_is_not_packed_is_explained_with_its_reason")
 def test_a_model_that_shall_not_be_packed_says_so() -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu", repack=False)
     try:
@@ -549,6 +558,9 @@ def across_sequences() -> tuple[Any, Any]:
     return megacompile.stream(copy.deepcopy(native), device="cpu"), native
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_repacking.py::test_padded_rows_train_as_native_pytorch_trains_them",
+    "tests/model/test_repacking.py::test_positions_that_would_go_on_with_another_sequence_are_kept_apart"))
 def test_rows_are_not_packed_where_attention_does_not_read_their_positions(across_sequences: tuple[Any, Any]) -> None:
     model, native = across_sequences
     ids = torch.randint(0, 97, (4, 40))
@@ -562,6 +574,9 @@ def test_rows_are_not_packed_where_attention_does_not_read_their_positions(acros
             training)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_repacking.py::test_padded_rows_train_as_native_pytorch_trains_them",
+    "tests/model/test_repacking.py::test_positions_that_would_go_on_with_another_sequence_are_kept_apart"))
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_positions_that_attention_does_not_read_leave_every_row_as_native(rows: int, across_sequences: tuple[Any, Any]) -> None:
     """Their segments are made of no argument of the batch, and once had one row for all: the others were not computed."""
@@ -578,6 +593,7 @@ def test_positions_that_attention_does_not_read_leave_every_row_as_native(rows: 
         assert (parameter.grad - other.grad).norm() <= 1e-5 * other.grad.norm() + 1e-7, name
 
 
+@pytest.mark.nightly(held_by="tests/model/test_batch_totals.py::test_any_number_made_of_all_rows_is_that_of_the_whole_batch")
 def test_rows_whose_frequencies_depend_on_the_largest_position_are_not_packed() -> None:
     """LongRoPE: in another micro-batch another position would be the largest."""
     from transformers import AutoModelForCausalLM, Phi3Config

@@ -70,6 +70,9 @@ def test_memory_that_the_last_plan_took_goes_back_to_the_device(shared: Shared, 
     assert slots and held == ["nothing"]
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_replanning.py::test_training_under_one_plan_after_another_gives_the_bits_of_training_under_one",
+    "tests/model/test_replanning.py::test_state_stays_on_the_device_when_a_larger_batch_needs_larger_slots"))
 def test_slots_of_another_shape_are_given_back_where_they_would_be_over_the_budget() -> None:
     """Those of a large batch, whose blocks are several layers' weights, beside a small batch that needs all there is."""
     model = megacompile.stream(tiny_models.build(num_hidden_layers=6), device="cpu", micro_batch_size=1)

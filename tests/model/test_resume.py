@@ -36,6 +36,7 @@ def other() -> Streamed:
                     visiting_state=("layers.1", "epilogue"), deferred_moments=True, pinned_memory="32KiB")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("overlap", "whole"), STEPS, ids=str)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # train_step is no step() that it could see
 def test_ten_steps_are_five_a_resume_and_five(

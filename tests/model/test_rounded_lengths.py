@@ -55,6 +55,8 @@ def test_rounded_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, A
     assert model.megacompile.compiled(batch).shape.length == wanted
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_compiled_values.py::test_values_of_tokens_are_compiled_and_train_as_native_pytorch")
 def test_values_of_tokens_come_back_without_those_of_the_padding(twins: tuple[Any, Any]) -> None:
     model, _ = twins
     batch = right_padded([21, 9, 13])
@@ -72,6 +74,9 @@ def test_values_of_tokens_come_back_without_those_of_the_padding(twins: tuple[An
     torch.testing.assert_close(values[present], theirs.max(dim=-1).values[present], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_packing.py::test_loss_and_gradients_are_native_pytorchs",
+    "tests/model/test_rounded_lengths.py::test_training_says_once_that_most_of_a_batch_is_padding"))
 def test_padding_on_the_left_is_not_made_longer(twins: tuple[Any, Any]) -> None:
     """A token of padding on the left sees no token, and then transformers lets it see all: one more would change its value,
     which predicts the row's first token."""
@@ -86,6 +91,9 @@ def test_rows_of_one_length_keep_it(twins: tuple[Any, Any]) -> None:
     assert twins[0].megacompile.compiled(tiny_models.batch(rows=1, length=21)).shape.length == 24
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_rounded_lengths.py::test_rounded_batches_train_as_native_pytorch_trains_them",
+    "tests/model/test_rounded_lengths.py::test_there_are_at_most_eight_widths"))
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "whole steps"])
 def test_thirty_steps_of_a_loop_have_at_most_eight_shapes_and_train_as_native_pytorch(
         twins: tuple[Any, Any], whole: bool) -> None:
@@ -104,6 +112,8 @@ def test_thirty_steps_of_a_loop_have_at_most_eight_shapes_and_train_as_native_py
     model.megacompile.close()
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_rounded_lengths.py::test_there_are_at_most_eight_widths")
 def test_thirty_steps_of_rows_that_are_not_packed_have_few_shapes(twins: tuple[Any, Any], tmp_path: Path) -> None:
     model = stream(twins[1])
     generator = torch.Generator().manual_seed(0)

@@ -21,7 +21,7 @@ def mixtral(**changes: Any) -> Any:
     from transformers import AutoModelForCausalLM, MixtralConfig
 
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
                  num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
                  router_aux_loss_coef=WEIGHT, initializer_range=0.3)
     return AutoModelForCausalLM.from_config(MixtralConfig(**{**sizes, **changes}), attn_implementation="eager").train()
@@ -71,11 +71,13 @@ def assert_native(rows: int | None, given: dict[str, Tensor], native: Any = None
     streamed.megacompile.close()
 
 
-@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("rows", [pytest.param(None, marks=pytest.mark.nightly), 2])
 def test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_asked_for(rows: int | None) -> None:
     assert_native(rows, batch(1, rows=5, length=11))
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_router_losses.py::test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_asked_for")
 def test_router_logits_that_are_cast_to_the_dtype_they_have_are_recorded() -> None:
     """GraniteMoE's routers return `logits.float()`, which in float32 is the tensor that the layer computed."""
     assert_native(2, batch(1, rows=5, length=11), other_experts("GraniteMoe"))
@@ -143,7 +145,7 @@ class Routed(nn.Module):
         return loss + total.square().sum()
 
 
-@pytest.mark.parametrize("way", ["added up", "written to and read"])
+@pytest.mark.parametrize("way", ["added up", pytest.param("written to and read", marks=pytest.mark.nightly)])
 def test_totals_of_every_layer_are_made_in_the_layers_unless_others_see_what_they_write(way: str) -> None:
     torch.manual_seed(0)
     model, given = Routed(way), batch(rows=3)

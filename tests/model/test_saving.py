@@ -84,6 +84,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     assert [path.name for path in old.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("way", ["killed", "interrupted"])
 def test_a_process_stopped_at_any_file_operation_leaves_a_whole_checkpoint_and_the_user_s_folders(old: Path, way: str) -> None:
@@ -111,6 +112,8 @@ def test_a_process_stopped_at_any_file_operation_leaves_a_whole_checkpoint_and_t
     assert number > 20 and set(found) == {"old", "new"} and (linked > 3 or way == "interrupted")
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_saving.py::test_a_process_stopped_at_any_file_operation_leaves_a_whole_checkpoint_and_the_user_s_folders")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_what_a_killed_save_has_taken_along_is_put_back_by_the_next_start(old: Path) -> None:
     number, found = 0, 0

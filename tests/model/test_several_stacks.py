@@ -182,7 +182,10 @@ def assert_gradients(ours: tuple[Tensor, Named], native: tuple[Tensor, Named]) -
         assert (gradient - expected).norm() <= 1e-5 * expected.norm(), name
 
 
-@pytest.mark.parametrize(("model_class", "frozen"), [*((each, False) for each in MODELS), (UShaped, True), (Looped, True)])
+@pytest.mark.parametrize(("model_class", "frozen"), [
+    (Looped, False), (UShaped, True),
+    *(pytest.param(each, frozen, marks=pytest.mark.nightly) for each, frozen in (
+        (UShaped, False), (EncoderDecoder, False), (Interleaved, False), (Shared, False), (Looped, True)))])
 def test_loss_gradients_and_steps_in_waves_are_native_ones(model_class: type[Decoder], frozen: bool) -> None:
     native = built(model_class, FROZEN if frozen else ())
     model = streamed(copy.deepcopy(native))
@@ -251,6 +254,9 @@ def test_a_looped_model_is_saved_by_its_own_names_and_loaded(looped: tuple[Any, 
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_several_stacks.py::test_loss_gradients_and_steps_in_waves_are_native_ones",
+    "tests/model/test_adapters.py::test_a_model_whose_adapters_are_switched_off_is_its_base_and_trains_on_afterwards"))
 def test_an_adapter_on_one_of_two_lists_trains_and_is_switched_off() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=r"up\.\d\.(up|down)", init_lora_weights=False)
@@ -284,6 +290,9 @@ class Heads(Decoder):
         return x
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_several_stacks.py::test_loss_gradients_and_steps_in_waves_are_native_ones",
+    "tests/model/test_several_stacks.py::test_lists_are_declared_for_a_class"))
 def test_unnamed_lists_that_form_a_chain_are_streamed_and_reported() -> None:
     assert find_layers(Heads(), None).paths == ("blocks", "embeddings")
     assert find_layers(EncoderDecoder()).paths == ("decoder.layers",), "parts of other classes stay where they are"
@@ -340,6 +349,7 @@ class Inside(Shared):
         self.blocks[0].inner = layers(1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model_class", "named", "message"), [
     (Inside, ("blocks", "blocks.0.inner"), r'"blocks\.0\.inner" is inside "blocks", whose items are whole layers: name'),
     (through(lambda self, x: self.up[1](self.up[0](x))), ("down", "up"),
@@ -366,6 +376,9 @@ class EvaluatesLonger(Looped):
         return x
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_several_stacks.py::test_lists_and_calls_that_cannot_be_streamed_are_refused",
+    "tests/model/test_honored.py::test_a_model_that_differs_in_evaluation_mode_is_evaluated_as_it_is_there"))
 def test_another_number_of_runs_in_evaluation_mode_is_refused_and_training_goes_on() -> None:
     model = megacompile.stream(EvaluatesLonger(), device="cpu")
     model.eval()

@@ -35,8 +35,8 @@ def planned(bf16: bool = True, **options: Any) -> Schedule:
     return megacompile.schedule(model, **{"batch": 8, "length": 16, "hardware": "h200", "resident_state": (), **options})
 
 
-@pytest.fixture(scope="module", params=[("adamw", 1), ("adamw", 2), ("lion", 1), ("muon", 1)],
-                ids=lambda param: f"{param[0]}, {param[1]} GPUs")
+@pytest.fixture(scope="module", ids=lambda param: f"{param[0]}, {param[1]} GPUs", params=[
+    ("adamw", 1), *(pytest.param(other, marks=pytest.mark.nightly) for other in (("adamw", 2), ("lion", 1), ("muon", 1)))])
 def schedule(request: pytest.FixtureRequest) -> Schedule:
     optim, gpus = request.param
     return planned(optim=optim, gpus=gpus, device_memory="3GiB")
@@ -76,6 +76,7 @@ def test_all_combinations_have_a_row(schedule: Schedule, rows: tuple[StateRow, .
     assert len(set(rows)) == len(rows) == len(FORMATS) * 2 * (1 if whole else 2)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_state_table.py::test_all_combinations_have_a_row")
 def test_fp32_weights_are_their_own_masters() -> None:
     found = planned(bf16=False).outlook().states
     assert len(found) == 2 * len(FORMATS) and all(row.choice.exact for row in found)
@@ -105,6 +106,9 @@ def test_a_row_for_what_was_planned_says_what_the_plan_says(schedule: Schedule, 
     assert rows[0].step_s == pytest.approx(outlook.chosen.times.step_s)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_state_table.py::test_a_row_for_what_was_planned_says_what_the_plan_says",
+    "tests/model/test_state_table.py::test_a_row_has_the_bytes_of_its_tiles_and_only_rows_that_clip_hold_gradients"))
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_row_for_a_plan_with_updates_on_arrival_says_what_the_plan_says(gpus: int) -> None:
     outlook = planned(update="arrival", optim="adamw_8bit", gpus=gpus, device_memory="3GiB").outlook()
@@ -113,6 +117,7 @@ def test_a_row_for_a_plan_with_updates_on_arrival_says_what_the_plan_says(gpus: 
     assert same.step_s == pytest.approx(outlook.chosen.times.step_s)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", range(6))
 def test_a_row_s_bytes_are_what_is_allocated(kind: str, number: int, shared: tiny_models.Shared) -> None:
@@ -147,7 +152,7 @@ def test_rows_fit_a_budget_or_not_and_smaller_ones_fit_smaller_budgets(
         schedule: Schedule, rows: tuple[StateRow, ...], pytestconfig: pytest.Config) -> None:
     """Budgets between all sizes on demand."""
     sizes = sorted({row.host_bytes for row in rows})
-    some = sizes[0] - 1, sizes[0], sizes[len(sizes) // 2] - 1, sizes[-1]
+    some = sizes[0] - 1, sizes[len(sizes) // 2]
     for budget in (sizes[0] - 1, *sizes) if pytestconfig.getoption("--nightly") else some:
         text = schedule.outlook(host_memory=budget).text()
         found = re.findall(r"^(?:float32|bfloat16|8bit) .* (fits|does not fit) ", text, re.MULTILINE)
@@ -155,6 +160,8 @@ def test_rows_fit_a_budget_or_not_and_smaller_ones_fit_smaller_budgets(
         assert found.count("fits") == sum(row.host_bytes <= budget for row in rows)
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_state_table.py::test_rows_fit_a_budget_or_not_and_smaller_ones_fit_smaller_budgets")
 def test_a_host_without_room_for_gradients_holds_batches_that_are_updated_on_arrival() -> None:
     """What is said of other batches is of steps with the same updates."""
     tight = least(planned().tiling, EXACT) - 1
@@ -177,6 +184,8 @@ def test_a_table_has_a_line_for_each_row_with_its_options_bytes_and_rate(
         assert re.search(rf"^{' +'.join(cells)}$", text, re.MULTILINE), cells
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_state_table.py::test_a_table_has_a_line_for_each_row_with_its_options_bytes_and_rate")
 @pytest.mark.parametrize("visits", [(), "all"], ids=["on the host", "visiting"])
 def test_steps_that_wait_for_updates_are_shorter_with_smaller_state(visits: Any) -> None:
     """For each master and time of update, formats in order of size, on a machine whose host memory limits all of them."""
@@ -188,6 +197,7 @@ def test_steps_that_wait_for_updates_are_shorter_with_smaller_state(visits: Any)
     assert all(exact > alone for exact, alone in zip(steps[:3], steps[3:6], strict=True))
 
 
+@pytest.mark.nightly(held_by="tests/model/test_state_table.py::test_all_combinations_have_a_row")
 def test_a_model_with_parameters_of_several_dtypes_has_rows_with_masters_in_float32() -> None:
     with torch.device("meta"):
         model = tiny_models.build(True, **SIZES)
@@ -196,6 +206,8 @@ def test_a_model_with_parameters_of_several_dtypes_has_rows_with_masters_in_floa
     assert [row.choice for row in found] == [choice for choice in combinations(BF16) if choice.exact]
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_state_table.py::test_a_table_has_a_line_for_each_row_with_its_options_bytes_and_rate")
 @pytest.mark.parametrize(("arguments", "bytes_each", "smallest"), [
     ((), {"gradients": 2, "remainder": 2, "moments": 8}, 4.03),
     (("--optim", "adamw_8bit", "--optim-args", "master=bfloat16"), {"gradients": 2, "remainder": 0, "moments": 2.03}, 4.03),
@@ -221,7 +233,7 @@ def least(tiling: Tiling, choice: StateChoice) -> int:
 
 
 @pytest.mark.parametrize("optim", ["adamw", "lion", "muon"])
-@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("bf16", [pytest.param(True, id="bf16"), pytest.param(False, id="fp32", marks=pytest.mark.nightly)])
 def test_the_first_choice_that_fits_is_proposed_at_every_size_of_the_host(optim: str, bf16: bool) -> None:
     kept = tiling = planned(bf16, optim=optim).tiling
     choices = by_accuracy(BF16 if bf16 else {torch.float32}, clipped=optim == "muon")
@@ -246,6 +258,7 @@ def test_the_first_choice_that_fits_is_proposed_at_every_size_of_the_host(optim:
     assert len(proposed) >= len(choices) - 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("left", [0.2, 0.5, 0.8])
 def test_what_a_refusal_proposes_trains_where_it_was_refused(kind: str, left: float) -> None:
@@ -293,6 +306,9 @@ def test_muon_is_not_told_to_update_on_arrival() -> None:
     model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_state_table.py::test_what_a_refusal_proposes_trains_where_it_was_refused",
+    "tests/model/test_state_table.py::test_the_first_choice_that_fits_is_proposed_at_every_size_of_the_host"))
 @pytest.mark.parametrize("gib", [22, 40, 95, *(pytest.param(gib, marks=pytest.mark.nightly) for gib in (60, 80))])
 def test_what_a_refusal_of_a_schedule_proposes_can_be_planned(gib: int) -> None:
     """A model of the size of Qwen2-7B, whose largest tile is a gigabyte."""

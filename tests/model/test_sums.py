@@ -113,6 +113,7 @@ def test_sums_are_the_gradients_of_native_autograd(options: dict[str, Any], fp32
     assert optimizer.grad_norm == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("overlap", [None, "backward"])
 @pytest.mark.parametrize("options", [
     {"host_sums": "all"}, {"host_sums": ("prologue", "model.layers.1"), "resident_state": ("model.layers.0",)},
@@ -147,6 +148,7 @@ def test_in_bf16_what_arrives_is_added_in_fp32_and_the_clip_reads_norms_of_the_s
     assert optimizer.grad_norm == pytest.approx(squares ** 0.5, rel=1e-12)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("overlap", "options"), [(None, {}), (None, {"pinned_memory": "32KiB", "gradient_slabs": 1}),
                                                   ("backward", {"checkpoint_interval": 2})], ids=str)
 def test_late_lanes_change_no_bit(overlap: str | None, options: dict[str, Any], bf16: Replanned) -> None:
@@ -208,6 +210,9 @@ def test_a_sum_that_fails_leaves_the_step_undone(op: str, fp32: Replanned) -> No
     assert tiny_models.same_bits(tiny_models.weights(model), expected)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_sums.py::test_sums_that_do_not_fit_the_host_are_refused_before_anything_runs",
+    "tests/model/test_sums.py::test_no_plan_takes_more_of_the_host_than_there_is"))
 def test_sums_are_counted(fp32: Replanned) -> None:
     model = fp32.plan(waves=2, host_sums=("model.layers.1",))
     handle = model.megacompile
@@ -236,6 +241,7 @@ WAVES: dict[str, Any] = {"layers": 2, "micro_batches": (1, 1), "waves": 2, "whol
                          "host_sums": ("layers.1", "epilogue")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", [{}, {"pinned": False, "gradient_slabs": 1}, {"update": "arrival"}], ids=str)
 def test_every_removed_wait_is_caught(changes: dict[str, Any], make_schedule: Schedules) -> None:
     program = make_schedule(**WAVES | changes).program
@@ -259,6 +265,7 @@ def test_each_wave_is_offloaded_once_and_its_accumulators_are_released(make_sche
     assert [op_of(n).name for n in between] == ["zeros", "reduce"], "nothing of the tile lives on the device between waves"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("processes", [{"ranks": 2}, {"hosts": 2}, {"ranks": 2, "hosts": 2}], ids=str)
 @pytest.mark.parametrize("resident", [False, True])
 def test_any_tiles_of_several_ranks_may_be_added_up_on_the_host(resident: bool, processes: dict[str, int],
@@ -368,6 +375,8 @@ def test_checkpoints_that_the_host_has_no_room_for_are_refused(analysis: Any) ->
     assert not plan(most, host_bytes=tiles).host_checkpoints
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_sums.py::test_waves_whose_accumulators_do_not_fit_keep_more_residuals_with_sums_on_the_host")
 def test_where_the_update_is_fast_a_step_is_planned_with_sums_on_the_host() -> None:
     """Searched by simulation; and not where the host has no room."""
     with torch.device("meta"):

@@ -188,7 +188,7 @@ def test_a_write_through_no_grad_is_used_and_clears_the_remainder(bf16_model: An
 
 
 def test_another_optimizer_in_bf16_is_warned_of_once() -> None:
-    model = megacompile.stream(tiny_models.build(bf16=True, num_hidden_layers=1), device="cpu")
+    model = megacompile.stream(tiny_models.build(bf16=True), device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train_step(model, optimizer)
     with pytest.warns(UserWarning, match=r"use megacompile\.AdamW, which keeps an FP32 master"):
@@ -416,6 +416,9 @@ def test_arguments_may_be_positional(model: Any) -> None:
         assert torch.equal(model(batch(1)["input_ids"]).logits, model(input_ids=batch(1)["input_ids"]).logits)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_frozen.py::test_any_part_alone_trains_as_it_does_natively",
+    "tests/model/test_frozen.py::test_what_is_frozen_has_weights_alone_in_host_memory"))
 def test_frozen_parameters_stay_as_they_are_and_cost_no_gradients() -> None:
     models = []
     for _ in range(2):
@@ -483,8 +486,7 @@ def test_moving_to_where_it_computes_does_nothing(model: Any) -> None:
 
 def test_two_streamed_models_train_beside_each_other(model: Any, native: Any) -> None:
     """As a policy and its reference: the loss of one mixes with the logits of the other."""
-    small = {"num_hidden_layers": 1, "hidden_size": 8, "tie_word_embeddings": True}
-    other, plain = megacompile.stream(tiny_models.build(**small), device="cpu"), tiny_models.build(**small)
+    other, plain = megacompile.stream(tiny_models.build(), device="cpu"), tiny_models.build()
     for policy, reference in ((model, other), (native, plain)):
         ours = policy is model
         optimizers = [(megacompile.AdamW if ours else torch.optim.AdamW)(m.parameters(), lr=1e-2) for m in (policy, reference)]
@@ -547,10 +549,12 @@ def test_a_model_that_is_forgotten_leaves_no_thread() -> None:
 
 # ---------------------------------------------------------------- shapes and memory
 
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}], ids=["as it is", "cast"])
+@pytest.mark.parametrize(("tied", "options"), [
+    pytest.param(False, {}, id="as it is"), pytest.param(True, {}, id="tied", marks=pytest.mark.nightly),
+    pytest.param(True, {"dtype": torch.bfloat16}, id="tied and cast", marks=pytest.mark.nightly)])
 def test_the_weights_as_they_were_are_gone_when_a_model_is_streamed_whether_or_not_the_collector_runs(
-        options: dict[str, Any]) -> None:
-    native = tiny_models.build(tie_word_embeddings=True)
+        tied: bool, options: dict[str, Any]) -> None:
+    native = tiny_models.build(tie_word_embeddings=tied)
     before = [StorageWeakRef(parameter.untyped_storage()) for parameter in native.parameters()]
     gc.disable()
     try:
@@ -716,6 +720,7 @@ def check_decoder(model: Any) -> None:
 EXAMPLE = {"idx": torch.zeros(2, 4, dtype=torch.long), "targets": torch.zeros(2, 4, dtype=torch.long)}
 
 
+@pytest.mark.nightly(held_by="tests/model/test_surface.py::test_the_stack_of_layers_can_be_registered_for_a_class")
 def test_the_stack_of_layers_can_be_named() -> None:
     model = megacompile.stream(decoder(), device="cpu", layers="decoder.blocks", example=EXAMPLE, micro_batch_size=2)
     assert [c.role for c in model.megacompile.program(EXAMPLE).calls].count("layer") == 3

@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_inductor import fresh_process
-from torch import Tensor
+from torch import Tensor, fx
 
 import megacompile
 from megacompile.codegen.inductor import Inductor
@@ -88,8 +89,25 @@ def held(model: Any) -> list[list[int]]:
             for codes in packed_binder(model).for_any_size.values() for code in codes.values()]
 
 
+def as_traced(inductor: Inductor, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    """Stands for `Inductor.compile`: the graph with its symbols, op by op."""
+    inductor.compiled += 1
+    return copy.deepcopy(graph)
+
+
+@pytest.fixture(scope="module", params=["as traced", pytest.param("inductor", marks=pytest.mark.nightly)])
+def compiler(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Inductor and the C++ compiler take forty seconds for what these tests need. What is ours is the graphs with symbols, and
+    for which sizes which code is made and used: graphs that run as they were traced show the same. (test_compiled_values.py
+    trains packed rows through inductor's code for any size in every run.)"""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "as traced":
+            patch.setattr(Inductor, "compile", as_traced)
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def dynamic() -> Iterator[Any]:
+def dynamic(compiler: str) -> Iterator[Any]:
     """A model whose kernels serve any number of packed rows."""
     model = streamed(dynamic=None)
     yield model
@@ -182,7 +200,8 @@ def test_kernels_of_one_length_train_rows_of_another_as_native_pytorch(lengths: 
     assert [after[name] - before[name] for name in ("compiled", "compiled_from_cache", "compiled_variants")] == [0, 0, 0]
 
 
-@pytest.mark.nightly  # (test_inductor.py starts second processes in every run)
+@pytest.mark.nightly(
+    held_by="tests/model/test_inductor.py::test_code_in_a_folder_serves_and_is_compiled_anew_where_it_was_damaged")
 def test_a_second_process_compiles_nothing_and_computes_the_same_bits(tmp_path: Path) -> None:
     """It finds the code of packed rows, what that assumes, and the code of plain batches, which is for their number of rows."""
     first, second = (fresh_process(TRAINING, tmp_path / "cache") for _ in range(2))
@@ -207,7 +226,8 @@ def test_code_is_not_used_for_sizes_that_break_what_it_assumes() -> None:
     assert code.of(5, 2 * UNIT) is made
 
 
-def test_the_second_step_compiles_what_other_sizes_need(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.nightly(held_by="tests/model/test_symbolic_sizes.py::test_steps_of_random_lengths_compile_each_variant_once")
+def test_the_second_step_compiles_what_other_sizes_need(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where code for many tokens may not hold for few. Rows come in pairs of 2 x 128 tokens, or alone."""
     real, hints = binding.compile_for_any_size, []
 
@@ -255,7 +275,7 @@ def test_sizes_with_as_many_tokens_as_two_rows_of_two_units_can_be_symbols(
 
 
 @pytest.fixture
-def fixing_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def fixing_model(compiler: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A model whose loss fixes the number of rows: without Python's kernels, padding its labels does."""
     monkeypatch.setattr(variants, "enable_python_dispatcher", contextlib.nullcontext)
     model = streamed(dynamic=None)
@@ -275,6 +295,8 @@ def test_variants_that_fix_the_number_of_rows_are_compiled_for_each(fixing_model
     assert {(variant, batch) for variant, _, batch, _ in binder.compiled} == {(v, rows) for v in fixed for rows in (2, 3)}
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_symbolic_sizes.py::test_variants_that_fix_the_number_of_rows_are_compiled_for_each")
 def test_variants_that_do_not_compile_with_a_symbol_are_compiled_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = Inductor.compile
 

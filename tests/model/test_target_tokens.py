@@ -82,6 +82,7 @@ def conversations(rows: int, length: int, seed: int) -> dict[str, Tensor]:
     return batch | {"labels": labels}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", [dict(micro_batch_size=1), dict(micro_batch_size=2, waves=2), dict()], ids=str)
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "whole steps"])
 def test_prompts_are_left_out_and_training_is_native_pytorchs(options: dict[str, Any], whole: bool,
@@ -112,6 +113,9 @@ class SummedLoss(nn.Module):
         return {"loss": total / (labels != IGNORED).any(1).sum(), "logits": logits}
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_target_tokens.py::test_results_are_those_of_all_tokens",
+    "tests/model/test_target_tokens.py::test_prompts_are_left_out_and_training_is_native_pytorchs"))
 def test_a_loss_that_is_not_divided_by_its_targets_computes_all_tokens(computed: list[int]) -> None:
     native = SummedLoss()
     model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=4)
@@ -149,6 +153,7 @@ def completions(rows: int, length: int) -> tuple[dict[str, Tensor], Tensor]:
     return {name: batch[name] for name in ("input_ids", "attention_mask")}, targets
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [dict(micro_batch_size=1), dict(micro_batch_size=3), dict(repack=128), dict(repack=False)],
                          ids=str)
 @pytest.mark.parametrize("made", [log_probabilities, log_probabilities_and_entropies])

@@ -122,6 +122,7 @@ def tensor_bytes() -> int:
     return total
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("held", HELD)
 def test_a_closed_model_leaves_the_memory_of_its_weights_and_of_the_tensors_that_a_user_holds(
         held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +168,8 @@ def test_a_closed_model_gives_the_memory_of_the_device_back_to_it(monkeypatch: p
     assert slots and held == ["nothing"] and not forward.values and loss.isfinite()
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_teardown.py::test_a_closed_model_leaves_the_memory_of_its_weights_and_of_the_tensors_that_a_user_holds")
 def test_objects_in_the_process_do_not_grow_with_the_number_of_models() -> None:
     """PyTorch keeps records of its last 64 compilations, a dozen objects for each model.
 

@@ -42,19 +42,23 @@ def count(graph: fx.GraphModule, targets: set) -> int:
 # ------------------------------------------------------------------ sharing
 @pytest.mark.parametrize(("family", "expected"), [
     ("qwen2", ["decoder"] * 4),
-    ("gemma2", ["decoder", "decoder_1"] * 2),  # sliding and full attention alternate
+    # Sliding and full attention alternate.
+    pytest.param("gemma2", ["decoder", "decoder_1"] * 2, marks=pytest.mark.nightly),
     ("hand_written", ["decoder", "decoder_1"] * 2),  # every second layer has a scale
 ])
 def test_equal_layers_share_a_template_and_others_have_their_own(family: str, expected: list[str]) -> None:
     assert [call.template for call in captured(family).calls[1:-1]] == expected
 
 
+@pytest.mark.nightly(
+    held_by="tests/model/test_traced_differences.py::test_layers_and_modes_that_differ_in_little_are_told_apart")
 def test_a_changed_layer_gets_a_template_of_its_own() -> None:
     model = models.build("llama", num_hidden_layers=3)
     model.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-3
     assert [call.template for call in capture(model).calls[1:-1]] == ["decoder", "decoder_1", "decoder"]
 
 
+@pytest.mark.nightly(held_by="tests/model/test_several_stacks.py::test_loss_gradients_and_steps_in_waves_are_native_ones")
 def test_a_frozen_layer_gets_a_template_of_its_own_and_no_gradients() -> None:
     model = models.build("llama", num_hidden_layers=3)
     model.model.embed_tokens.requires_grad_(False)
@@ -68,6 +72,7 @@ def test_a_frozen_layer_gets_a_template_of_its_own_and_no_gradients() -> None:
     assert carried and not differentiated & set(carried)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_frontend_parity.py::test_loss_and_gradients_equal_native_autograd")
 def test_a_tied_parameter_has_one_name_everywhere() -> None:
     names = [{s.name for s in call.sources if s.kind == "parameter"} for call in captured("tied").calls]
     assert "model.embed_tokens.weight" in names[0] & names[-1]
@@ -83,24 +88,21 @@ def test_batch_inputs_keep_the_order_of_forward() -> None:
     assert capture(Swapped(depth=1), example=example).batch_inputs == ("labels", "input_ids")
 
 
-def test_dynamo_logs_its_settings_without_those_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meta_model_is_captured_and_dynamo_logs_its_settings_without_those_of_the_capture(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 writes them as JSON, which holds no functions, and logs an error with a traceback."""
     logged = []
     monkeypatch.setattr("torch._dynamo.utils._get_dynamo_config_for_logging",
                         lambda: logged.append(set(torch._dynamo.config.ignore_logging_functions)))
-    capture(models.HandWritten(depth=1))
-    assert logged == [set()] * len(logged) != []
-
-
-def test_a_meta_model_is_captured() -> None:
     with torch.device("meta"):
         model = models.HandWritten(depth=1)
     assert len(capture(model, pipeline=TEMPLATE_PIPELINE, target=CPU).calls) == 3
+    assert logged == [set()] * len(logged) != []
 
 
 # ------------------------------------------------------------------ variants
-def test_a_llama_layer_has_the_fewest_gemms() -> None:
-    template = captured("llama", (attention,)).templates["decoder"]
+def test_a_qwen2_layer_has_the_fewest_gemms() -> None:
+    template = captured("qwen2", (attention,)).templates["decoder"]
     counts = {name: (count(template.variant(name).graph, GEMMS), count(template.variant(name).graph, ATTENTION))
               for name in template.variant_names}
     # 7 projections; the backward has two GEMMs for each; the recompute leaves out the forward's last one.
@@ -108,7 +110,7 @@ def test_a_llama_layer_has_the_fewest_gemms() -> None:
 
 
 def test_a_layer_that_keeps_attention_s_results_alone_computes_all_but_attention_again() -> None:
-    template = captured("llama").templates["decoder"]
+    template = captured("qwen2").templates["decoder"]
     saving, backward = (template.variant(name, residuals="attention") for name in ("forward_saving", "backward"))
     assert saving.residuals == 2  # what it gives, and the logarithms of its sums
     assert 4 * template.residual_bytes("attention").subs(at := {BATCH: 2, LENGTH: 9}) < template.residual_bytes().subs(at)
@@ -130,9 +132,10 @@ class Gated(models.HandWritten):
 
 
 @pytest.mark.parametrize(("model", "differs"), [
-    (lambda: models.build("gpt2", n_layer=1), lambda given: torch.float32 in {value.dtype for value in given}),
+    pytest.param(lambda: models.build("gpt2", n_layer=1), lambda given: torch.float32 in {value.dtype for value in given},
+                 marks=pytest.mark.nightly),
     (lambda: Gated(depth=1), lambda given: 0 in {value.numel() for value in given}),
-    (lambda: models.build("llama", num_hidden_layers=1), lambda given: True),
+    pytest.param(lambda: models.build("llama", num_hidden_layers=1), lambda given: True, marks=pytest.mark.nightly),
 ], ids=["LayerNorm", "logsigmoid", "neither"])
 def test_the_backward_expects_the_dtypes_and_shapes_that_the_forward_s_kernels_give_on_the_device(
         model: Callable[[], nn.Module], differs: Callable[[list[Tensor]], bool]) -> None:
@@ -154,7 +157,7 @@ def test_the_backward_expects_the_dtypes_and_shapes_that_the_forward_s_kernels_g
 
 
 def test_compiled_code_is_given_no_dtype_but_those_that_it_was_compiled_for() -> None:
-    variant = captured("llama").templates["decoder"].variant("forward")
+    variant = captured("qwen2").templates["prologue"].variant("forward")  # the smallest one
     values = [n.meta["val"] for n in variant.graph.graph.find_nodes(op="placeholder")]
     args = [torch.ones([3 if isinstance(size, torch.SymInt) else size for size in value.shape], dtype=value.dtype)
             if isinstance(value, Tensor) else 3 for value in values]
@@ -199,7 +202,7 @@ def test_what_an_op_of_ours_asserts_is_not_laid_to_inductor(monkeypatch: pytest.
 
 
 def test_variants_take_what_the_contract_says_in_order() -> None:
-    template = captured("llama").templates["decoder"]
+    template = captured("qwen2").templates["decoder"]
     graphs = {name: template.variant(name).graph.graph for name in template.variant_names}
     sizes = {name: len(graph.find_nodes(op="placeholder")) for name, graph in graphs.items()}
     inputs, residuals = len(template.inputs), template.variant("forward_saving").residuals
@@ -210,7 +213,7 @@ def test_variants_take_what_the_contract_says_in_order() -> None:
         template.variant("loss")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "hand_written"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("gpt2", marks=pytest.mark.nightly), "hand_written"])
 def test_no_result_shares_memory_with_a_parameter(family: str) -> None:
     for template in captured(family).templates.values():
         parameters = {i for i, x in enumerate(template.inputs) if x.role.kind in ("parameter", "buffer")}
@@ -261,7 +264,7 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 # ------------------------------------------------------------------ loss
-@pytest.mark.parametrize("family", ["llama", "hand_written"])
+@pytest.mark.parametrize("family", ["qwen2", "hand_written"])
 def test_targets_are_counted_after_the_models_own_shift(family: str) -> None:
     batch = models.batch(3, 9, ignored=0.4)
     shifted = batch["labels"][:, 1:]
@@ -300,7 +303,7 @@ class WeightedLoss(models.HandWritten):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
 
 
-@pytest.mark.parametrize("model", [SquaredLoss, WeightedLoss])
+@pytest.mark.parametrize("model", [SquaredLoss, pytest.param(WeightedLoss, marks=pytest.mark.nightly)])
 def test_a_loss_that_is_not_a_mean_over_targets_is_kept_as_it_is(model: type[models.HandWritten]) -> None:
     result = capture(model(depth=1), pipeline=TEMPLATE_PIPELINE, target=CPU)
     assert not result.has_loss_denominator and not result.fused_loss and result.count_targets is None
@@ -312,6 +315,9 @@ def test_what_is_added_to_a_mean_over_targets_is_averaged_over_micro_batches() -
     assert not captured("hand_written").is_averaged
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_templates.py::test_a_sum_divided_by_something_of_the_batch_is_normalised_by_it",
+    "tests/model/test_templates.py::test_what_is_added_to_a_mean_over_targets_is_averaged_over_micro_batches"))
 def test_labels_smoothing_is_normalised_but_not_fused() -> None:
     class Smoothed(models.HandWritten):
         def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -409,7 +415,7 @@ def test_a_models_own_causal_attention_becomes_ours_and_a_masked_one_stays() -> 
 
 
 def test_a_template_for_cuda_is_made_without_one_and_names_no_cpu() -> None:
-    result = captured("llama", target=Target("cuda", torch.bfloat16))
+    result = captured("hand_written", target=Target("cuda", torch.bfloat16), depth=1)
     text = "".join(t.variant(n).graph.code for t in result.templates.values() for n in t.variant_names)
     assert "device(type='cuda')" in text and "type='cpu'" not in text and "for_cpu" not in text
 
@@ -542,16 +548,19 @@ def test_every_projection_leaves_as_operands_and_nothing_else_does(variant: str)
         captured("qwen2", (attention,)).templates["decoder"].variant(variant).graph, GEMMS) - 7
 
 
-def test_operands_have_the_shape_of_the_parameter() -> None:
-    for family in ("gpt2", "llama"):
-        template = captured(family).templates["decoder"]
-        variant = template.variant("recompute_backward")
-        results = variant.graph.graph.output_node().args[0]
-        for gradient in (g for g in variant.gradients if len(g.results) == 2):
-            a, b = (results[i].meta["val"] for i in gradient.results)
-            assert (a.shape[0], b.shape[1]) == template.inputs[gradient.input].shape
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.nightly), "qwen2"])
+def test_operands_have_the_shape_of_the_parameter(family: str) -> None:
+    template = captured(family).templates["decoder"]
+    variant = template.variant("recompute_backward")
+    results = variant.graph.graph.output_node().args[0]
+    for gradient in (g for g in variant.gradients if len(g.results) == 2):
+        a, b = (results[i].meta["val"] for i in gradient.results)
+        assert (a.shape[0], b.shape[1]) == template.inputs[gradient.input].shape
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_expert_pieces.py::test_five_clipped_steps_are_native_pytorchs",
+    "tests/model/test_templates.py::test_a_grouped_product_reads_rows_that_lie_in_columns"))
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # their experts' weights lie the one way and the other
 def test_the_gradients_of_all_experts_leave_as_rows_and_are_multiplied_out_one_at_a_time(family: str) -> None:
     sizes = ({"num_experts": 16, "moe_intermediate_size": 64} if family == "qwen3_moe" else
@@ -595,6 +604,9 @@ def test_a_grouped_product_reads_rows_that_lie_in_columns() -> None:
     torch.testing.assert_close(grouped_product(rows, others, ends), expected)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_templates.py::test_linear_cross_entropy_equals_autograd_whatever_the_chunk",
+    "tests/model/test_templates.py::test_every_projection_leaves_as_operands_and_nothing_else_does"))
 def test_an_unfused_head_leaves_as_operands_and_a_fused_one_in_float32() -> None:
     unfused = captured("qwen2", (attention, accumulate_in_gemm)).templates["epilogue"]
     assert products(unfused, "loss") == {"lm_head.weight"}

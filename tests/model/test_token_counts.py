@@ -84,6 +84,7 @@ def test_one_plan_is_searched_for_packed_rows_of_one_length_and_their_kernels_ha
     assert model.megacompile.stats["micro_batch_shapes"] == after["micro_batch_shapes"] + 1
 
 
+@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_a_predicted_rate_does_not_count_padding")
 def test_the_rate_of_a_loop_counts_no_padding_streamed_or_not(model: Any, native: Any) -> None:
     for each, computed in ((model, 64), (native, 60)):
         optimizer = (megacompile.AdamW if each is model else torch.optim.AdamW)(each.parameters())
@@ -105,6 +106,7 @@ def test_a_rate_is_of_the_steps_since_the_last_one() -> None:
     assert rate.since(counts) == {}, "no step has ended"
 
 
+@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_a_predicted_rate_does_not_count_padding")
 def test_trainer_logs_tokens_a_second_without_padding_and_the_share_of_padding(model: Any, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     import trained

@@ -146,7 +146,9 @@ class Strided(Decoder):
             return super().forward(F.linear(x, self.wide[:, WIDTH:].t().as_strided((WIDTH, WIDTH), (1, WIDTH), 3)))
 
 
-@pytest.mark.parametrize("kind", [Sliced, ModeSliced, ModeAxis, Turned, Neighbours, ReadBefore, EmptyParameter, Strided],
+@pytest.mark.parametrize("kind", [
+    Sliced, *(pytest.param(each, marks=pytest.mark.nightly) for each in (
+        ModeSliced, ModeAxis, Turned, Neighbours, ReadBefore, EmptyParameter, Strided))],
                          ids=lambda kind: kind.__name__)
 def test_layers_and_modes_that_differ_in_little_are_told_apart(kind: type[Decoder]) -> None:
     native, given = kind(), batch(0)
@@ -186,6 +188,7 @@ def test_what_layers_apart_would_not_see_is_refused(kind: type[Decoder], message
         megacompile.stream(kind(), layers="layers", device="cpu")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("which", range(4))
 def test_strides_into_a_parameter_that_is_not_contiguous_are_refused(which: int) -> None:
     model = Strided()

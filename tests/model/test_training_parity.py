@@ -22,7 +22,8 @@ SHAPES = ((5, 29), (4, 17))
 
 #: Those that differ in what is streamed: in tied and shared parameters, biases, kinds of layers, and in what makes them.
 #: test_frontend.py compares the gradients of every family.
-FAMILIES = ("llama", "gpt2", pytest.param("gpt_neox", marks=pytest.mark.nightly), "gemma2", "hand_written", "tied")
+FAMILIES = ("qwen2", "hand_written", *(pytest.param(family, marks=pytest.mark.nightly) for family in (
+    "llama", "gpt2", "gpt_neox", "gemma2", "tied")))
 
 Named = dict[str, Tensor]
 

@@ -44,7 +44,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "VISITING_BYTES", 11_000)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.nightly), True], ids=["fp32", "bf16"])
 def shared(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
     made = tiny_models.Shared(bf16=request.param, micro_batch_size=2)
     yield made
@@ -86,6 +86,7 @@ def at_home(shared: tiny_models.Shared) -> dict[bool, dict[str, Tensor]]:
 
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", [
     {"visiting_state": "all"}, {"visiting_state": ("prologue", "model.layers.1", "epilogue")},
     {"visiting_state": "all", "resident_state": ("model.layers.0",), "resident": ("model.layers.2",)}], ids=str)
@@ -120,6 +121,7 @@ def test_waves_that_the_device_adds_up_visit_too(shared: tiny_models.Shared) -> 
     assert same_bits(trained(planned(shared, waves=3, visiting_state="all"), True), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("straggler", [Lane.H2D, Lane.CPU, Lane.D2H, Lane.COMPUTE])
 def test_late_lanes_change_no_bit(straggler: Lane, shared: tiny_models.Shared, at_home: Any) -> None:
     draw = random.Random(str(straggler))
@@ -202,6 +204,7 @@ def schedule(parameters_a_second: float, **options: Any) -> Schedule:
                                 whole_step=True, hardware=hardware, resident_state=(), **options)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_visiting.py::test_the_best_number_of_visits_is_found")
 def test_as_many_tiles_visit_as_make_a_step_faster_that_waits_for_the_host() -> None:
     slow = schedule(1e8)
     simulator, count = slow.planner.simulator, len(slow.plan.visiting_state)
@@ -228,6 +231,7 @@ def test_the_best_number_of_visits_is_found(count: int) -> None:
         assert len(found.visiting_state) == best
 
 
+@pytest.mark.nightly(held_by="tests/model/test_visiting.py::test_the_best_number_of_visits_is_found")
 def test_checkpoints_go_to_the_host_where_visits_need_their_memory() -> None:
     options: dict[str, Any] = dict(batch=16, length=256, saved_layers=0)
     ample = schedule(1e8, **options)
@@ -238,6 +242,7 @@ def test_checkpoints_go_to_the_host_where_visits_need_their_memory() -> None:
     assert tight.plan.visiting_state and tight.planner.fits(tight.plan)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_visiting.py::test_the_best_number_of_visits_is_found")
 @pytest.mark.parametrize(("speed", "options"), [(1e13, {}), (1e8, {"visiting_state": ()}), (1e8, {"update": "arrival"}),
                                                 (1e8, {"pinned_memory": "1GiB"})], ids=str)
 def test_none_visit_where_it_gains_nothing_or_is_not_wanted(speed: float, options: dict[str, Any]) -> None:

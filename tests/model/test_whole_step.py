@@ -48,6 +48,7 @@ def loop() -> Callable[..., dict[str, torch.Tensor]]:
     return get
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("options", [
     {}, {"waves": 3}, {"waves": 2, "saved_layers": 3}, {"waves": 2, "checkpoint_interval": 2, "pinned_memory": "32KiB"},
@@ -60,6 +61,7 @@ def test_a_whole_step_gives_the_bits_of_the_plain_loop(options: dict[str, Any], 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("options", [{}, {"waves": 3, "resident": "all"}, {"waves": 2, "pinned_memory": "32KiB"},
                                      {"waves": 2, "resident_state": ("prologue", "model.layers.1")}], ids=str)
