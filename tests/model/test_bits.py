@@ -138,7 +138,7 @@ BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "tw
               "a tile's state resident, all others visit", "moments after all weights")
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_gives_the_same_bits(plan: str) -> None:
     assert not different(trained(torch.float32, **PLANS[plan]), meaning(torch.float32))
@@ -245,7 +245,7 @@ def stragglers(seed: int) -> Any:
     return delay
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", [*range(len(LATE_PLANS)), *(
     pytest.param(seed, marks=pytest.mark.nightly) for seed in range(len(LATE_PLANS), 5 * len(LATE_PLANS)))])
 def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, Weights]]) -> None:
@@ -329,7 +329,7 @@ def edit(shape: Any, section: str, visit: Any) -> None:
 CONTROLS = ("Weights-Ready", "Backward-Done", "gradients are in the slab", "a resident copy is updated")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("wait", "removed"), [*((wait, True) for wait in WAITS), *((wait, False) for wait in CONTROLS)])
 def test_late_work_changes_the_weights_only_without_its_wait(
         wait: str, removed: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,7 @@ def test_several_hosts_are_refused(drive: Path) -> None:
         megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu", hosts=2, disk=drive)
 
 
-@pytest.mark.nightly(held_by=(
-    "tests/model/test_disk_plans.py::test_a_step_takes_as_long_as_the_disk_needs",
-    "tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk"))
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk")
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("update", ["step", "arrival"])
 def test_several_ranks_read_and_write_their_shares(drive: Path, optim: str, update: str) -> None:
@@ -110,6 +108,7 @@ def test_the_fewest_tiles_are_on_disk_that_let_training_fit_spread_over_the_laye
     assert before > 2
 
 
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk")
 def test_tiles_whose_moments_are_somewhere_stay_there(drive: Path) -> None:
     tiling, config = tiling_of(), StreamConfig.of(disk=drive)
     room = disk_tiles.host_bytes(tiling, on_arrival=False) - 100_000
@@ -150,6 +149,7 @@ def planned(read: float, write: float, **options: Any) -> Any:
                                 **{"disk_state": "all", **options})
 
 
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk")
 def test_a_step_takes_as_long_as_the_disk_needs() -> None:
     """Reading and writing beside each other: the slower of both binds, and the lanes of a simulated step say so."""
     for read, write, binds in ((1e6, 1e9, Lane.DISK_READ), (1e9, 1e6, Lane.DISK_WRITE)):
@@ -162,7 +162,7 @@ def test_a_step_takes_as_long_as_the_disk_needs() -> None:
         assert step.step_s == pytest.approx(moved / min(read, write), rel=0.2)
 
 
-@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_a_step_takes_as_long_as_the_disk_needs")
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk")
 def test_moments_on_disk_are_updated_after_all_weights_where_the_next_forward_would_wait_for_their_writes() -> None:
     """Where the disk is fast, they are not: that reads them twice."""
     slow = planned(6e9, 2e9)
@@ -174,9 +174,7 @@ def test_moments_on_disk_are_updated_after_all_weights_where_the_next_forward_wo
     assert not planned(6e9, 2e9, deferred_moments=False).plan.deferred_moments
 
 
-@pytest.mark.nightly(held_by=(
-    "tests/model/test_disk_plans.py::test_a_step_takes_as_long_as_the_disk_needs",
-    "tests/model/test_disk_plans.py::test_as_few_slabs_are_chosen_as_leave_a_step_as_fast"))
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk")
 def test_layers_of_a_70b_model_with_smaller_moments_on_four_drives_keep_the_rate_in_memory() -> None:
     """As `benchmarks/disk_plans.py` finds for all 80 layers."""
     with torch.device("meta"):
@@ -188,6 +186,7 @@ def test_layers_of_a_70b_model_with_smaller_moments_on_four_drives_keep_the_rate
     assert in_memory.simulate().step_s >= 0.95 * on_disk.simulate().step_s
 
 
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk")
 def test_as_few_slabs_are_chosen_as_leave_a_step_as_fast() -> None:
     found = planned(3e7, 2e7)
     simulator = found.planner.simulator
@@ -199,9 +198,7 @@ def test_as_few_slabs_are_chosen_as_leave_a_step_as_fast() -> None:
     assert slabs == {"MB0", *(f"M{number}" for number in range(found.plan.state_slabs))}
 
 
-@pytest.mark.nightly(held_by=(
-    "tests/model/test_disk_plans.py::test_a_step_takes_as_long_as_the_disk_needs",
-    "tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk"))
+@pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk")
 def test_a_plan_says_what_a_step_writes_and_how_long_a_drive_lasts() -> None:
     found = planned(**DISK, optim="adamw_8bit")
     written = sum(layout.disk_bytes for layout in found.tiling.layouts.values())

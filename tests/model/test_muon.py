@@ -84,7 +84,7 @@ def test_the_direction_has_the_bits_of_torch(shape: tuple[int, int]) -> None:
 
 
 # ---------------------------------------------------------------- bits
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @formats
 @pytest.mark.parametrize("options", [
     dict(resident=("layers.1", "layers.0"), resident_state=("layers.0", "layers.1")),

@@ -138,7 +138,9 @@ def at_a_temperature(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return {"logp": logp, "entropy": entropy}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_outputs.py::test_values_of_tokens_and_their_gradients_are_natives",
+    "tests/model/test_target_tokens.py::test_functions_leave_out_prompts_and_have_native_pytorchs_gradients"))
 @pytest.mark.parametrize("weights", [(1.0, 0.3), (1.0, 0.0), (0.0, 1.0)])
 def test_log_probabilities_and_entropies_have_the_gradients_of_pytorchs_own_formulas(
         weights: tuple[float, float], model: Any, native: Any) -> None:

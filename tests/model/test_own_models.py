@@ -255,6 +255,7 @@ def test_values_that_a_forward_only_stores_are_not_state() -> None:
     streamed.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_own_models.py::test_a_layer_within_a_layer_is_part_of_its_graph")
 def test_a_layer_may_hand_on_an_earlier_ones_keys_in_a_tuple() -> None:
     class Shares(Block):
         def forward(self, x: Tensor, keys: Any = None) -> Any:  # type: ignore[override]

@@ -95,8 +95,7 @@ def assert_exact(make: Any, *batches: dict[str, Tensor]) -> None:
 
 @pytest.mark.nightly(held_by=(
     "tests/model/test_unusual_models.py::test_padding_on_the_right_is_seen_by_layers_that_see_all_of_a_sequence",
-    "tests/model/test_own_models.py::test_arguments_by_name_are_those_by_place",
-    "tests/model/test_own_models.py::test_a_layer_may_hand_on_an_earlier_ones_keys_in_a_tuple"))
+    "tests/model/test_own_models.py::test_arguments_by_name_are_those_by_place"))
 def test_buffers_written_anew_given_tensors_handed_on_and_distributions_train_exactly() -> None:
     assert_exact(Unusual, batch(5, 29), batch(3, 19))
 
