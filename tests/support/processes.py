@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -60,6 +61,13 @@ class Process:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def fresh_process() -> ProcessPoolExecutor:
+    """A process that has run nothing, and need not import what ranks import: for what forks, which threads and other models'
+    memory do not survive."""
+    _start_server()
+    return ProcessPoolExecutor(1, _CONTEXT)
 
 
 def _run(script: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> None:

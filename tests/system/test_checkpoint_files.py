@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import pickle
 import re
@@ -15,13 +14,13 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from killed import kill_at_random_moments
+from processes import fresh_process
 from resumable import Run, load
 from safetensors import safe_open
 from tiny_models import same_bits
@@ -41,7 +40,7 @@ def saved(run: Run, tmp_path: Path) -> Path:
 
 def test_no_complete_checkpoint_is_lost_when_training_is_killed(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """In a process that has run nothing else, since it forks: threads and other models' memory do not survive that."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+    with fresh_process() as fresh:
         fresh.submit(kill_at_random_moments, tmp_path, int(pytestconfig.getoption("--kill-moments"))).result()
 
 

@@ -3,14 +3,10 @@ from __future__ import annotations
 
 import copy
 import errno
-import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ import tiny_models
 import torch
 from disk_models import adamw, step, streamed, trained
 from killed import kill_at_random_moments
+from processes import Process, fresh_process
 from resumable import Run, Streamed, load
 from tiny_models import assert_torn, cut_power, same_bits, state_of
 
@@ -61,6 +58,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> list[int
     return made
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
 @pytest.mark.parametrize(("call", "doing"), [("preadv", "reading"), ("pwritev", "writing")])
 @pytest.mark.parametrize("number", [1, 2, 4, 7, 9])
@@ -101,6 +99,7 @@ def deferring(without_disk: tiny_models.Shared, drive: Path, request: pytest.Fix
     made.close()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("make", [adamw, lion], ids=["adamw", "lion"])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
@@ -316,6 +315,7 @@ def settled(run: Run) -> None:
     run.model.megacompile.synchronize()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("op", ["read_state", "adam_from_disk", "write_state"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_update_that_stops_at_an_op_of_the_disk_is_completed(
@@ -358,7 +358,7 @@ def test_no_complete_checkpoint_is_lost_when_training_with_a_disk_is_killed(
         tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """In a process that has run nothing else, since it forks. With --kill-moments 40 it is killed so often."""
     (tmp_path / "disk").mkdir()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+    with fresh_process() as fresh:
         fresh.submit(kill_at_random_moments, tmp_path / "checkpoints", int(pytestconfig.getoption("--kill-moments")),
                      tmp_path / "disk").result()
 
@@ -374,14 +374,14 @@ def test_a_resume_after_a_kill_has_the_bits_of_a_run_that_was_never_killed(tmp_p
     for _ in range(12):
         whole.steps(1)
         masters.append((whole.masters(), whole.moments()))
-    with subprocess.Popen([sys.executable, "-c", VICTIM, str(SUPPORT), str(tmp_path)], stdout=subprocess.PIPE,
-                          text=True) as victim:
-        assert victim.stdout is not None
-        for line in victim.stdout:
-            if int(line) == 3:
-                break
-        time.sleep(0.05)
-        victim.kill()
+    (tmp_path / "victim.py").write_text(VICTIM)
+    victim = Process(tmp_path / "victim.py", [str(tmp_path)], os.environ, tmp_path / "printed")
+    while not (tmp_path / "printed").exists() or "3\n" not in (tmp_path / "printed").read_text():
+        assert victim.poll() is None, (tmp_path / "printed").read_text()
+        time.sleep(0.01)
+    time.sleep(0.05)
+    victim.kill()
+    victim.wait()
     assert list((tmp_path / "disk").iterdir()) == [], "its file went with it"
     run = Run(ours.fresh())
     done = load(tmp_path / "checkpoints", run)
@@ -390,13 +390,11 @@ def test_a_resume_after_a_kill_has_the_bits_of_a_run_that_was_never_killed(tmp_p
     assert same_bits(run.masters(), masters[-1][0]) and same_bits(run.moments(), masters[-1][1])
 
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
 VICTIM = """
 import random
 import sys
 from pathlib import Path
-tests, folder = map(Path, sys.argv[1:])
-sys.path[:0] = [str(tests), str(tests.parent)]
+folder = Path(sys.argv[1])
 import numpy as np
 import torch
 from megacompile import CheckpointWriter

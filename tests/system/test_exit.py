@@ -25,6 +25,9 @@ def test_a_program_and_its_forked_child_end_with_work_in_flight() -> None:
     assert ended() == (0, "", "ending True\n")
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_exit.py::test_a_program_and_its_forked_child_end_with_work_in_flight",
+    "tests/system/test_ranks_faults.py::test_a_rank_that_fails_ends_the_others_with_its_name"))
 def test_a_program_ends_while_a_lane_computes_though_another_rank_has_failed() -> None:
     assert ended("failed") == (0, "", "rank 1 has ended\n")
 

@@ -1,4 +1,7 @@
-"""`megacompile train --gpus N` trains as one process does, prints and writes once, and ends all processes together."""
+"""`megacompile train --gpus N` trains as one process does, prints and writes once, and ends all processes together.
+
+With every commit the processes of a training are forked from one that has imported everything, and what starts them, `launch`,
+starts a command that imports nothing. Nightly tests have both together."""
 from __future__ import annotations
 
 import json
@@ -16,12 +19,21 @@ import pytest
 import tiny_tokenizer
 import torch
 from processes import PATHS, free_port
+from processes import start as start_job
 from rich.console import Console
 from tiny_models import build
+from typer.testing import CliRunner
 
+import megacompile
+from megacompile import cli
+from megacompile.finetuning.launch import launch
 from megacompile.finetuning.reports import LOG, read_log
 
 BATCH, STEPS = 5, 6
+#: What a rank runs that is forked.
+SCRIPT = "from megacompile.cli import app\napp()\n"
+#: Of 27 rows in steps of 5 the last step has two; an evaluation's batches are divided too.
+OPTIONS = ("--epochs", 1, "--eval-share", 0.1, "--eval-interval", 3, "--save-interval", 2)
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +49,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def train(source: Path, *arguments: object) -> list[str]:
+    """Arguments of `megacompile`."""
+    return list(map(str, ("train", source, "--data", source / "rows.jsonl", "--length", 64, "--batch", BATCH, "--device", "cpu",
+                          "--lr", "1e-2", "--log-interval", 1, "--no-dynamic", *arguments)))
+
+
 def start(source: Path, *arguments: object, launcher: Sequence[object] = (), **environment: str) -> subprocess.Popen[str]:
     """Runs `megacompile train`, or has a launcher run it."""
-    command = [sys.executable, *launcher, "-m", "megacompile", "train", source, "--data", source / "rows.jsonl", "--length", 64,
-               "--batch", BATCH, "--device", "cpu", "--lr", "1e-2", "--log-interval", 1, "--no-dynamic", *arguments]
-    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={
+    command = [sys.executable, *map(str, launcher), "-m", "megacompile", *train(source, *arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, PATHS)), **environment})
+
+
+def run_here(source: Path, *arguments: object) -> None:
+    """`megacompile train` in this process, which has imported everything."""
+    result = CliRunner().invoke(cli.app, train(source, *arguments))
+    assert result.exit_code == 0, result.output
 
 
 def finished(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -58,33 +81,52 @@ def assert_same_curve(found: list[dict[str, Any]], expected: list[dict[str, Any]
         assert [entry[key] for entry in found if key in entry] == pytest.approx(wanted, rel=2e-4), key
 
 
-def test_two_processes_have_the_curve_of_one_and_resume_as_one(source: Path, tmp_path: Path) -> None:
-    """27 rows in steps of 5: the last step has two rows; an evaluation's batches are divided too."""
-    options = ("--epochs", 1, "--eval-share", 0.1, "--eval-interval", 3, "--save-interval", 2)
-    alone = start(source, *options, "--output", tmp_path / "one")
-    together = start(source, *options, "--gpus", 2, "--output", tmp_path / "two")
-    finished(alone)
-    printed = finished(together)
+def assert_trained_as_one(printed: str, folder: Path, source: Path) -> None:
+    """Two processes have printed this and written to `folder / "two"`."""
     assert printed.count("saved in") == 1 and printed.count("step 3/6  evaluation loss") == 1, printed
-    one, two = (read_log(tmp_path / name / LOG) for name in ("one", "two"))
+    run_here(source, *OPTIONS, "--output", folder / "one")
+    one, two = (read_log(folder / name / LOG) for name in ("one", "two"))
     assert_same_curve(two, one)
     # From the middle, on another number of processes.
-    checkpoint = sorted((tmp_path / "two" / "checkpoints").iterdir())[1]
-    finished(start(source, *options, "--resume", checkpoint, "--output", tmp_path / "three"))
+    checkpoint = sorted((folder / "two" / "checkpoints").iterdir())[1]
+    run_here(source, *OPTIONS, "--resume", checkpoint, "--output", folder / "three")
     wanted = [entry["loss"] for entry in one if "loss" in entry][4:]
-    assert [entry["loss"] for entry in read_log(tmp_path / "three" / LOG) if "loss" in entry] == pytest.approx(wanted, rel=2e-4)
+    assert [entry["loss"] for entry in read_log(folder / "three" / LOG) if "loss" in entry] == pytest.approx(wanted, rel=2e-4)
+
+
+def test_two_processes_have_the_curve_of_one_and_resume_as_one(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    job = start_job(tmp_path / "script.py", 2, tmp_path / "ranks", train(source, *OPTIONS, "--output", tmp_path / "two"))
+    codes = job.wait(180)
+    printed = job.errors(0) + job.errors(1)
+    assert codes == [0, 0], printed
+    assert_trained_as_one(printed, tmp_path, source)
+
+
+def test_a_command_is_started_in_processes_of_which_the_first_has_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(["--version"], 3) == 0
+    assert capfd.readouterr().out == f"{megacompile.__version__}\n"
+    assert launch(["nothing"], 2) == 2
+    assert "No such command" in capfd.readouterr().err
+
+
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_ranks_train_command.py::test_two_processes_have_the_curve_of_one_and_resume_as_one",
+    "tests/system/test_ranks_train_command.py::test_a_command_is_started_in_processes_of_which_the_first_has_the_terminal"))
+def test_gpus_2_has_the_curve_of_one_process(source: Path, tmp_path: Path) -> None:
+    printed = finished(start(source, *OPTIONS, "--gpus", 2, "--output", tmp_path / "two"))
+    assert_trained_as_one(printed, tmp_path, source)
 
 
 @pytest.mark.nightly
 def test_two_hosts_that_torchrun_starts_have_the_curve_of_one_process_and_write_once(source: Path, tmp_path: Path) -> None:
-    options = ("--epochs", 1, "--eval-share", 0.1, "--eval-interval", 3, "--save-interval", 2)
     launcher = ("-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", f"localhost:{free_port()}")
-    hosts = [start(source, *options, "--output", tmp_path / "two", launcher=launcher, MEGACOMPILE_HOST=name)
+    hosts = [start(source, *OPTIONS, "--output", tmp_path / "two", launcher=launcher, MEGACOMPILE_HOST=name)
              for name in ("left", "right")]
     printed = "".join(finished(host) for host in hosts)
     assert printed.count("saved in") == 1 and printed.count("step 3/6  evaluation loss") == 1, printed
-    finished(start(source, *options, "--output", tmp_path / "one"))
+    run_here(source, *OPTIONS, "--output", tmp_path / "one")
     one, two = (read_log(tmp_path / name / LOG) for name in ("one", "two"))
     assert_same_curve(two, one)
 

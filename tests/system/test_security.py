@@ -47,9 +47,9 @@ def unsafe(tree: ast.AST) -> Iterator[str]:
             yield f"line {node.lineno} runs what it is given: {called}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_file_of_ours_runs_what_it_reads(path: Path) -> None:
-    assert not list(unsafe(ast.parse(path.read_text())))
+def test_no_file_of_ours_runs_what_it_reads() -> None:
+    assert len(SOURCES) > 300
+    assert not [f"{path}: {said}" for path in SOURCES for said in unsafe(ast.parse(path.read_text()))]
 
 
 @pytest.mark.parametrize("text", [
