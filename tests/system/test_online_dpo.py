@@ -46,7 +46,8 @@ ONLINE_DPO = (Native, OnlineDPOTrainer)
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"loss_type": "ipo", "max_length": 5}, {"max_length": 3}, {"beta": 0.3, "gradient_checkpointing": True}], ids=str)
+    {"max_length": 3}, *(pytest.param(each, marks=pytest.mark.nightly) for each in (
+        {}, {"loss_type": "ipo", "max_length": 5}, {"beta": 0.3, "gradient_checkpointing": True}))], ids=str)
 def test_online_dpo_samples_and_trains_as_it_does_unstreamed(
         changes: dict[str, Any], policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Against a frozen copy of the policy; prompts that are too long are cut."""
@@ -59,6 +60,8 @@ def test_online_dpo_samples_and_trains_as_it_does_unstreamed(
     ours.ref_model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by=("tests/system/test_online_dpo.py::test_online_dpo_samples_and_trains_as_it_does_unstreamed",
+                              "tests/system/test_sft.py::test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it"))
 def test_online_dpo_trains_an_adapter_against_its_base(tokenizer: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     made = []
@@ -75,6 +78,10 @@ def test_online_dpo_trains_an_adapter_against_its_base(tokenizer: Any, tmp_path:
     made[1].model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_online_dpo.py::test_online_dpo_samples_and_trains_as_it_does_unstreamed",
+    "tests/system/test_preference.py::test_grpo_needs_no_more_than_a_name_and_a_reward",
+    "tests/system/test_preference.py::test_a_reference_model_is_streamed_beside_the_policy"))
 def test_online_dpo_takes_a_name_and_a_streamed_reference(tokenizer: Any, tmp_path: Path) -> None:
     tiny_models.build().save_pretrained(tmp_path / "base")
     reference = tiny_models.build()

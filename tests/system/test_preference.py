@@ -175,9 +175,12 @@ def test_online_trainers_sample_and_train_as_they_do_unstreamed(
     assert any(entry.get("reward_std", 0) > 0 for entry in logged(ours)), "nothing was rewarded that could differ"
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_preference.py::test_dpo_trains_as_it_does_unstreamed",
+    "tests/system/test_sft.py::test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it",
+    "tests/model/test_adapters.py::test_a_model_whose_adapters_are_switched_off_is_its_base_and_trains_on_afterwards"))
 @pytest.mark.parametrize(("run", "trainers", "changes"), [
-    (dpo, (trl.DPOTrainer, DPOTrainer), {}),
-    pytest.param(grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.1}, marks=pytest.mark.nightly)])
+    (dpo, (trl.DPOTrainer, DPOTrainer), {}), (grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.1})])
 def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type], changes: dict[str, Any], tokenizer: Any,
                                            tmp_path: Path) -> None:
     """The reference is the model without its adapter: no second copy of the weights."""
@@ -199,7 +202,9 @@ def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type]
     trained.megacompile.close()
 
 
-@pytest.mark.nightly  # (test_sft.py trains adapters of such models in every run)
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_quantized.py::test_adapters_over_quantized_weights_train_as_they_do_natively",
+    "tests/system/test_preference.py::test_dpo_trains_as_it_does_unstreamed"))
 def test_a_policy_of_bitsandbytes_trains_an_adapter(tokenizer: Any, tmp_path: Path) -> None:
     """Against its frozen weights in four bits."""
     peft = pytest.importorskip("peft")
@@ -269,9 +274,12 @@ def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path:
         del policy.late
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_preference.py::test_the_default_reference_is_a_frozen_copy_of_the_policy",
+    "tests/system/test_preference.py::test_grpo_needs_no_more_than_a_name_and_a_reward"))
 @pytest.mark.parametrize(("run", "trainers", "changes"), [
     pytest.param(dpo, (trl.DPOTrainer, DPOTrainer), {}, id="dpo"),
-    pytest.param(grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.05}, id="grpo", marks=pytest.mark.nightly)])
+    pytest.param(grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.05}, id="grpo")])
 def test_a_policy_given_by_name_is_streamed_and_its_reference_is_a_frozen_copy(
         run: Any, trainers: tuple[type, type], changes: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
     tiny_models.build().save_pretrained(tmp_path / "base")
@@ -302,6 +310,7 @@ def test_grpo_needs_no_more_than_a_name_and_a_reward(adapted: bool, tokenizer: A
     made.model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/system/test_preference.py::test_adapters_and_dropout_are_refused")
 @pytest.mark.parametrize(("trainer", "settings"), [
     (DPOTrainer, lambda folder: trl.DPOConfig(folder, bf16=False, use_cpu=True)),
     (GRPOTrainer, lambda folder: trl.GRPOConfig(folder, bf16=False, use_cpu=True, disable_dropout=True))], ids=["dpo", "grpo"])
@@ -316,7 +325,8 @@ def test_dropout_of_a_model_given_by_name_is_refused(trainer: Any, settings: Any
                 processing_class=tokenizer, **more)
 
 
-@pytest.mark.parametrize("generations", [{"steps_per_generation": 2}, {"generation_batch_size": 16}], ids=str)
+@pytest.mark.parametrize("generations", [
+    {"steps_per_generation": 2}, pytest.param({"generation_batch_size": 16}, marks=pytest.mark.nightly)], ids=str)
 def test_completions_of_several_steps_are_sampled_at_once_as_they_are_unstreamed(
         generations: dict[str, int], policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Later batches of a generation, and its second iteration, are trained on by a policy that has changed since: their ratios
@@ -332,6 +342,9 @@ def test_completions_of_several_steps_are_sampled_at_once_as_they_are_unstreamed
     assert any(entry["clip_ratio/region_mean"] > 0 for entry in steps), "the policy has moved"
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_preference.py::test_online_trainers_sample_and_train_as_they_do_unstreamed",
+    "tests/model/test_heads.py::test_a_classifier_scores_sequences_of_uneven_length_as_without_streaming"))
 @pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
 def test_a_reward_model_that_is_streamed_rewards_as_it_does_unstreamed(
         trainer: Any, policy: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_evaluations_log_what_trl_logs_and_choose_the_best_model_by_it(loss: str
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", [
     dict(packing=True, packing_strategy="wrapped", max_length=16), dict(packing=True, packing_strategy="bfd", max_length=16),
     dict(padding_free=True, max_length=None)], ids=["wrapped", "bfd", "padding-free"])
@@ -154,7 +155,8 @@ def randomize_adapter(model: Any) -> None:
             torch.nn.init.normal_(parameter, 0, 0.3, generator)
 
 
-@pytest.mark.parametrize("loss", ["nll", pytest.param("dft", marks=pytest.mark.nightly)])
+@pytest.mark.nightly(held_by="tests/system/test_sft.py::test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it")
+@pytest.mark.parametrize("loss", ["nll", "dft"])
 def test_an_adapter_is_trained_as_it_is_by_an_unstreamed_trainer(loss: str, tokenizer: Any, tmp_path: Path) -> None:
     """With a `peft_config`, and evaluated; and a checkpoint of the adapter is loaded when training is resumed."""
     peft = pytest.importorskip("peft")
@@ -194,18 +196,27 @@ def test_a_trainer_that_replaces_the_forward_is_refused(model: Any, tokenizer: A
 
 
 def test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it(tokenizer: Any, tmp_path: Path) -> None:
-    """With its config changed by `model_init_kwargs`, and an adapter."""
+    """With its config changed by `model_init_kwargs`, and an adapter, which is evaluated, and whose checkpoint is resumed."""
     peft = pytest.importorskip("peft")
     tiny_models.build(num_hidden_layers=1).save_pretrained(tmp_path / "base")
-    curves = []
+    curves, evaluated = [], []
     for trainer in (trl.SFTTrainer, SFTTrainer):
         config = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"])
-        made = make(trainer, tmp_path, str(tmp_path / "base"), tokenizer, dict(peft_config=config), max_steps=3,
-                    learning_rate=1e-1, model_init_kwargs={"initializer_range": 0.5, "dtype": "float32"})
+        folder = tmp_path / trainer.__module__
+        made = make(trainer, folder, str(tmp_path / "base"), tokenizer, dict(peft_config=config), max_steps=3,
+                    learning_rate=1e-1, save_strategy="steps", save_steps=2,
+                    model_init_kwargs={"initializer_range": 0.5, "dtype": "float32"})
         made.train()
         curves.append(trained.curve(made, "loss", "grad_norm"))
+        found = made.evaluate()
+        evaluated.append([found[f"eval_{name}"] for name in ("loss", "entropy", "mean_token_accuracy")])
     torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
+    assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-4)
     assert made.model.config.initializer_range == 0.5
+    assert (folder / "checkpoint-2" / "adapter_model.safetensors").exists()
+    final = [p.detach().clone() for p in made.model.parameters()]
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), final, strict=True))
     made.model.megacompile.close()
 
 
@@ -222,9 +233,13 @@ def test_model_init_kwargs_that_are_not_supported_are_refused(
 
 
 # ---------------------------------------------------------------- quantized weights
-@pytest.mark.parametrize(("bf16", "prepared"), [
-    (True, True), pytest.param(False, False, marks=pytest.mark.nightly),
-    pytest.param(True, False, marks=pytest.mark.nightly)])
+#: What holds of these models with every commit: that they train, and that trainers give adapters to models.
+WITH_EVERY_COMMIT = ("tests/model/test_quantized.py::test_adapters_over_quantized_weights_train_as_they_do_natively",
+                     "tests/system/test_sft.py::test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it")
+
+
+@pytest.mark.nightly(held_by=WITH_EVERY_COMMIT)
+@pytest.mark.parametrize(("bf16", "prepared"), [(True, True), (False, False), (True, False)])
 def test_a_model_of_bitsandbytes_is_streamed_and_given_an_adapter(bf16: bool, prepared: bool, tokenizer: Any,
                                                                   tmp_path: Path) -> None:
     """As people write it: load, perhaps prepare, stream, and give the trainer a `peft_config`. The adapter stays in float32,
@@ -250,7 +265,8 @@ def test_a_model_of_bitsandbytes_is_streamed_and_given_an_adapter(bf16: bool, pr
     made.model.megacompile.close()
 
 
-@pytest.mark.parametrize("given_as", ["argument", pytest.param("model_init_kwargs", marks=pytest.mark.nightly)])
+@pytest.mark.nightly(held_by=WITH_EVERY_COMMIT)
+@pytest.mark.parametrize("given_as", ["argument", "model_init_kwargs"])
 def test_a_model_given_by_name_is_quantized_as_trl_is_told_to(given_as: str, tokenizer: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     bitsandbytes_models.build().save_pretrained(tmp_path / "base")

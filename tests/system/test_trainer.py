@@ -55,6 +55,7 @@ def test_an_epoch_that_ends_with_fewer_batches_is_trained_alike(model: Any, nati
     torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
 
 
+@pytest.mark.nightly(held_by="tests/system/test_trainer.py::test_flattened_batches_are_accumulated_as_one_program")
 def test_accumulated_batches_are_one_program(model: Any, tmp_path: Path) -> None:
     steps = model.megacompile.stats["steps"]
     trained.run(Trainer, tmp_path, model)
@@ -74,8 +75,9 @@ def test_batches_that_cannot_be_joined_are_trained_one_by_one(model: Any, native
 
 
 @pytest.mark.parametrize(("rows", "options"), [
-    (3, dict(return_seq_idx=True)), (3, dict(return_flash_attn_kwargs=True)),
-    (1, dict(return_seq_idx=True, return_flash_attn_kwargs=True)), (2, dict(return_position_ids=True))], ids=str)
+    *(pytest.param(3, {each: True}, marks=pytest.mark.nightly) for each in ("return_seq_idx", "return_flash_attn_kwargs")),
+    (1, dict(return_seq_idx=True, return_flash_attn_kwargs=True)),
+    pytest.param(2, dict(return_position_ids=True), marks=pytest.mark.nightly)], ids=str)
 def test_flattened_batches_are_accumulated_as_one_program(rows: int, options: dict[str, Any], model: Any, native: Any,
                                                           tmp_path: Path) -> None:
     """What the collator says of the sequences of each batch does not hold for the joined batches."""
@@ -87,6 +89,7 @@ def test_flattened_batches_are_accumulated_as_one_program(rows: int, options: di
     assert model.megacompile.compiled().shape.whole_step
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [
     dict(dispatch_batches=True), dict(split_batches=True), dict(split_batches=True, dispatch_batches=True),
     dict(use_seedable_sampler=False), dict(even_batches=False, non_blocking=True)], ids=str)
@@ -101,17 +104,18 @@ def test_data_are_read_as_the_accelerator_is_configured(options: dict[str, Any],
 
 
 def test_no_step_waits_for_an_update(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are waits at the start and the end of a training: as many with nine steps as with three."""
+    """There are waits at the start and the end of a training: as many with five steps as with two."""
     streamed, waits = model.megacompile.streamed, []
     settle = streamed.settle
     monkeypatch.setattr(streamed, "settle", lambda: (waits.append(len(counts)), settle()))
     counts: list[int] = []
-    for steps in (3, 3, 9):  # the first compiles
+    for steps in (2, 2, 5):  # the first compiles
         trained.run(Trainer, tmp_path, model, max_steps=steps, logging_strategy="no")
         counts.append(waits.count(len(counts)))
     assert counts[1] == counts[2]
 
 
+@pytest.mark.nightly(held_by="tests/system/test_trainer.py::test_no_step_waits_for_an_update")
 def test_parameters_are_counted_before_the_first_step(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting waits for the update in flight, and Trainer counts floating-point operations in every step."""
     counted: list[int] = []
@@ -127,7 +131,7 @@ def test_parameters_are_counted_before_the_first_step(model: Any, tmp_path: Path
     assert {*counted} == {before}
 
 
-@pytest.mark.parametrize("steps", [4, 6])
+@pytest.mark.parametrize("steps", [pytest.param(4, marks=pytest.mark.nightly), 6])
 def test_a_log_does_not_keep_the_device_waiting_for_the_next_batches(
         steps: int, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log waits for the gradient norm. By then the batches of the next step have been read: two, and one more by Accelerate's
@@ -200,7 +204,7 @@ def test_callbacks_find_gradients_without_whole_steps(model: Any, tmp_path: Path
     assert seen == [True] * 4
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(bf16: bool, request: Any, tmp_path: Path) -> None:
     """Masters, moments, losses and learning rates, from the middle of an epoch. The last two checkpoints are kept."""
     def state(trainer: Any) -> list[Tensor]:
@@ -210,12 +214,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(bf16: bool, 
 
     model = request.getfixturevalue("bf16_model" if bf16 else "model")
     initial = tiny_models.weights(model)
-    changes: dict[str, Any] = dict(max_steps=9, save_strategy="steps", save_steps=3, save_total_limit=2, bf16=bf16)
+    changes: dict[str, Any] = dict(max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=2, bf16=bf16)
     whole = trained.run(Trainer, tmp_path, model, **changes)
     expected, logged = state(whole), trained.curve(whole, *LOGGED)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-6", "checkpoint-9"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-4", "checkpoint-6"]
     model.load_state_dict(initial)
-    resumed = trained.run(Trainer, tmp_path, model, resume=str(tmp_path / "checkpoint-6"), **changes)
+    resumed = trained.run(Trainer, tmp_path, model, resume=str(tmp_path / "checkpoint-4"), **changes)
     assert torch.equal(trained.curve(resumed, *LOGGED), logged)
     assert all(torch.equal(a, b) for a, b in zip(state(resumed), expected, strict=True))
 
@@ -274,7 +278,7 @@ def test_updates_on_arrival_train_alike(model: Any, native: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("of_optimizer", "message"), [
-    (dict(overlap="backward"), "before the global norm is known"),
+    pytest.param(dict(overlap="backward"), "before the global norm is known", marks=pytest.mark.nightly),
     (dict(max_grad_norm=2.0), "pass the same value to both"),
 ])
 def test_optimizers_that_contradict_the_arguments_are_refused(of_optimizer: Any, message: str, model: Any,
@@ -284,7 +288,7 @@ def test_optimizers_that_contradict_the_arguments_are_refused(of_optimizer: Any,
         trained.run(Trainer, tmp_path, model, given=dict(optimizers=(optimizer, None)))
 
 
-@pytest.mark.parametrize("trainer", [Trainer, Loop])
+@pytest.mark.parametrize("trainer", [Trainer, pytest.param(Loop, marks=pytest.mark.nightly)])
 def test_gradients_of_parameters_that_the_optimizer_does_not_have_count_in_the_norm(
         trainer: type, model: Any, native: Any, tmp_path: Path) -> None:
     curves, weights = [], []
@@ -304,7 +308,8 @@ def _focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tens
     return ((1 - (-known).exp()).square() * known).sum() / num_items_in_batch
 
 
-@pytest.mark.parametrize("how", [dict(label_smoothing_factor=0.2), dict(given=dict(compute_loss_func=_focal))])
+@pytest.mark.parametrize("how", [
+    pytest.param(dict(label_smoothing_factor=0.2), marks=pytest.mark.nightly), dict(given=dict(compute_loss_func=_focal))])
 def test_losses_of_logits_are_trained_alike(how: dict[str, Any], model: Any, native: Any, tmp_path: Path) -> None:
     curves = [trained.curve(trained.run(trainer, tmp_path, each, **how), *LOGGED)
               for trainer, each in ((transformers.Trainer, native), (Trainer, model))]
@@ -395,6 +400,9 @@ def test_a_module_around_a_streamed_model_cannot_cast_or_move_it(change: Any, me
         change(torch.nn.ModuleDict({"model": model}))
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_trainer.py::test_curves_are_those_of_an_unstreamed_trainer",
+    "tests/system/test_fine_tuning.py::test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same"))
 def test_logs_reach_tensorboard(model: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

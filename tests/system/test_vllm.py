@@ -76,7 +76,7 @@ def test_a_policy_is_sampled_by_a_server_and_trained_as_it_is_unstreamed(
     """The same completions, token by token. The server has the weights of each step, tied ones once."""
     runs, servers = [], []
     for trainer in trainers:
-        model = tiny_models.build(num_hidden_layers=1)
+        model = tiny_models.build(num_hidden_layers=1) if adapted else tiny_models.build()  # whose captures tests share
         servers.append(serving(model))
         if trainer in (GRPOTrainer, RLOOTrainer):
             model = megacompile.stream(model, device="cpu")
@@ -99,11 +99,11 @@ def test_a_policy_is_sampled_by_a_server_and_trained_as_it_is_unstreamed(
 
 def test_a_policy_is_sampled_by_an_engine_in_its_process_and_trained_as_it_is_unstreamed(
         tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    engines = [EngineInProcess(tiny_models.build(num_hidden_layers=1), end=1) for _ in range(2)]
+    engines = [EngineInProcess(tiny_models.build(), end=1) for _ in range(2)]
     making = iter(engines)
     monkeypatch.setattr(vllm_generation, "LLM", lambda **_: next(making), raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
-    native = tiny_models.build(num_hidden_layers=1)
+    native = tiny_models.build()
     model = megacompile.stream(copy.deepcopy(native), device="cpu")
     runs = []
     try:
@@ -120,30 +120,32 @@ def test_a_policy_is_sampled_by_an_engine_in_its_process_and_trained_as_it_is_un
         model.megacompile.close()
 
 
-def test_merged_weights_leave_the_policy_as_it_is() -> None:
+@pytest.mark.parametrize("options", [
+    {}, pytest.param({"use_dora": True}, marks=pytest.mark.nightly),
+    pytest.param({"modules_to_save": ["lm_head"]}, marks=pytest.mark.nightly)], ids=str)
+def test_merged_weights_leave_the_policy_as_it_is(options: dict[str, Any]) -> None:
     """In bf16, merging and unmerging in place would change the base a little with every step. DoRA is merged as PEFT does."""
-    native = tiny_models.build(bf16=True, num_hidden_layers=1)
-    for options in ({}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}):
-        plain = peft.get_peft_model(copy.deepcopy(native), ADAPTER(**options))
-        model = megacompile.stream(copy.deepcopy(plain), device="cpu")
-        try:
-            before = tiny_models.weights(model)
-            sent = {name: weight.clone() for name, weight in sent_weights(model, torch.device("cpu"))}
-            shapes = {name: weight.shape for name, weight in sent_weights(model, torch.device("meta"))}
-            assert shapes == {name: weight.shape for name, weight in sent.items()}
-            assert tiny_models.same_bits(tiny_models.weights(model), before)
-        finally:
-            model.megacompile.close()
-        merged = dict(plain.merge_and_unload().named_parameters())
-        assert sent.keys() == merged.keys()
-        assert tiny_models.same_bits(sent, {name: weight.detach() for name, weight in merged.items()})
-
-
-def test_weights_in_codes_are_not_sent(tmp_path: Path) -> None:
-    tiny_models.build(bf16=True, num_hidden_layers=1).save_pretrained(tmp_path)
-    model = megacompile.from_pretrained(tmp_path, quantize="nf4", adapter=ADAPTER(), device="cpu", compile=False)
+    plain = peft.get_peft_model(tiny_models.build(bf16=True, num_hidden_layers=1), ADAPTER(**options))
+    model = megacompile.stream(copy.deepcopy(plain), device="cpu")
     try:
-        with pytest.raises(UnsupportedError, match=r"stored in codes: stream the policy without quantize="):
-            refuse_codes(model)
+        before = tiny_models.weights(model)
+        sent = {name: weight.clone() for name, weight in sent_weights(model, torch.device("cpu"))}
+        shapes = {name: weight.shape for name, weight in sent_weights(model, torch.device("meta"))}
+        assert shapes == {name: weight.shape for name, weight in sent.items()}
+        assert tiny_models.same_bits(tiny_models.weights(model), before)
     finally:
+        model.megacompile.close()
+    merged = dict(plain.merge_and_unload().named_parameters())
+    assert sent.keys() == merged.keys()
+    assert tiny_models.same_bits(sent, {name: weight.detach() for name, weight in merged.items()})
+
+
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_weights_in_codes_are_not_sent(streamed: bool) -> None:
+    model = megacompile.quantize(peft.get_peft_model(tiny_models.build(bf16=True, num_hidden_layers=1), ADAPTER()), "nf4")
+    if streamed:
+        megacompile.stream(model, device="cpu", compile=False)
+    with pytest.raises(UnsupportedError, match=r"stored in codes: stream the policy without quantize="):
+        refuse_codes(model)
+    if streamed:
         model.megacompile.close()
