@@ -82,6 +82,7 @@ def test_a_row_says_what_ran_how_fast_and_how_busy_its_lanes_were(streamed_row: 
     json.dumps(row)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arguments", [
     ["--micro-batch-size", "1"], ["--checkpointing", "--keep", "products"], ["--checkpointing", "--checkpoint-layers", "1"]])
 def test_native_rows_train_the_same_model_on_the_same_batches(streamed_row: dict[str, Any], arguments: list[str]) -> None:
@@ -91,7 +92,9 @@ def test_native_rows_train_the_same_model_on_the_same_batches(streamed_row: dict
     assert row["step_s"] > 0 and row["tflops"] > 0
 
 
-@pytest.mark.parametrize("arguments", [[], *(["--through", each] for each in ("turns", "streamed", "native"))], ids=str)
+@pytest.mark.parametrize("arguments", [
+    ["--through", "turns"], *(pytest.param(each, marks=pytest.mark.nightly)
+                              for each in ([], ["--through", "streamed"], ["--through", "native"]))], ids=str)
 def test_a_row_of_generation_says_how_fast_and_what_the_link_allows(arguments: list[str]) -> None:
     given = generation.options().parse_args([*TINY, "--new-tokens", "4", *arguments])
     row = rows.finished(generation.measure(given))
@@ -101,7 +104,11 @@ def test_a_row_of_generation_says_how_fast_and_what_the_link_allows(arguments: l
     assert row.get("parts") == (None if "native" in arguments else 1)
 
 
-def test_a_row_of_generation_beside_natives_is_of_the_same_prompts_and_may_switch_to_training() -> None:
+@pytest.mark.nightly(held_by="tests/system/test_bench.py::test_a_row_of_generation_says_how_fast_and_what_the_link_allows")
+def test_a_row_of_generation_beside_natives_is_of_the_same_prompts_and_may_switch_to_training(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "TRAINED_ROWS", 2)  # a step of 64 x 1,024 tokens takes seconds here
+    monkeypatch.setattr(generation, "TRAINED_LENGTH", 32)
     given = generation.options().parse_args([*TINY, "--new-tokens", "4", "--beside-native", "--switches", "2", "--overlap"])
     row = rows.finished(generation.measure(given))
     assert len(row["native_times_s"]) == len(row["times_s"]) and len(row["first_tokens_s"]) == 2
@@ -111,11 +118,13 @@ def test_a_row_of_generation_beside_natives_is_of_the_same_prompts_and_may_switc
         generation.measure(generation.options().parse_args([*TINY, "--through", "native", "--beside-native"]))
 
 
+@pytest.mark.nightly(held_by="tests/system/test_bench.py::test_predicted_bytes_of_the_host_are_those_that_are_allocated")
 def test_a_row_names_its_optimizer() -> None:
     row = row_of(step, "--optim", "adamw_8bit", "--optim-args", "weight_decay=0.0", "--layers", "2")
     assert row["host_bytes_per_parameter"] < row_of(step, "--layers", "2")["host_bytes_per_parameter"]
 
 
+@pytest.mark.nightly(held_by="tests/system/test_bench.py::test_predicted_bytes_of_the_host_are_those_that_are_allocated")
 def test_a_loop_may_update_on_arrival() -> None:
     row = row_of(step, "--overlap", "--layers", "2")
     assert (row["overlap"], row["train_step"], row["max_grad_norm"], row["grad_norm"]) == (True, False, None, None)
@@ -181,6 +190,7 @@ def test_compute_alone_goes_on_from_checkpoints_that_wait_on_the_host() -> None:
     shared.close()
 
 
+@pytest.mark.nightly(held_by="tests/system/test_bench.py::test_rows_of_one_model_share_a_process_and_no_other_does")
 def test_rows_that_differ_in_their_plans_alone_share_a_model() -> None:
     def given(*arguments: str) -> argparse.Namespace:
         return step.options().parse_args([*TINY, "--steps", "1", "--recorded-steps", "0", *arguments])
@@ -205,6 +215,7 @@ def test_rows_that_differ_in_their_plans_alone_share_a_model() -> None:
         assert models.model is not model and len(models.model.model.layers) == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arguments", [
     [], ["--train-step", "--waves", "2"], ["--overlap"], ["--pinned-memory", "1MiB", "--checkpoint-interval", "2"],
     ["--optim", "adamw_8bit", "--optim-args", "master=bfloat16"], ["--optim", "muon_bf16", "--train-step"]], ids=" ".join)
@@ -286,6 +297,7 @@ def test_frozen_weights_count_as_weights_however_they_are_stored(stored: str | N
     assert any(isinstance(module, QuantizedLinear) for module in model.modules()) == (stored is not None)
 
 
+@pytest.mark.nightly(held_by="tests/system/test_bench.py::test_frozen_weights_count_as_weights_however_they_are_stored")
 def test_a_row_may_train_adapters_over_weights_in_codes() -> None:
     rows_of = {stored: row_of(step, "--lora", "4", "--layers", "2", *more)
                for stored, more in ((None, ()), ("nf4", ("--quantize", "nf4")))}
@@ -488,6 +500,10 @@ def test_a_line_that_is_not_a_row_is_named(tmp_path: Path) -> None:
             rows.read(tmp_path / "rows.jsonl")
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_bench.py::test_rows_that_are_in_the_file_are_not_measured_again",
+    "tests/system/test_bench.py::test_native_rows_train_the_same_model_on_the_same_batches",
+    "tests/system/test_bench.py::test_a_table_sets_each_row_beside_its_compute_alone_and_the_best_native_row"))
 def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, how = dict(batch=2, length=32), dict(steps=1, warm_up=1)
     monkeypatch.setitem(TABLES, "small", Table("Small", (
@@ -663,6 +679,7 @@ def test_a_timeline_without_recorded_steps_is_refused() -> None:
         step.measure(given, step.Models())
 
 
+@pytest.mark.nightly(held_by="tests/system/test_bench.py::test_a_row_says_what_ran_how_fast_and_how_busy_its_lanes_were")
 def test_a_row_of_moments_on_disk_says_what_a_step_reads_and_writes(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hardware, "here", lambda device=None: Hardware.find("h200"))

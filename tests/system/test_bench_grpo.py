@@ -35,8 +35,9 @@ def row_of(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("arguments", "iterations", "computed", "turns"), [
-    ([], 1, False, 0), (["--through", "turns", "--iterations", "2", "--accumulation", "2"], 2, True, 2),
-    (["--overlap"], 1, False, 0),
+    pytest.param([], 1, False, 0, marks=pytest.mark.nightly),
+    (["--through", "turns", "--iterations", "2", "--accumulation", "2"], 2, True, 2),
+    pytest.param(["--overlap"], 1, False, 0, marks=pytest.mark.nightly),
     pytest.param(["--beta", "0.1", "--no-clipping"], 1, True, 0, marks=pytest.mark.nightly)], ids=str)
 def test_phases_of_grpo_add_up_to_its_steps(arguments: list[str], iterations: int, computed: bool, turns: int,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +69,7 @@ def test_phases_of_grpo_add_up_to_its_steps(arguments: list[str], iterations: in
     json.dumps(row)
 
 
+@pytest.mark.nightly(held_by="tests/system/test_bench_grpo.py::test_phases_of_grpo_add_up_to_its_steps")
 def test_one_more_step_is_recorded_by_op() -> None:
     row = row_of("--recorded")
     assert len(row["times_s"]) == 3, "the recorded step is not timed"

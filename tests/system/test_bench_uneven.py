@@ -28,6 +28,9 @@ def row_of(*arguments: str, models: uneven.Models | None = None) -> dict[str, An
     return dict(rows.finished(uneven.measure(uneven.options().parse_args([*TINY, *arguments]), models or uneven.Models())))
 
 
+@pytest.mark.nightly(held_by=("tests/system/test_bench_uneven.py::test_other_ways_to_train_give_rows_too",
+                              "tests/system/test_uneven_rows.py::test_thirty_steps_of_random_lengths_need_four_sizes_of_"
+                              "micro_batches_and_one_plan"))
 def test_all_trainers_see_the_same_rows_and_count_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "capture", capture)  # tests share captures; a row says how long its own took
     ours, native = row_of(), row_of("--through", "native", "--micro-batch-size", "2")
@@ -43,12 +46,14 @@ def test_all_trainers_see_the_same_rows_and_count_the_same_tokens(monkeypatch: p
     json.dumps(ours)
 
 
+@pytest.mark.nightly(held_by="tests/system/test_bench_uneven.py::test_the_steps_between_two_logs_of_trainer_are_timed_together")
 def test_steps_that_are_not_logged_count_as_much_as_others() -> None:
     each, together = row_of(), row_of("--logging-steps", "5")
     assert each["steps_timed"] == [1, 1, 1] and together["steps_timed"] == [1, 2]
     assert together["computed_tokens"] == [each["computed_tokens"][0], round(statistics.mean(each["computed_tokens"][1:]))]
 
 
+@pytest.mark.nightly(held_by="tests/system/test_bench_uneven.py::test_other_ways_to_train_give_rows_too")
 def test_rows_that_differ_in_data_trainer_and_budget_share_a_model_and_count_their_own_tokens() -> None:
     with uneven.Models() as models:
         first, second = row_of(models=models), row_of("--device-memory", "1GiB", models=models)
@@ -62,7 +67,7 @@ def test_rows_that_differ_in_data_trainer_and_budget_share_a_model_and_count_the
         assert row_of(models=models)["losses"] == first["losses"] and models.model is not model
 
 
-@pytest.mark.parametrize("way", ["loop", "sft", "train"])
+@pytest.mark.parametrize("way", ["loop", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("sft", "train"))])
 def test_other_ways_to_train_give_rows_too(way: str) -> None:
     row = row_of("--through", way)
     lengths = uneven.DATA["instructions"].draw(2 * 6 * 4, seed=0)

@@ -166,7 +166,8 @@ def test_wrong_arguments_are_exit_code_2(config: Path, arguments: tuple[str, ...
     assert result.stderr.startswith("megacompile: ") and len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "inspect", "calibrate", "doctor"])
+@pytest.mark.parametrize("command", [
+    pytest.param("train", marks=pytest.mark.nightly), "plan", "inspect", "calibrate", "doctor"])  # train has most options
 def test_a_number_that_no_option_takes_is_one_sentence(command: str, config: Path, tmp_path: Path) -> None:
     """Every option that takes a number is given NaN, infinity, numbers beyond any count, and numbers below its least."""
     options = {each.name: each for each in typer.main.get_command(cli.app).commands[command].params}  # type: ignore[attr-defined]
@@ -345,6 +346,8 @@ def test_plan_says_whether_the_host_holds_it(config: Path) -> None:
 ADAPTED = ("--lora", "--lora-rank", 4, "--lora-targets", "q_proj,v_proj")
 
 
+@pytest.mark.nightly(held_by=("tests/system/test_cli.py::test_inspect_shows_what_is_frozen_and_an_adapter_s_program",
+                              "tests/system/test_cli.py::test_plan_predicts_a_step_on_hardware_that_is_not_there"))
 @pytest.mark.parametrize(("more", "said"), [
     (ADAPTED, r"parameters, [\d,]+ of them trained"),
     (("--frozen-layers", 2, "--update", "arrival"), r"updates on arrival of gradients, .* parameters, [\d,]+ of them trained")])
@@ -396,7 +399,7 @@ def test_plan_predicts_a_step_on_hardware_that_is_not_there(config: Path) -> Non
     assert re.search(r"^->  +1 +4 ", result.output, re.MULTILINE)
 
 
-@pytest.mark.parametrize("hardware", ["h200", "rtx4090"])  # with links between GPUs, and without
+@pytest.mark.parametrize("hardware", [pytest.param("h200", marks=pytest.mark.nightly), "rtx4090"])  # with links, and without
 def test_plan_says_what_all_gpus_of_a_host_train_together(hardware: str, config: Path) -> None:
     result = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", hardware, "--gpus", 4)
     assert result.exit_code == 0, result.output
@@ -431,7 +434,7 @@ def test_plan_refuses_a_machine_that_was_not_measured_and_takes_one_that_was(
     plan = ("plan", config, "--batch", 4, "--length", 16, "--device", "cpu")
     refused = megacompile_command(*plan)
     assert refused.exit_code == 1 and "run megacompile calibrate" in refused.stderr
-    measured = megacompile_command("calibrate", "--device", "cpu", "--scale", "0.05")
+    measured = megacompile_command("calibrate", "--device", "cpu", "--scale", "0.01")
     assert measured.exit_code == 0 and "AdamW" in measured.output
     assert re.search(r"step: \d+\.\d+ s", megacompile_command(*plan).output)
 
@@ -442,13 +445,15 @@ def test_calibrate_measures_no_device_that_nothing_is_streamed_to(device: str) -
     assert result.exit_code != 0 and f"device must be 'cpu' or 'cuda', not '{device}'" in result.output
 
 
+@pytest.mark.nightly(held_by="tests/system/test_cli.py::test_plan_refuses_a_machine_that_was_not_measured_and_takes_one_that_was")
 def test_rates_that_cannot_be_kept_are_printed_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = megacompile_command("calibrate", "--device", "cpu", "--scale", "0.01", "--output", tmp_path / "file/rates.json")
     assert result.exit_code == 2 and "AdamW" in result.output and "cannot be written" in result.output
 
 
-@pytest.mark.parametrize("command", [("doctor",), ("calibrate", "--device", "cpu", "--scale", "0.01")])
+@pytest.mark.parametrize("command", [
+    ("doctor",), pytest.param(("calibrate", "--device", "cpu", "--scale", "0.01"), marks=pytest.mark.nightly)])
 def test_what_takes_long_says_what_is_being_done(command: tuple[str, ...], tmp_path: Path) -> None:
     more = ("--output", tmp_path / "rates.json") if command[0] == "calibrate" else ()
     result = megacompile_command(*command, *more)
@@ -470,8 +475,11 @@ def test_on_a_terminal_one_line_says_what_is_being_done() -> None:
     assert written.count("\n") <= 1 and "\x1b[2K" in written, "lines are written over"
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_cli.py::test_plan_refuses_a_machine_that_was_not_measured_and_takes_one_that_was",
+    "tests/system/test_disk_commands.py::test_calibrate_measures_the_drives_of_a_folder"))
 def test_calibrate_writes_where_it_is_told(config: Path, tmp_path: Path) -> None:
-    megacompile_command("calibrate", "--device", "cpu", "--scale", "0.05", "--output", tmp_path / "mine.json")
+    megacompile_command("calibrate", "--device", "cpu", "--scale", "0.01", "--output", tmp_path / "mine.json")
     planned = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", tmp_path / "mine.json")
     assert planned.exit_code == 0, planned.output
     assert "measured with torch" in planned.output

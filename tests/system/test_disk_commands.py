@@ -60,6 +60,9 @@ def test_a_run_with_state_on_disk_logs_what_it_writes_and_resumes_to_the_bit(
     assert not list(drive.iterdir()), "the state's file is gone with the run"
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_disk_plans.py::test_a_plan_says_what_a_step_writes_and_how_long_a_drive_lasts",
+    "tests/system/test_disk_commands.py::test_calibrate_measures_the_drives_of_a_folder"))
 def test_a_plan_with_a_disk_says_what_is_written_and_how_long_drives_last(tmp_path: Path) -> None:
     arguments = ("plan", CONFIG, "--hardware", "h200", "--batch", 16, "--length", 1024, "--host-memory", "12GiB")
     alone = command(*arguments)

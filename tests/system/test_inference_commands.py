@@ -87,7 +87,7 @@ def chatted(tokenizer: Any, *messages: tuple[str, str]) -> list[int]:
 
 
 # ---------------------------------------------------------------- generate
-@pytest.mark.parametrize("batch", [1, 2, 64])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.nightly), 2, 64])
 def test_answers_are_those_of_the_plain_model_in_the_order_of_the_file(
         batch: int, model: Path, tokenizer: Any, prompts: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model)
@@ -97,7 +97,7 @@ def test_answers_are_those_of_the_plain_model_in_the_order_of_the_file(
         answer(plain, tokenizer, chatted(tokenizer, ("user", text))) for text in ASKED]
 
 
-@pytest.mark.parametrize("through", ["option", "folder"])
+@pytest.mark.parametrize("through", ["option", pytest.param("folder", marks=pytest.mark.nightly)])
 def test_an_adapter_answers_with_its_model(through: str, model: Path, adapter: Path, tokenizer: Any, prompts: Path) -> None:
     import peft
 
@@ -304,6 +304,8 @@ def test_an_answer_that_the_model_has_no_positions_for_is_refused_before_weights
     assert result.exit_code == 1 and "more than the 256 positions of the model: shorten it" in result.stderr
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_inference_commands.py::test_answers_are_those_of_the_plain_model_in_the_order_of_the_file",))
 def test_a_model_that_takes_images_answers_text(tokenizer: Any, tmp_path: Path) -> None:
     """Transformers does not open it as a causal language model."""
     sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2)
@@ -383,6 +385,9 @@ def test_the_loss_of_a_text_is_that_of_the_plain_model(batch: int, model: Path, 
     assert int(words[5].replace(",", "")) == 31 * len(whole)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_inference_commands.py::test_prompts_begin_as_texts_do_once_and_do_not_end_as_texts_do",
+    "tests/system/test_inference_commands.py::test_the_loss_of_a_text_is_that_of_the_plain_model"))
 def test_base_models_that_begin_texts_with_a_token_are_evaluated_and_continued_with_it(
         model: Path, text: Path, tmp_path: Path) -> None:
     """The tokenizer has no chat template."""
@@ -423,7 +428,7 @@ UNEVEN = [("one", "a"), ("two words", "an answer that is much longer than all of
           ("x", "yes"), ("a longer question than the others", "no"), ("and one more of them", "perhaps it is so"), ("why", "z")]
 
 
-@pytest.mark.parametrize("batch", [1, 4, 64])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.nightly), 4, pytest.param(64, marks=pytest.mark.nightly)])
 def test_the_loss_of_uneven_conversations_is_the_mean_over_tokens_of_the_plain_models_rows(
         batch: int, model: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only tokens of answers count, and their ends. Packed rows have fewer positions than rows that are padded."""

@@ -3,10 +3,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import rows
 import storage
 
 
+@pytest.mark.nightly(held_by=("tests/system/test_bench.py::test_a_row_says_what_ran_how_fast_and_how_busy_its_lanes_were",
+                              "tests/system/test_checkpoint_files.py::test_a_full_disk_costs_one_save_and_nothing_else"))
 def test_a_row_says_how_fast_a_model_is_read_and_what_a_save_costs_the_steps_beside_it(tmp_path: Path) -> None:
     given = storage.options().parse_args(
         ["--shape", "tiny", "--layers", "2", "--batch", "2", "--length", "16", "--steps", "2", "--warm-up", "1", "--uncompiled",
