@@ -111,6 +111,7 @@ def test_a_lane_that_fails_is_shown_with_the_program_around_it(config: Path, tex
     assert any("reduce" in line and line.endswith("<-- FAILED HERE") for line in program) and len(program) < 12
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("error", [
     StallError("no lane has begun an instruction for 1800 s\ncompute  stands at  p.wait(e1)  of forward\nh2d      is at rest"),
     NonFiniteError("the gradients of step 1 are not finite\nnot finite: layers.1\ndumped: there/step-1", 1, 1.0, 1.0,

@@ -99,7 +99,7 @@ def deferring(without_disk: tiny_models.Shared, drive: Path, request: pytest.Fix
     made.close()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", [adamw, lion], ids=["adamw", "lion"])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
