@@ -46,8 +46,7 @@ def test_train_lowers_the_loss(run_here: Run) -> None:
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.nightly(held_by=("tests/system/test_examples.py::test_custom_passes_show_in_the_schedule_and_change_no_bit",
-                              "tests/system/test_cli.py::test_inspect_prints_stages_and_schedule_without_weights"))
+@pytest.mark.nightly(held_by="tests/system/test_cli.py::test_inspect_prints_stages_and_schedule_without_weights")
 def test_inspect_schedule_shows_each_stage_the_program_and_a_table(run_here: Run) -> None:
     printed = run_here("inspect_schedule.py")
     assert len(re.findall(r"^after \w+ +\d+ nodes$", printed, re.MULTILINE)) == 1 + len(PIPELINE)
@@ -63,6 +62,9 @@ def test_custom_layer_learns_to_count(run_here: Run) -> None:
     assert "continues [7, 8, 9] with [10, 11, 12, 13, 14]" in printed
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_pipeline.py::test_a_schedule_and_a_template_pass_run_where_they_were_put_and_change_no_bit",
+    "tests/system/test_examples.py::test_train_lowers_the_loss"))
 def test_custom_passes_show_in_the_schedule_and_change_no_bit(run_here: Run) -> None:
     printed = run_here("custom_pass.py")
     assert "def forward(p):" in printed and "weights are bit-identical" in printed

@@ -104,6 +104,7 @@ def test_evaluations_log_what_trl_logs_and_choose_the_best_model_by_it(loss: str
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", [
     dict(packing=True, packing_strategy="wrapped", max_length=16), dict(packing=True, packing_strategy="bfd", max_length=16),
     dict(padding_free=True, max_length=None)], ids=["wrapped", "bfd", "padding-free"])

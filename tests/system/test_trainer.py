@@ -55,6 +55,7 @@ def test_an_epoch_that_ends_with_fewer_batches_is_trained_alike(model: Any, nati
     torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
 
 
+@pytest.mark.nightly(held_by="tests/system/test_trainer.py::test_flattened_batches_are_accumulated_as_one_program")
 def test_accumulated_batches_are_one_program(model: Any, tmp_path: Path) -> None:
     steps = model.megacompile.stats["steps"]
     trained.run(Trainer, tmp_path, model)
@@ -75,8 +76,9 @@ def test_batches_that_cannot_be_joined_are_trained_one_by_one(model: Any, native
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("rows", "options"), [
-    (3, dict(return_seq_idx=True)), (3, dict(return_flash_attn_kwargs=True)),
-    (1, dict(return_seq_idx=True, return_flash_attn_kwargs=True)), (2, dict(return_position_ids=True))], ids=str)
+    *(pytest.param(3, {each: True}, marks=pytest.mark.nightly) for each in ("return_seq_idx", "return_flash_attn_kwargs")),
+    (1, dict(return_seq_idx=True, return_flash_attn_kwargs=True)),
+    pytest.param(2, dict(return_position_ids=True), marks=pytest.mark.nightly)], ids=str)
 def test_flattened_batches_are_accumulated_as_one_program(rows: int, options: dict[str, Any], model: Any, native: Any,
                                                           tmp_path: Path) -> None:
     """What the collator says of the sequences of each batch does not hold for the joined batches."""
@@ -88,7 +90,7 @@ def test_flattened_batches_are_accumulated_as_one_program(rows: int, options: di
     assert model.megacompile.compiled().shape.whole_step
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [
     dict(dispatch_batches=True), dict(split_batches=True), dict(split_batches=True, dispatch_batches=True),
     dict(use_seedable_sampler=False), dict(even_batches=False, non_blocking=True)], ids=str)
@@ -114,6 +116,7 @@ def test_no_step_waits_for_an_update(model: Any, tmp_path: Path, monkeypatch: py
     assert counts[1] == counts[2]
 
 
+@pytest.mark.nightly(held_by="tests/system/test_trainer.py::test_no_step_waits_for_an_update")
 def test_parameters_are_counted_before_the_first_step(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting waits for the update in flight, and Trainer counts floating-point operations in every step."""
     counted: list[int] = []
@@ -202,7 +205,7 @@ def test_callbacks_find_gradients_without_whole_steps(model: Any, tmp_path: Path
     assert seen == [True] * 4
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(bf16: bool, request: Any, tmp_path: Path) -> None:
     """Masters, moments, losses and learning rates, from the middle of an epoch. The last two checkpoints are kept."""
     def state(trainer: Any) -> list[Tensor]:
@@ -306,7 +309,8 @@ def _focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tens
     return ((1 - (-known).exp()).square() * known).sum() / num_items_in_batch
 
 
-@pytest.mark.parametrize("how", [dict(label_smoothing_factor=0.2), dict(given=dict(compute_loss_func=_focal))])
+@pytest.mark.parametrize("how", [
+    pytest.param(dict(label_smoothing_factor=0.2), marks=pytest.mark.nightly), dict(given=dict(compute_loss_func=_focal))])
 def test_losses_of_logits_are_trained_alike(how: dict[str, Any], model: Any, native: Any, tmp_path: Path) -> None:
     curves = [trained.curve(trained.run(trainer, tmp_path, each, **how), *LOGGED)
               for trainer, each in ((transformers.Trainer, native), (Trainer, model))]
