@@ -316,7 +316,7 @@ def settled(run: Run) -> None:
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("op", ["read_state", "adam_from_disk", "write_state"])
+@pytest.mark.parametrize("op", ["read_state", "update", "write_state"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_update_that_stops_at_an_op_of_the_disk_is_completed(
         op: str, number: int, without_disk: tiny_models.Shared, some_on_disk: tiny_models.Shared) -> None:
