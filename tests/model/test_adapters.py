@@ -190,6 +190,7 @@ def test_an_adapter_is_merged_after_close(pair: tuple[Any, Any]) -> None:
     assert ours(**batch(0)).loss.item() == pytest.approx(theirs(**batch(0)).loss.item(), rel=1e-5)
 
 
+@pytest.mark.nightly(held_by="tests/model/test_adapters.py::test_adapters_train_as_they_do_natively_and_nothing_else_has_state")
 def test_adapters_in_float32_train_beside_bf16_weights() -> None:
     """As PEFT makes them: they lie in tiles of their own."""
     native = adapted(bf16=True, layers=1)

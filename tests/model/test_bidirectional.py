@@ -27,7 +27,10 @@ def gemma() -> Any:
                             layer_types=["sliding_attention", "full_attention"])
 
 
-@pytest.mark.parametrize(("config", "fused"), [(llama, False), pytest.param(gemma, True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_packing.py::test_loss_and_gradients_are_native_pytorchs",
+    "tests/model/test_packing.py::test_padding_on_the_right_is_seen_where_its_labels_count"))
+@pytest.mark.parametrize(("config", "fused"), [(llama, False), (gemma, True)])
 def test_a_model_whose_tokens_see_later_ones_trains_exactly_with_padding_and_without(config: Any, fused: bool) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -143,7 +143,7 @@ def large() -> Any:
         return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("memory", "said"), [
     ("128GiB", ": use a model of up to 9.74 G parameters in bfloat16 (even its frozen weights take 132.42 GiB)\nor use"),
     ("192GiB", ": train adapters (LoRA) over frozen weights: then it takes 132.42 GiB, plus the adapters\nor train only the "),

@@ -349,6 +349,7 @@ def test_turns_use_the_weights_of_the_last_step(staying: int, streamed: Any, els
     elsewhere.release()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_device_copy.py::test_layers_that_do_not_fit_take_turns_with_the_same_tokens")
 def test_weights_that_several_layers_or_the_head_share_stay_on_the_device() -> None:
     model: Any = tiny_models.build().eval()
     model.lm_head.weight = model.model.embed_tokens.weight

@@ -40,11 +40,11 @@ def without_disk(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("options", "whole"), [
-    ({}, True), ({"state_dtype": "8bit"}, False), ({"overlap": "backward", "max_grad_norm": None}, True),
+    ({"state_dtype": "8bit"}, True), ({"overlap": "backward", "max_grad_norm": None}, False),
     *(pytest.param(*other, marks=pytest.mark.nightly) for other in (
-        ({}, False), ({"state_dtype": "bfloat16"}, False), ({"state_dtype": "bfloat16"}, True), ({"state_dtype": "8bit"}, True),
+        ({}, False), ({}, True), ({"state_dtype": "bfloat16"}, False), ({"state_dtype": "bfloat16"}, True),
         ({"state_dtype": "8bit", "max_grad_norm": None}, False), ({"state_dtype": "8bit", "max_grad_norm": None}, True),
-        ({"overlap": "backward", "max_grad_norm": None}, False)))], ids=str)
+        ({"state_dtype": "8bit"}, False), ({"overlap": "backward", "max_grad_norm": None}, True)))], ids=str)
 def test_ten_steps_have_the_bits_of_ten_steps_in_memory(
         options: dict[str, Any], whole: bool, without_disk: tiny_models.Shared, all_on_disk: tiny_models.Shared,
         some_on_disk: tiny_models.Shared) -> None:
@@ -56,7 +56,7 @@ def test_ten_steps_have_the_bits_of_ten_steps_in_memory(
         assert ops["read_state"] == ops["write_state"] == {*SOME} and ops["update"] == {*TILES}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}], ids=str)
 @pytest.mark.parametrize("tiles", ["all", SOME], ids=str)
@@ -72,7 +72,7 @@ def test_moments_that_are_updated_after_all_weights_have_the_bits_of_memory_too(
     ours.close()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [
     lambda model: megacompile.Lion(model.parameters(), lr=1e-3),
     lambda model: megacompile.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1),
@@ -86,7 +86,7 @@ def test_other_rules_and_masters_have_the_bits_of_memory_too(make: Callable[...,
     theirs.close()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("straggler", [Lane.DISK_READ, Lane.DISK_WRITE, Lane.CPU, Lane.D2H])
 def test_late_lanes_change_no_bit(
         straggler: Lane, without_disk: tiny_models.Shared, some_on_disk: tiny_models.Shared) -> None:

@@ -95,6 +95,7 @@ def loop(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, tiny_models.weights(model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("safe", SAFE)
 def test_a_safe_edit_runs_and_changes_no_bit(safe: str, streamed: Any, shared: tiny_models.Shared) -> None:
     losses, weights = loop(streamed)
@@ -236,7 +237,7 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
 }
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", REFUSED)
 def test_an_edit_that_is_unsafe_or_of_another_purpose_is_refused(case: str, streamed: Any) -> None:
     section, changes, message = REFUSED[case]

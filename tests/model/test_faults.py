@@ -364,6 +364,9 @@ def test_a_loaded_checkpoint_repairs_torn_weights(slab_model: Any, undisturbed: 
     assert same_bits(two_steps(model, None)[1], undisturbed)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_faults.py::test_a_fault_at_every_kind_of_instruction_of_a_whole_step_leaves_it_undone_completed_or_torn",
+    "tests/model/test_whole_step.py::test_an_update_on_arrival_that_stops_half_way_is_torn_for_good"))
 def test_a_fault_in_a_backward_that_updates_reaches_the_caller_and_a_checkpoint_repairs_the_model(
         slab_model: Any, slabs: tiny_models.Shared) -> None:
     """At every kind of instruction. Before the first update nothing has changed; after the last, all of it is done."""

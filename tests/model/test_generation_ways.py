@@ -46,7 +46,7 @@ def no_warnings() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- parts of the batch
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("count", [1, 2, 3, ROWS])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}, {"repetition_penalty": 1.3},
                                  {"cache_implementation": "static"}, {"prefill_chunk_size": 2}],

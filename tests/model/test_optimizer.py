@@ -67,6 +67,7 @@ def test_a_parameter_that_is_in_the_groups_twice_is_refused(model: Any) -> None:
         optimizer.step()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("overlap", [None, "backward"])
 @pytest.mark.parametrize(("option", "value"), [
     ("maximize", True), ("decoupled_weight_decay", False), ("betas", (1, 1)), ("betas", torch.ones(2)), ("lr", -1e-3),
@@ -192,6 +193,7 @@ def test_part_of_a_state_that_is_removed_is_refused(model: Any) -> None:
         train_step(model, optimizer)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("key", "value"), [("exp_avg", torch.zeros(1)), ("step", -1), ("step", "x"), ("step", 2.5)])
 def test_a_state_that_no_step_can_have_is_refused_when_it_is_assigned(model: Any, key: str, value: Any) -> None:
     optimizer = megacompile.AdamW(model.parameters(), **ADAMW)
@@ -241,6 +243,7 @@ USES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("use", USES)
 def test_an_optimizer_whose_parameters_another_one_has_taken_over_raises(model: Any, use: str, tmp_path: Path) -> None:
     former = megacompile.AdamW(model.parameters(), **ADAMW)
@@ -277,6 +280,7 @@ def test_an_optimizer_that_is_made_again_begins_anew_and_may_take_the_state_over
     assert_same_weights(model, native)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["train_step", "loop", "arrival"])
 @pytest.mark.parametrize("garbage", [False, True], ids=["dropped", "garbage"])
 def test_a_new_optimizer_copies_no_state_of_one_that_nobody_has(model: Any, how: str, garbage: bool) -> None:
@@ -344,6 +348,7 @@ def test_a_gradient_scaler_trains_and_clips_as_without_one(model: Any, native: A
     assert_same_weights(model, native)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("change", ["norm", "value", "data", "numpy"])
 def test_the_norm_is_of_the_gradients_that_the_step_uses(model: Any, change: str, foreach: bool) -> None:

@@ -119,7 +119,10 @@ def test_a_schedule_refuses_what_the_optimizer_refuses() -> None:
 
 # ---------------------------------------------------------------- Trainer
 
-@pytest.mark.sample(1)
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_optimizer_names.py::test_a_trainer_makes_an_optimizer_of_a_class_and_its_options",
+    "tests/model/test_optimizer_names.py::test_a_name_stands_for_a_class_and_a_format",
+    "tests/model/test_optimizer_names.py::test_a_name_in_optim_args_is_the_only_one_and_is_known"))
 @pytest.mark.parametrize(("optim", "optim_args", "make"), [
     ("adamw_8bit", None, lambda groups: AdamW(groups, lr=2e-2, state_dtype="8bit")),
     ("adamw_torch", "state_dtype=bfloat16, master=bfloat16",

@@ -232,7 +232,7 @@ def test_a_state_of_sgd_that_torch_has_saved_trains_on_as_there(stepped: bool, m
     ours.megacompile.close()
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), torch.tensor(float("inf"))])
 @pytest.mark.parametrize(("make", "option"), [
     *((make, option) for make in (megacompile.AdamW, megacompile.Lion, megacompile.SGD, megacompile.Muon)

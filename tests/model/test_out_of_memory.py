@@ -220,7 +220,7 @@ _UNPACKING = [_unpacking(read) for read in (_padded_logits, _padded_logits_of_ev
                                            _padded_last_hidden_state, _padded_values)]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("prepare", [
     _resident_in_backward, _resident_in_update, _state_to_store, _buffer, _loss, _loss_of_whole_step, _gradient_of_loss,
     _logits, _logits_of_evaluation, _loss_of_evaluation, _hidden_states, _arguments, _arguments_of_whole_step, *_UNPACKING])

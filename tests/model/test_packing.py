@@ -73,7 +73,10 @@ def counts_from_two() -> Any:
         is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1, use_cache=False))
 
 
-@pytest.mark.parametrize("build", [counts_by_mask, pytest.param(counts_from_two, marks=pytest.mark.nightly)])
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_packing.py::test_loss_and_gradients_are_native_pytorchs",
+    "tests/model/test_packing.py::test_a_mask_of_ones_reaches_a_model_that_does_not_assume_it"))
+@pytest.mark.parametrize("build", [counts_by_mask, counts_from_two])
 def test_positions_and_masks_count_as_they_do_natively_whatever_the_model_assumes(build: Any) -> None:
     torch.manual_seed(0)
     native = build().train()

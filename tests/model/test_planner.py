@@ -83,7 +83,7 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("choices", [*CHOICES, {"resident": "all"}], ids=str)
 def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analysis: Analysis) -> None:
     captured, tiling = analysis

@@ -261,6 +261,9 @@ def test_a_stopped_run_resumes_to_the_bit(tmp_path: Path) -> None:
     assert first + second == losses and tiny_models.same_bits(resumed, whole)
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/model/test_quantized.py::test_an_adapter_is_merged_into_the_values_of_quantized_weights_in_the_dtype_of_the_model",
+    "tests/model/test_adapters.py::test_a_saved_adapter_is_that_of_peft"))
 def test_an_adapter_is_saved_and_a_quantized_model_is_not(saved: Path, tmp_path: Path) -> None:
     model = megacompile.from_pretrained(saved, quantize="nf4", adapter=LORA, device="cpu", compile=False)
     model.save_pretrained(tmp_path)
@@ -301,6 +304,7 @@ def test_the_bias_of_an_expanded_layer_has_the_dtype_of_its_weight() -> None:
         assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
 
 
+@pytest.mark.nightly(held_by="tests/model/test_quantized.py::test_adapters_over_quantized_weights_train_as_they_do_natively")
 def test_dora_reads_the_values_of_quantized_weights() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], use_dora=True)
     model = megacompile.quantize(peft.get_peft_model(build(layers=1), config))

@@ -206,6 +206,7 @@ def test_loss_gradients_and_steps_in_waves_are_native_ones(model_class: type[Dec
     model.megacompile.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [
     {"overlap": "backward"}, {"micro_batch_size": 1, "waves": 2, "host_sums": "all"}, {"resident_state": ("blocks.0", "tied")},
     {"visiting_state": "all"}, {"checkpoint_interval": 4, "host_checkpoints": True}], ids=str)

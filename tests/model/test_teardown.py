@@ -122,7 +122,7 @@ def tensor_bytes() -> int:
     return total
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("held", HELD)
 def test_a_closed_model_leaves_the_memory_of_its_weights_and_of_the_tensors_that_a_user_holds(
         held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ def test_what_layers_apart_would_not_see_is_refused(kind: type[Decoder], message
         megacompile.stream(kind(), layers="layers", device="cpu")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.nightly(held_by="tests/model/test_traced_differences.py::test_what_layers_apart_would_not_see_is_refused")
 @pytest.mark.parametrize("which", range(4))
 def test_strides_into_a_parameter_that_is_not_contiguous_are_refused(which: int) -> None:
     model = Strided()

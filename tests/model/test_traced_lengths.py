@@ -112,7 +112,7 @@ def test_a_length_at_which_rows_are_computed_together_is_refused_where_they_are_
 @pytest.mark.nightly(held_by=(
     "tests/model/test_traced_lengths.py::test_a_whole_step_trains_alike_with_lengths_on_both_sides_of_a_branch",
     "tests/model/test_packing.py::test_loss_and_gradients_are_native_pytorchs"))
-@pytest.mark.parametrize("length", [13, pytest.param(24, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("length", [13, 24])
 def test_rows_are_packed_only_where_that_changes_no_branch(length: int) -> None:
     """Packed rows have 32 tokens, for which the model does something else than for the rows of the batch."""
     def layers(model: Any) -> Any:

@@ -48,7 +48,7 @@ def loop() -> Callable[..., dict[str, torch.Tensor]]:
     return get
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("options", [
     {}, {"waves": 3}, {"waves": 2, "saved_layers": 3}, {"waves": 2, "checkpoint_interval": 2, "pinned_memory": "32KiB"},
