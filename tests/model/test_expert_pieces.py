@@ -226,7 +226,7 @@ def test_a_tile_part_is_copied_into_a_slot_and_back_to_its_place() -> None:
 
 
 # ---------------------------------------------------------------- all families, and the largest
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_expert_pieces.py::test_loss_and_every_gradient_are_native_pytorchs")
 @pytest.mark.parametrize(("pieces", "options"), [(2, {}), (3, {"checkpoint_interval": 2}), (6, {"micro_batch_size": 2})],
                          ids=str)
 @pytest.mark.parametrize("family", _FAMILIES)
@@ -241,7 +241,8 @@ def test_every_family_trains_as_native_pytorch_does(family: str, pieces: int, op
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    held_by="tests/model/test_expert_pieces.py::test_experts_are_divided_where_half_of_the_device_cannot_hold_those_under_way")
 def test_gpt_oss_120b_has_a_plan_in_24_gib() -> None:
     """A layer's experts are 6 GB: two slots of weights, two of gradients and a sum would not fit."""
     from transformers import AutoModelForCausalLM, GptOssConfig
@@ -289,7 +290,7 @@ class _Switching(_Twice):
         return given / scale
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_expert_pieces.py::test_what_has_no_experts_is_not_divided")
 @pytest.mark.parametrize(("layer", "why"), [
     (_Twice, "runs its experts more than once"), (_InPlace, "changes a value in place that pieces of its experts read"),
     (_Switching, "switches gradients or autocast around its experts")])

@@ -137,7 +137,7 @@ def test_the_tokens_of_an_image_see_each_other() -> None:
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("frozen", ["", "vision_tower", "language_model"])
 def test_gemma_trains_as_it_does_natively(attention: str, frozen: str) -> None:
@@ -154,7 +154,7 @@ def test_gemma_trains_as_it_does_natively(attention: str, frozen: str) -> None:
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 @pytest.mark.parametrize("further", [("token_type_ids",), ("attention_mask", "token_type_ids")])
 def test_gemma_trains_on_text_alone(further: tuple[str, ...]) -> None:
     native = gemma()
@@ -165,7 +165,7 @@ def test_gemma_trains_on_text_alone(further: tuple[str, ...]) -> None:
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 @pytest.mark.parametrize("frozen", ["vision_tower", "language_model"])
 def test_a_part_alone_trains_as_it_does_natively(frozen: str) -> None:
     native = llava(frozen)
@@ -174,7 +174,7 @@ def test_a_part_alone_trains_as_it_does_natively(frozen: str) -> None:
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 def test_a_model_of_images_trains_on_text_alone() -> None:
     native = llava()
     model = megacompile.stream(copy.deepcopy(native), device="cpu")

@@ -117,7 +117,7 @@ def test_every_layer_reads_the_mask_as_it_is(name: str) -> None:
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_pairs.py::test_a_mask_goes_through_gradients_logits_and_whole_steps")
 def test_a_mask_of_each_head_beside_positions_trains_as_it_does_natively(model: Any, native: Any) -> None:
     """Positions turn keys and queries, and hide nothing."""
     given = {**batch(added(seen(heads=2), HIDDEN)), "position_ids": torch.arange(LENGTH).flip(0).expand(ROWS, -1)}

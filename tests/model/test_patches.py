@@ -125,7 +125,7 @@ def test_images_of_any_size_train_as_they_do_natively(monkeypatch: pytest.Monkey
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen2VL", "Qwen3VL"])
 @pytest.mark.parametrize("frozen", ["visual", "language_model", "blocks"])
 def test_a_part_alone_trains_as_it_does_natively(family: str, frozen: str) -> None:
@@ -146,7 +146,7 @@ def test_the_estimate_of_an_evaluation_holds_the_tower() -> None:
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen2VL", "Qwen3VL"])
 def test_videos_train_as_they_do_natively(family: str) -> None:
     native = qwen(family=family)
@@ -156,7 +156,7 @@ def test_videos_train_as_they_do_natively(family: str) -> None:
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 def test_images_and_videos_train_as_they_do_natively() -> None:
     native = qwen()
     example = {**pictured(19, *EXAMPLE), **{name: tensor for name, tensor in pictured(19, [(2, 1, 2)], token=VIDEO).items()
@@ -172,7 +172,7 @@ def test_images_and_videos_train_as_they_do_natively() -> None:
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 def test_padding_and_packing_with_images_are_as_they_are_natively() -> None:
     native = qwen()
     model = streamed(native, example={**pictured(19, *EXAMPLE), "attention_mask": torch.ones(3, 19, dtype=torch.long)})
@@ -190,7 +190,7 @@ def test_padding_and_packing_with_images_are_as_they_are_natively() -> None:
     model.megacompile.close()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 @pytest.mark.parametrize("example", [pictured(19, *EXAMPLE), None])
 def test_a_checkpoint_is_read_into_tiles_and_written_again(example: Any, tmp_path: Path) -> None:
     """The model takes images and text. Transformers does not call it a causal language model. Text alone works too."""
@@ -206,7 +206,7 @@ def test_a_checkpoint_is_read_into_tiles_and_written_again(example: Any, tmp_pat
     assert all(torch.equal(tensor, again[name]) for name, tensor in native.state_dict().items())
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_patches.py::test_images_of_any_size_train_as_they_do_natively")
 def test_whole_steps_with_images_are_as_they_are_natively() -> None:
     """Clipped by the norm of all gradients, those of the tower among them."""
     native = qwen()

@@ -268,7 +268,7 @@ def test_a_random_loop_trains_as_it_does_natively(made: Callable[[str], Any], pl
     run(made(plan), seed)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_random_loops.py::test_a_random_loop_trains_as_it_does_natively")
 @pytest.mark.parametrize("plan", PLANS)
 def test_hundreds_of_random_loops_train_as_they_do_natively(made: Callable[[str], Any], plan: str) -> None:
     for seed in range(1000, 1150):

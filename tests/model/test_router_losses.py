@@ -83,14 +83,16 @@ def test_router_logits_that_are_cast_to_the_dtype_they_have_are_recorded() -> No
     assert_native(2, batch(1, rows=5, length=11), other_experts("GraniteMoe"))
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    held_by="tests/model/test_router_losses.py::test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_asked_for")
 @pytest.mark.parametrize("rows", [None, 2])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Olmoe", "GraniteMoeShared"])
 def test_routers_losses_of_other_families_are_native(family: str, rows: int | None) -> None:
     assert_native(rows, batch(1, rows=5, length=11), other_experts(family))
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    held_by="tests/model/test_router_losses.py::test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_asked_for")
 def test_padding_is_in_no_experts_share() -> None:
     given = batch(1, rows=5, length=11)
     present = torch.ones_like(given["labels"])

@@ -406,7 +406,7 @@ class Translates(nn.Module):
         return out.loss, out.logits
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_several_stacks.py::test_loss_gradients_and_steps_in_waves_are_native_ones")
 def test_encoder_and_decoder_of_a_sequence_to_sequence_model_stream_with_padding_or_without() -> None:
     torch.manual_seed(0)
     native = Translates().train()

@@ -82,7 +82,7 @@ def test_evaluations_in_several_threads_give_what_one_thread_gives(impatient: An
     evaluate_and_read(impatient, rounds=10)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/model/test_threads.py::test_evaluations_in_several_threads_give_what_one_thread_gives")
 def test_many_evaluations_in_several_threads_give_what_one_thread_gives(impatient: Any) -> None:
     evaluate_and_read(impatient, rounds=1000)
 

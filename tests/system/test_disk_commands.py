@@ -61,7 +61,7 @@ def test_a_run_with_state_on_disk_logs_what_it_writes_and_resumes_to_the_bit(
 
 
 @pytest.mark.nightly(held_by=(
-    "tests/model/test_disk_plans.py::test_a_plan_says_what_a_step_writes_and_how_long_a_drive_lasts",
+    "tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk",
     "tests/system/test_disk_commands.py::test_calibrate_measures_the_drives_of_a_folder"))
 def test_a_plan_with_a_disk_says_what_is_written_and_how_long_drives_last(tmp_path: Path) -> None:
     arguments = ("plan", CONFIG, "--hardware", "h200", "--batch", 16, "--length", 1024, "--host-memory", "12GiB")

@@ -182,7 +182,7 @@ def test_uneven_rows_are_packed_and_go_on_to_the_bit_within_an_epoch(
 
 
 @pytest.mark.nightly(held_by=(
-    "tests/model/test_repacking.py::test_rows_whose_frequencies_depend_on_the_largest_position_are_not_packed",
+    "tests/model/test_repacking.py::test_what_cannot_be_packed_is_computed_with_its_padding",
     "tests/system/test_fine_tuning.py::test_uneven_rows_are_packed_and_go_on_to_the_bit_within_an_epoch"))
 def test_rows_that_cannot_be_packed_have_few_widths_which_is_said(
         model: Path, uneven: Path, tmp_path: Path, batches: list[dict[str, torch.Tensor]]) -> None:
@@ -247,7 +247,7 @@ def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tm
     assert f"saved in {tmp_path / 'again' / 'model'} after {done + 4} steps" in again.output
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_fine_tuning.py::test_a_run_that_sigterm_stops_goes_on_to_the_bit")
 @pytest.mark.parametrize("more", [
     (), ("--optim", "adamw_bf16"), ("--optim", "adamw_8bit"), ("--bf16", "--optim-args", "master=bfloat16"),
     ("--bf16", "--optim", "adamw_8bit", "--optim-args", "master=bfloat16"), ("--bf16", "--optim", "lion_8bit"),
@@ -697,7 +697,8 @@ def test_an_adapter_that_is_stopped_goes_on_to_the_bit_and_is_saved_as_peft_s(
     assert any(float(p.detach().abs().max()) > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
 
 
-@pytest.mark.nightly  # (resumes of adapters, and adapters over quantized weights, are tested in every run)
+@pytest.mark.nightly(
+    held_by="tests/system/test_fine_tuning.py::test_an_adapter_that_is_stopped_goes_on_to_the_bit_and_is_saved_as_peft_s")
 def test_an_adapter_over_quantized_weights_resumes_to_the_bit(model: Path, data: Path, tmp_path: Path) -> None:
     arguments = ("train", model, "--data", data, *FLAGS, "--lora", "--lora-rank", 2, "--decay", "constant",
                  "--save-interval", 2)

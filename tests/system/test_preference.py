@@ -344,7 +344,7 @@ def test_completions_of_several_steps_are_sampled_at_once_as_they_are_unstreamed
 
 @pytest.mark.nightly(held_by=(
     "tests/system/test_preference.py::test_online_trainers_sample_and_train_as_they_do_unstreamed",
-    "tests/model/test_heads.py::test_a_classifier_scores_sequences_of_uneven_length_as_without_streaming"))
+    "tests/model/test_heads.py::test_a_classifier_of_transformers_is_exact"))
 @pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
 def test_a_reward_model_that_is_streamed_rewards_as_it_does_unstreamed(
         trainer: Any, policy: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from processes import ROOT, start
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_parity.py::test_ranks_train_as_one_process_with_all_rows")
 def test_a_row_of_two_ranks_is_written_once_and_counts_the_tokens_of_both(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--batch", "3", "--length", "16", "--train-step", "--uncompiled", "--append",
                  str(tmp_path / "rows.jsonl")]
@@ -22,7 +22,7 @@ def test_a_row_of_two_ranks_is_written_once_and_counts_the_tokens_of_both(tmp_pa
     assert not job.errors(1).count('"system"')
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_parity.py::test_ranks_train_as_one_process_with_all_rows")
 def test_two_ranks_compute_alone_after_whole_steps_with_another_plan(tmp_path: Path) -> None:
     row = ["--shape", "tiny", "--batch", "3", "--length", "16", "--steps", "2", "--warm-up", "1", "--recorded-steps", "0",
            "--train-step", "--uncompiled", "--device", "cpu", "--append", str(tmp_path / "rows.jsonl")]
@@ -33,7 +33,7 @@ def test_two_ranks_compute_alone_after_whole_steps_with_another_plan(tmp_path: P
     assert not any("error" in found for found in (whole, alone))
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_parity.py::test_ranks_train_as_one_process_with_all_rows")
 def test_a_row_of_uneven_lengths_counts_the_useful_tokens_of_both_ranks(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--layers", "2", "--batch", "6", "--steps", "2", "--warm-up", "1", "--device", "cpu",
                  "--logging-steps", "1", "--append", str(tmp_path / "rows.jsonl")]
@@ -46,7 +46,7 @@ def test_a_row_of_uneven_lengths_counts_the_useful_tokens_of_both_ranks(tmp_path
     assert not job.errors(1).count('"system"')
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_parity.py::test_ranks_train_as_one_process_with_all_rows")
 def test_a_long_run_of_two_ranks_has_the_losses_of_one_with_all_rows(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("Each rank has a part of the rows. " * 20)
     row = ["--shape", "tiny", "--layers", "2", "--length", "16", "--steps", "30", "--train-step", "--uncompiled",
@@ -66,7 +66,7 @@ def test_a_long_run_of_two_ranks_has_the_losses_of_one_with_all_rows(tmp_path: P
     assert [loss for sample in logged for loss in sample["losses"]] == pytest.approx(two["curve"], abs=1e-4)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_parity.py::test_ranks_train_as_one_process_with_all_rows")
 def test_two_ranks_load_and_save_one_copy_of_a_model(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--layers", "2", "--batch", "3", "--length", "16", "--steps", "2", "--warm-up", "1",
                  "--uncompiled", "--device", "cpu", "--save", "--folder", str(tmp_path),

@@ -89,7 +89,7 @@ model.megacompile.close()
 """
 
 
-@pytest.mark.nightly  # (test_saving.py resumes on other numbers of ranks in every run, test_disk_commands.py with a disk)
+@pytest.mark.nightly(held_by="tests/system/test_ranks_saving.py::test_a_checkpoint_resumes_on_another_number_of_ranks")
 def test_a_checkpoint_resumes_on_another_number_of_ranks_with_a_disk_or_without(
         launch: Callable[..., list[Any]], tmp_path: Path) -> None:
     """1 -> 2 -> 2 -> 1 -> 2: the losses are those of the same numbers of ranks without a disk, to the bit."""

@@ -49,7 +49,7 @@ def test_a_rank_of_a_host_that_fails_ends_those_of_the_others(start_job: Callabl
     all_hear(job, 1, begun, f"rank 1{host}{says}")
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_faults.py::test_ranks_that_differ_are_refused_before_the_first_step")
 def test_ranks_of_several_hosts_that_make_other_calls_are_told(start_job: Callable[..., Job]) -> None:
     job = start_job(SCRIPT, 4, "loop, other call", "3", hosts=2)
     began(job, 3)

@@ -38,7 +38,7 @@ def test_processes_train_the_mean_of_their_losses(tmp_path: Path) -> None:
     assert_as_native(tmp_path, ["sft/dft/uneven/all", "trainer/of_models/uneven/each"])
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_losses.py::test_processes_train_the_mean_of_their_losses")
 @pytest.mark.parametrize(("trainer", "loss"), [(trainer, loss) for trainer, losses in LOSSES.items() for loss in losses])
 def test_every_trainer_and_loss_trains_as_with_data_parallel(trainer: str, loss: str, tmp_path: Path) -> None:
     assert_as_native(tmp_path, [f"{trainer}/{loss}/{rows}/{counted}" for rows in ("even", "uneven")

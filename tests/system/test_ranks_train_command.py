@@ -118,7 +118,8 @@ def test_gpus_2_has_the_curve_of_one_process(source: Path, tmp_path: Path) -> No
     assert_trained_as_one(printed, tmp_path, source)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    held_by="tests/system/test_ranks_train_command.py::test_two_processes_have_the_curve_of_one_and_resume_as_one")
 def test_two_hosts_that_torchrun_starts_have_the_curve_of_one_process_and_write_once(source: Path, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", f"localhost:{free_port()}")
@@ -131,7 +132,7 @@ def test_two_hosts_that_torchrun_starts_have_the_curve_of_one_process_and_write_
     assert_same_curve(two, one)
 
 
-@pytest.mark.nightly  # (test_fine_tuning.py stops one process by a signal in every run)
+@pytest.mark.nightly(held_by="tests/system/test_fine_tuning.py::test_a_run_that_sigterm_stops_goes_on_to_the_bit")
 def test_a_signal_stops_all_processes_after_a_step_and_saves(source: Path, tmp_path: Path) -> None:
     process = start(source, "--steps", 100000, "--gpus", 2, "--output", tmp_path / "run")
     log = tmp_path / "run" / LOG
@@ -146,7 +147,7 @@ def test_a_signal_stops_all_processes_after_a_step_and_saves(source: Path, tmp_p
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"000001-step-{steps}"]
 
 
-@pytest.mark.nightly  # (test_faults.py kills ranks in every run)
+@pytest.mark.nightly(held_by="tests/system/test_ranks_faults.py::test_a_rank_that_is_killed_or_stopped_ends_the_others")
 def test_a_process_that_is_killed_ends_the_command(source: Path, tmp_path: Path) -> None:
     process = start(source, "--steps", 100000, "--gpus", 2, "--output", tmp_path / "run")
     log = tmp_path / "run" / LOG

@@ -45,13 +45,13 @@ def test_two_processes_train_as_one_with_twice_the_rows(tmp_path: Path, cases: t
     assert curve(found["resumed"]["history"], "grad_norm")[-1] > trained.ARGUMENTS["max_grad_norm"], "nothing was clipped"
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_trainers.py::test_two_processes_train_as_one_with_twice_the_rows")
 def test_losses_of_outputs_and_evaluations_are_those_of_all_rows(tmp_path: Path) -> None:
     found = assert_parity(tmp_path, "outputs", "uncounted", "evaluation")[0]["evaluation"]["history"]
     assert curve(found, "eval_rows") == [8, 8, 8], "an evaluation has each row once"
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_trainers.py::test_two_processes_train_as_one_with_twice_the_rows")
 def test_processes_on_two_hosts_train_as_one_with_twice_the_rows(tmp_path: Path) -> None:
     assert_parity(tmp_path, "whole", "separate", "resumed", hosts=2)
 

@@ -13,7 +13,7 @@ pytest.importorskip("trl")
 RUN = Path(__file__).parents[1] / "support" / "trl_run.py"
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_losses.py::test_processes_train_the_mean_of_their_losses")
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_two_ranks_have_the_curves_of_one(tmp_path: Path, name: str) -> None:
     alone = start(RUN, 1, tmp_path / "one", [name])
@@ -28,7 +28,7 @@ def test_two_ranks_have_the_curves_of_one(tmp_path: Path, name: str) -> None:
             assert now == pytest.approx(then, abs=2e-4)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_ranks_losses.py::test_processes_train_the_mean_of_their_losses")
 def test_ranks_that_sample_train_the_same_model(tmp_path: Path) -> None:
     """GRPO: what is sampled depends on each process's random numbers."""
     one, other = (rank["grpo"] for rank in start(RUN, 2, tmp_path, ["grpo"]).results())

@@ -129,7 +129,8 @@ def test_what_is_not_supported_is_refused_at_once(changes: Any, remedy: str, mod
         make(SFTTrainer, tmp_path, model, tokenizer, **changes)
 
 
-@pytest.mark.nightly  # (tests/system/test_ranks_losses.py has it with two processes)
+@pytest.mark.nightly(
+    held_by="tests/model/test_router_losses.py::test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_asked_for")
 def test_a_router_loss_is_divided_among_accumulated_batches(tokenizer: Any, tmp_path: Path) -> None:
     curves = []
     for trainer in (trl.SFTTrainer, SFTTrainer):
@@ -238,7 +239,8 @@ WITH_EVERY_COMMIT = ("tests/model/test_quantized.py::test_adapters_over_quantize
                      "tests/system/test_sft.py::test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it")
 
 
-@pytest.mark.nightly(held_by=WITH_EVERY_COMMIT)
+@pytest.mark.nightly(
+    held_by="tests/model/test_bitsandbytes.py::test_an_adapter_over_a_checkpoint_in_eight_bits_trains_as_it_does_natively")
 @pytest.mark.parametrize(("bf16", "prepared"), [(True, True), (False, False), (True, False)])
 def test_a_model_of_bitsandbytes_is_streamed_and_given_an_adapter(bf16: bool, prepared: bool, tokenizer: Any,
                                                                   tmp_path: Path) -> None:
@@ -265,7 +267,7 @@ def test_a_model_of_bitsandbytes_is_streamed_and_given_an_adapter(bf16: bool, pr
     made.model.megacompile.close()
 
 
-@pytest.mark.nightly(held_by=WITH_EVERY_COMMIT)
+@pytest.mark.nightly(held_by="tests/system/test_sft.py::test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it")
 @pytest.mark.parametrize("given_as", ["argument", "model_init_kwargs"])
 def test_a_model_given_by_name_is_quantized_as_trl_is_told_to(given_as: str, tokenizer: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

@@ -52,7 +52,7 @@ def test_a_notebook_has_the_cells_of_its_page(name: str) -> None:
     assert "".join(cell.text() for cell in MAKER["cells"](PAGES[name])) == PAGES[name]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(held_by="tests/system/test_tutorials.py::test_a_tutorial_prints_what_it_shows")
 @pytest.mark.parametrize("name", PAGES)
 def test_a_jupyter_kernel_runs_a_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Needs `pip install nbclient ipykernel`. Commands find `megacompile` beside this Python."""
