@@ -331,4 +331,4 @@ def _speed(choice: StateChoice, now: ElementState, dtype: torch.dtype) -> str:
     host if those of this machine are not known."""
     hardware = Hardware.known() or Hardware.find("h200")
     share = update_rate(hardware, now, dtype) / update_rate(hardware, choice.state, dtype)
-    return f"and the host's update takes {share:.2f} of the time"
+    return f"and the host's update takes {share:.2f} times as long"

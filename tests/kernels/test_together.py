@@ -31,7 +31,7 @@ def test_the_other_ranks_hear_of_a_failure_that_is_not_theirs_too(error: BaseExc
 
 
 def test_a_failure_of_the_own_lanes_says_more_than_that_another_rank_has_ended() -> None:
-    ranks, own = Told(), LaneError("adam failed")
+    ranks, own = Told(), LaneError("update failed")
 
     def check_lanes() -> None:
         raise own

@@ -60,7 +60,7 @@ def counts_by_mask() -> Any:
     from transformers import OPTConfig, OPTForCausalLM
 
     return OPTForCausalLM(OPTConfig(
-        vocab_size=tiny_models.VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=tiny_models.VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=64, word_embed_proj_dim=16, dropout=0.0, attention_dropout=0.0, pad_token_id=1))
 
 

@@ -245,7 +245,7 @@ def test_the_first_choice_that_fits_is_proposed_at_every_size_of_the_host(optim:
         with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes") as caught:
             check_state(kept, room, on_arrival=False)
         fitting = [choice for choice, size in zip(choices, sizes, strict=True) if size <= room]
-        options = re.search(r": with (.*?) it takes .*, and the host's update takes \d\.\d\d of the time; docs/fine-"
+        options = re.search(r": with (.*?) it takes .*, and the host's update takes \d\.\d\d times as long; docs/fine-"
                             r"tuning\.md says what that costs in accuracy$", str(caught.value))
         assert (options is None) == (not fitting)
         if options is None:

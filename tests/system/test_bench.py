@@ -665,6 +665,7 @@ def test_a_failed_row_is_printed_and_not_appended(
 
 # ---------------------------------------------------------------- timelines
 
+@pytest.mark.nightly(held_by="tests/system/test_cli.py::test_inspect_writes_a_trace_and_draws_a_picture")
 def test_a_row_writes_its_measured_and_simulated_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hardware, "here", lambda device=None: Hardware.find("h200"))
     row_of(step, "--timeline", str(tmp_path / "made/step"))

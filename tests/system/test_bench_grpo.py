@@ -34,11 +34,12 @@ def row_of(*arguments: str) -> dict[str, Any]:
     return dict(rows.finished(grpo.measure(grpo.options().parse_args([*TINY, *arguments]))))
 
 
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_bench_grpo.py::test_a_phase_pauses_the_one_around_it_and_counts_the_work_that_it_issued",
+    "tests/system/test_preference.py::test_online_trainers_sample_and_train_as_they_do_unstreamed"))
 @pytest.mark.parametrize(("arguments", "iterations", "computed", "turns"), [
-    pytest.param([], 1, False, 0, marks=pytest.mark.nightly),
-    (["--through", "turns", "--iterations", "2", "--accumulation", "2"], 2, True, 2),
-    pytest.param(["--overlap"], 1, False, 0, marks=pytest.mark.nightly),
-    pytest.param(["--beta", "0.1", "--no-clipping"], 1, True, 0, marks=pytest.mark.nightly)], ids=str)
+    ([], 1, False, 0), (["--through", "turns", "--iterations", "2", "--accumulation", "2"], 2, True, 2),
+    (["--overlap"], 1, False, 0), (["--beta", "0.1", "--no-clipping"], 1, True, 0)], ids=str)
 def test_phases_of_grpo_add_up_to_its_steps(arguments: list[str], iterations: int, computed: bool, turns: int,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes only as a phase begins or ends: a busy machine may take a while between two looks at the clock."""
@@ -69,7 +70,9 @@ def test_phases_of_grpo_add_up_to_its_steps(arguments: list[str], iterations: in
     json.dumps(row)
 
 
-@pytest.mark.nightly(held_by="tests/system/test_bench_grpo.py::test_phases_of_grpo_add_up_to_its_steps")
+@pytest.mark.nightly(held_by=(
+    "tests/system/test_bench_grpo.py::test_a_phase_pauses_the_one_around_it_and_counts_the_work_that_it_issued",
+    "tests/system/test_preference.py::test_online_trainers_sample_and_train_as_they_do_unstreamed"))
 def test_one_more_step_is_recorded_by_op() -> None:
     row = row_of("--recorded")
     assert len(row["times_s"]) == 3, "the recorded step is not timed"

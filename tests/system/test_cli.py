@@ -111,6 +111,7 @@ def test_a_lane_that_fails_is_shown_with_the_program_around_it(config: Path, tex
     assert any("reduce" in line and line.endswith("<-- FAILED HERE") for line in program) and len(program) < 12
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("error", [
     StallError("no lane has begun an instruction for 1800 s\ncompute  stands at  p.wait(e1)  of forward\nh2d      is at rest"),
     NonFiniteError("the gradients of step 1 are not finite\nnot finite: layers.1\ndumped: there/step-1", 1, 1.0, 1.0,
@@ -349,7 +350,7 @@ ADAPTED = ("--lora", "--lora-rank", 4, "--lora-targets", "q_proj,v_proj")
 @pytest.mark.nightly(held_by=("tests/system/test_cli.py::test_inspect_shows_what_is_frozen_and_an_adapter_s_program",
                               "tests/system/test_cli.py::test_plan_predicts_a_step_on_hardware_that_is_not_there"))
 @pytest.mark.parametrize(("more", "said"), [
-    (ADAPTED, r"parameters, [\d,]+ of them trained"),
+    pytest.param(ADAPTED, r"parameters, [\d,]+ of them trained", marks=pytest.mark.nightly),
     (("--frozen-layers", 2, "--update", "arrival"), r"updates on arrival of gradients, .* parameters, [\d,]+ of them trained")])
 def test_plan_knows_adapters_frozen_layers_and_updates_on_arrival(config: Path, more: tuple[object, ...], said: str) -> None:
     plan = ("plan", config, "--batch", 4, "--length", 16, "--hardware", "4090")

@@ -99,7 +99,7 @@ def deferring(without_disk: tiny_models.Shared, drive: Path, request: pytest.Fix
     made.close()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", [adamw, lion], ids=["adamw", "lion"])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_an_error_of_the_disk_between_weights_and_their_moments_loses_nothing(
@@ -327,7 +327,7 @@ def test_an_update_that_stops_at_an_op_of_the_disk_is_completed(
     model.megacompile.synchronize()
     cut_power(model, op, number)
     step(model, optimizer, 1, whole=True)
-    if op == "read_state":  # it may run before the first update
+    if op == "read_state" or (op, number) == ("update", 1):  # no update has begun
         with pytest.raises(LaneError, match="power cut"):
             model.megacompile.synchronize()
     else:

@@ -578,6 +578,7 @@ def test_a_run_goes_on_from_another_working_directory(
     assert list(losses(here / "runs" / "one")) == [1, 2, 3, 4] and not list(other.iterdir())
 
 
+@pytest.mark.nightly(held_by="tests/system/test_cli.py::test_where_nothing_can_be_saved_nothing_is_trained")
 def test_a_run_that_saves_nothing_says_so_before_it_trains(model: Path, data: Path) -> None:
     result = command("train", model, "--data", data, *FLAGS, "--steps", 1)
     said, trained = (result.output.index(words) for words in ("nothing will be saved: give --output", "step 1/1"))

@@ -137,7 +137,7 @@ models.pop().megacompile.close()
 @pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["forked", "interpreter"])
 def test_a_script_ends_quietly_whether_or_not_it_ends_the_process_groups(
         tmp_path: Path, arguments: list[str], fork: bool) -> None:
-    """A process that was forked runs what is to run at its exit, but is no interpreter that ends (test_exit.py has one)."""
+    """A forked process runs its exit handlers, but its interpreter does not end. `test_exit.py` ends one."""
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
     job = start(script, 2, tmp_path, arguments, fork=fork)

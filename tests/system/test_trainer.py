@@ -74,6 +74,7 @@ def test_batches_that_cannot_be_joined_are_trained_one_by_one(model: Any, native
     torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("rows", "options"), [
     *(pytest.param(3, {each: True}, marks=pytest.mark.nightly) for each in ("return_seq_idx", "return_flash_attn_kwargs")),
     (1, dict(return_seq_idx=True, return_flash_attn_kwargs=True)),
