@@ -243,8 +243,7 @@ def verify(
     """Prove that a program is safe, or show where it is not (exit code 1). Runs nothing and needs no model."""
     from tabulate import tabulate
 
-    from megacompile.ir.text import parse
-    from megacompile.system.files import source_text
+    from megacompile.ir.text import parse, source_text
     from megacompile.verify.verifier import judge
     piped = str(program_file) == "-"
     named = "standard input" if piped else program_file

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from megacompile.finetuning.formats import Format
-from megacompile.inference.answers import Sampling
 from megacompile.inference.opening import Opening, Source
+from megacompile.inference.sampling import Sampling
 from megacompile.sizes import LARGEST
 from megacompile.tools.recipe import default_length
 

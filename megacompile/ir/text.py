@@ -23,8 +23,10 @@ import keyword
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 from torch import fx
 
@@ -38,7 +40,7 @@ from megacompile.ir.printing import form as form
 from megacompile.ir.printing import print_node as print_node
 from megacompile.ir.printing import print_section as print_section
 from megacompile.ir.program import STAGES, CallSpec, Program, Slot, Tile
-from megacompile.sizes import LARGEST, LARGEST_NUMBER, LONGEST_NAME, check_micro_batches
+from megacompile.sizes import LARGEST, LARGEST_NUMBER, LONGEST_NAME, LONGEST_TEXT, check_micro_batches
 
 _EXPECTED = {
     "text": "a printable string", "texts": "a tuple of strings", "flag": "True or False",
@@ -63,6 +65,21 @@ _PASSED = -1  # the indentation after `pass`, which no line has
 def print_program(program: Program, section: str | None = None, made_for: tuple[Shape, Plan] | None = None) -> str:
     """As `Program.text`."""
     return program.text(section, made_for=made_for)
+
+
+def source_text(source: str | Path | TextIO) -> str:
+    """The text, or the contents of the file: a string of one line is a file name. Raises `MegacompileError`."""
+    if isinstance(source, str) and ("\n" in source or not source):
+        return source
+    try:
+        # Some editors put a byte order mark in front.
+        with Path(source).open(encoding="utf-8-sig") if isinstance(source, str | Path) else nullcontext(source) as file:
+            text = file.read(LONGEST_TEXT + 1)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise MegacompileError(f"the program cannot be read: {error}") from None
+    if len(text) > LONGEST_TEXT:
+        raise MegacompileError(f"the program cannot be read: it has more than {LONGEST_TEXT:,} characters")
+    return text
 
 
 def parse(text: str) -> Program:

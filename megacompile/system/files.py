@@ -6,12 +6,9 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TextIO
 
-from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.sizes import LONGEST_TEXT
+from megacompile.errors import ArgumentError
 from megacompile.system.linux import fcntl
 
 # -------------------- Reads files that other users may have created: opens only regular files
@@ -153,19 +150,3 @@ def _locked(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-# -------------------- Reads the text of a program from a string, a file or standard input
-def source_text(source: str | Path | TextIO) -> str:
-    """The text, or the contents of the file: a string of one line is a file name. Raises `MegacompileError`."""
-    if isinstance(source, str) and ("\n" in source or not source):
-        return source
-    try:
-        # Some editors put a byte order mark in front.
-        with Path(source).open(encoding="utf-8-sig") if isinstance(source, str | Path) else nullcontext(source) as file:
-            text = file.read(LONGEST_TEXT + 1)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise MegacompileError(f"the program cannot be read: {error}") from None
-    if len(text) > LONGEST_TEXT:
-        raise MegacompileError(f"the program cannot be read: it has more than {LONGEST_TEXT:,} characters")
-    return text

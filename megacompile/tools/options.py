@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, get_type_
 import typer
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.frontend.tracing.layers import find_layers
 from megacompile.ir.options import Row, Takes, rows
 from megacompile.sizes import LARGEST
 from megacompile.tools.recipe import Kind, default_length, default_of, default_words
@@ -36,6 +35,8 @@ def freeze_lowest(model: Any, count: int) -> None:
     Raises `ArgumentError` if the model has fewer layers."""
     if not count:
         return
+    from megacompile.frontend.tracing.layers import find_layers
+
     stack = find_layers(model)
     if count > len(stack.layers):
         raise ArgumentError(f"{count} layers cannot be frozen: {type(model).__name__} has {len(stack.layers)}; freeze at most "

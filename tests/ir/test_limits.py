@@ -10,11 +10,11 @@ import tiny_models
 
 import megacompile
 from megacompile.errors import LONGEST_MESSAGE, ArgumentError, CheckpointError, MegacompileError, listed, shortened
+from megacompile.ir import text
 from megacompile.ir.plan import Plan, split
 from megacompile.planning.config import StreamConfig
 from megacompile.predict.hardware import Hardware
 from megacompile.sizes import LARGEST, MOST_MICRO_BATCHES, parse_bytes
-from megacompile.system import files
 
 OPTIONS = sorted(LARGEST.keys() & StreamConfig.__dataclass_fields__.keys())
 
@@ -83,6 +83,6 @@ def test_no_message_is_longer_than_people_read() -> None:
 
 
 def test_a_text_of_any_length_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LONGEST_TEXT", 1000)
+    monkeypatch.setattr(text, "LONGEST_TEXT", 1000)
     with pytest.raises(MegacompileError, match="the program cannot be read: it has more than 1,000 characters"):
-        files.source_text("/dev/zero")
+        text.source_text("/dev/zero")

@@ -24,12 +24,11 @@ from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import Plan, Shape
 from megacompile.ir.precision import precision_text
 from megacompile.ir.program import SLOT_KINDS, STAGES, Program, argument, find, op_of, slot_family
-from megacompile.ir.text import parse_with_plan, print_program
+from megacompile.ir.text import parse_with_plan, print_program, source_text
 from megacompile.passes.pipeline import Compiled, run_pass
 from megacompile.planning.memory import Estimate
 from megacompile.sizes import format_bytes
 from megacompile.streaming.programs.shapes import CompiledShape, Shapes
-from megacompile.system.files import source_text
 from megacompile.verify.ordering import kept_slots
 from megacompile.verify.updates import summed_tiles
 from megacompile.verify.verifier import verify
