@@ -145,6 +145,7 @@ def test_a_watch_can_be_closed_in_its_own_thread() -> None:
 #: `{answer_s}` seconds to say so.
 BLOCKED = """
 import ctypes, sys, threading, time
+from megacompile.runtime import rank_watch
 rank_watch.DEVICE_PERIOD_S, rank_watch.LOOKS, rank_watch._ANSWER_S = 0.05, 3, {answer_s}
 here, waits = threading.get_ident(), threading.Event()
 rank_watch.DeviceWatch(lambda: "{cause}" if waits.is_set() else "", lambda: {busy}, lambda: here, lambda: False).start()

@@ -48,7 +48,7 @@ def unsafe(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_file_of_ours_runs_what_it_reads() -> None:
-    assert len(SOURCES) > 300
+    assert len(SOURCES) > 150
     assert not [f"{path}: {said}" for path in SOURCES for said in unsafe(ast.parse(path.read_text()))]
 
 
