@@ -32,8 +32,8 @@ from torch import Tensor
 import megacompile
 from megacompile.errors import MegacompileError
 from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.generation.turns import LayerTurns, copied_bytes
 from megacompile.streaming.generation.ways import Finished, Way, ways_to_generate
-from megacompile.streaming.layer_slots import LayerSlots
 from megacompile.streaming.streamed_module import generate_by, generate_streamed
 
 #: native: transformers' model on the device. user: `model.generate`. turns: all layers take turns in two slots. streamed: where
@@ -83,12 +83,12 @@ def measure(given: argparse.Namespace) -> rows.Row:
                   peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0)
     if given.through == "native":
         return found
-    slots = model.megacompile.streamed.device_copy.slots
+    turns = model.megacompile.streamed.device_copy.turns
     found["parts"] = parts = _part_count(model, given) if given.through == "user" else 1
-    if slots is not None:
-        link = _link_rate(slots)
-        bound = parts * given.new_tokens * sum(layer.bytes for layer in slots.layers) / link
-        found |= dict(turns=len(slots.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=rows.significant(bound / seconds))
+    if turns is not None:
+        link = _link_rate(turns)
+        bound = parts * given.new_tokens * copied_bytes(turns.program) / link
+        found |= dict(turns=len(turns.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=rows.significant(bound / seconds))
     if native is not None:
         native_s = found.pop("beside_s")
         found |= dict(native_times_s=found.pop("beside_times_s"), of_native=round(native_s / seconds, 3),
@@ -132,16 +132,14 @@ def _part_count(model: Any, given: argparse.Namespace) -> int:
     return next((way.parts for way in ways), 0)
 
 
-def _link_rate(slots: LayerSlots) -> float:
-    """Bytes per second of copies of all layers that take turns, one after another."""
+def _link_rate(turns: LayerTurns) -> float:
+    """Bytes per second of the copies of all layers that take turns, one after another, while nothing is computed."""
     rates = []
     for _ in range(3):
-        slots.forget()
-        before, begun = slots.copied_bytes, time.perf_counter()
-        for position in range(len(slots.layers)):
-            slots.fetch(position)
-        slots.finish()
-        rates.append((slots.copied_bytes - before) / (time.perf_counter() - begun))
+        begun = time.perf_counter()
+        turns.skip_call()
+        rates.append(copied_bytes(turns.program) / (time.perf_counter() - begun))
+    turns.stop()
     return statistics.median(rates)
 
 

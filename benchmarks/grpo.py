@@ -178,7 +178,7 @@ def switching_timed(streamed: Streamed, clock: PhaseClock, through: str) -> Iter
         with contextlib.ExitStack() as stack:
             with clock.of(SWITCHING):
                 native = stack.enter_context(use(original, more_bytes, Turns.ALL if through == "turns" else asked))
-            turns.append(0 if device_copy.slots is None else len(device_copy.slots.layers))
+            turns.append(0 if device_copy.turns is None else len(device_copy.turns.layers))
             yield native
 
     def timed_release() -> None:

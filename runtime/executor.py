@@ -89,10 +89,11 @@ class Executor:
         self._process = os.getpid()
 
     # ---------------------------------------------------------------- submission, in the caller's thread
-    def submit(self, section: fx.Graph, frame: Frame, name: str = "") -> Run:
-        """Hands a section to the lanes; `name` is for messages. Raises the failure of an earlier section."""
+    def submit(self, section: fx.Graph, frame: Frame, name: str = "", by_caller: Lane | None = None) -> Run:
+        """Hands a section to the lanes; `name` is for messages. `by_caller`: the lane whose instructions the caller issues in
+        its own thread (`issue`). Raises the failure of an earlier section."""
         self.check()
-        instructions = self._lower(section)
+        instructions = {lane: each for lane, each in self._lower(section).items() if lane != by_caller}
         events: dict[fx.Node, Event | None] = {}
         left = []
         for node in nodes(section):
@@ -204,6 +205,11 @@ class Executor:
     def stopped(self, run: Run) -> bool:
         return self.failure is not None and run.number >= self.failure.run
 
+    def abandon(self, run: Run) -> None:
+        """Stops the lanes before the rest of a run, and waits for what they have begun. Forgets an earlier failure."""
+        self.fail(Failure(run.number, AbortedError(), None, None))
+        self.recover()
+
     def recover(self) -> None:
         """After a failure: waits for all lanes and the device, and forgets carried events, since everything is done now.
 
@@ -278,15 +284,7 @@ class Executor:
                     self.delay(lane)
                 recorder = self.recorder
                 begun = recorder.begin(lane, node) if recorder is not None else None
-                match op_of(node).name:
-                    case "wait":
-                        self._wait(run, lane, run.events[operands(node, "event")[0]])
-                    case "record":
-                        event = run.events[node]
-                        assert event is not None
-                        event.fire(self.backend.record(lane))
-                    case op:
-                        run.frame.values[node] = OPERATIONS[op](run.frame, node)
+                self.issue(run, lane, node)
                 if recorder is not None:
                     recorder.end(run, lane, node, begun)
             except AbortedError:
@@ -294,6 +292,18 @@ class Executor:
             except BaseException as error:  # every error is raised in the caller's thread, not in this one
                 self.fail(Failure(run.number, error, node, lane, run.frame))
                 return
+
+    def issue(self, run: Run, lane: Lane, node: fx.Node) -> None:
+        """Executes one instruction. Raises `AbortedError` if it waits for a lane that has failed."""
+        match op_of(node).name:
+            case "wait":
+                self._wait(run, lane, run.events[operands(node, "event")[0]])
+            case "record":
+                event = run.events[node]
+                assert event is not None
+                event.fire(self.backend.record(lane))
+            case op:
+                run.frame.values[node] = OPERATIONS[op](run.frame, node)
 
     def fail(self, failure: Failure) -> None:
         """Records a failure. Lanes may fail at the same time in several runs; the earliest run's failure counts."""

@@ -2,13 +2,13 @@
 
 It takes the memory that training leaves: slots give way while it lives and are made again afterwards. It is kept between uses,
 and only weights that have changed are copied again, as long as the streamed model does not need its memory. If not all layers
-fit, some take turns in two slots (`layer_slots.py`). Its weights are copies on a CPU too: a user may write to them.
+fit, some take turns in two slots (`generation/turns.py`). Its weights are copies on a CPU too: a user may write to them.
 """
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -21,13 +21,21 @@ from torch import Tensor, nn
 from megacompile.compat.module_hooks import AFTER_FORWARD, BEFORE_FORWARD, FLAGS, hooks_of
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.ir.places import stays
+from megacompile.ir.program import Program, stays
 from megacompile.planning.planner import Planner
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.arena import Arena
 from megacompile.runtime.memory.store import Store
 from megacompile.sizes import format_bytes
-from megacompile.streaming.layer_slots import LayerSlots, LayerWeights, layer_weights, resident_layers, slot_bytes
+from megacompile.streaming.generation.turns import (
+    LayerTurns,
+    TurningLayer,
+    copied_bytes,
+    slot_bytes,
+    staying_layers,
+    turning_layers,
+    turns_program,
+)
 from megacompile.streaming.open_forward import OpenForwards
 from megacompile.streaming.programs.shapes import Shapes
 from megacompile.streaming.residency import Residency, SectionRunner
@@ -104,10 +112,12 @@ class Turns(Enum):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A copy that fits: the bytes of device memory that it takes, and the bytes that cross the link for each call of it."""
+    """A copy that fits: the bytes of device memory that it takes, and the bytes that cross the link for each call of it.
+    `turns`: the program by which layers take turns; None: all are on the device."""
 
     device_bytes: int
     copied_bytes: int
+    turns: Program | None = None
 
 
 class Owner(Protocol):
@@ -143,14 +153,14 @@ class Owner(Protocol):
 
 
 class DeviceCopy:
-    """State: the `native` model, None where there is none, with its `parameters` and the `slots` of its layers that take turns;
-    the versions of weights, of all tensors and of the native model's tensors when it was current; and how many uses are open,
-    during which the streamed model does not run."""
+    """State: the `native` model, None where there is none, with its `parameters` and the `turns` of its layers that do not stay
+    there; the versions of weights, of all tensors and of the native model's tensors when it was current; and how many uses are
+    open, during which the streamed model does not run."""
 
     def __init__(self, streamed: Owner) -> None:
         self._streamed = streamed
         self.native: nn.Module | None = None
-        self.slots: LayerSlots | None = None
+        self.turns: LayerTurns | None = None
         self._version, self._versions, self._open = -1, [0], 0
         self._parameters, self._native_versions = list[nn.Parameter](), list[int]()
         self._hooks, self._modules = CopiedHooks(), list[nn.Module]()
@@ -172,10 +182,10 @@ class DeviceCopy:
                                            "memory there: leave the block `with model.megacompile.on_device()` first")
                 self.release()
             if self.native is None:
-                turning = self._layers_in_turns(more_bytes, turns)
-                self._make_room(self._bytes_with(turning) + more_bytes, keep_tiles=more_bytes > 0)
+                found = self._arranged(more_bytes, turns)
+                self._make_room(found.device_bytes + more_bytes, keep_tiles=more_bytes > 0)
                 try:
-                    self.native = self._made(original, turning)
+                    self.native = self._made(original, found.turns)
                     self._parameters = list(self.native.parameters())
                 except BaseException:  # Ctrl-C, or too little memory: the slots would stay
                     self.release()
@@ -191,9 +201,8 @@ class DeviceCopy:
         try:
             yield self.native
         finally:
-            if self.slots is not None:
-                self.slots.finish()
-                self.slots.forget()  # the user may have written to them
+            if self.turns is not None:
+                self.turns.stop()  # the user may have written to the slots
             self._open -= 1
 
     def give_way(self, needed: int) -> None:
@@ -210,7 +219,9 @@ class DeviceCopy:
         self._version, self._versions = -1, [-1] * len(self._versions)
 
     def release(self) -> None:
-        self.native = self.slots = None
+        if self.turns is not None:
+            self.turns.close()
+        self.native = self.turns = None
         self._parameters = []
 
     # ---------------------------------------------------------------- memory
@@ -226,15 +237,11 @@ class DeviceCopy:
     @property
     def _taken(self) -> int:
         """Bytes of device memory that the copy takes."""
-        return self._bytes_with([] if self.slots is None else self.slots.layers)
+        return self._bytes_with(None if self.turns is None else self.turns.program)
 
-    def _bytes_with(self, turning: Sequence[LayerWeights]) -> int:
-        """Bytes of device memory that it takes if these layers take turns."""
-        return self._beside(turning) + slot_bytes(turning)
-
-    def _beside(self, layers: Sequence[LayerWeights]) -> int:
-        """Bytes of everything but these layers."""
-        return self.bytes - sum(layer.bytes for layer in layers)
+    def _bytes_with(self, turns: Program | None) -> int:
+        """Bytes of device memory that it takes if layers take turns by this program."""
+        return self.bytes if turns is None else self.bytes - copied_bytes(turns) + slot_bytes(turns)
 
     def _holds(self, needed: int) -> bool:
         planner = self._streamed.planner
@@ -242,27 +249,26 @@ class DeviceCopy:
 
     def arrangement(self, more_bytes: int, turns: Turns) -> Arrangement | None:
         """How it fits the budget, with `more_bytes` for what its use takes; None if it does not."""
-        turning = self._turning(more_bytes, turns)
-        return None if turning is None else Arrangement(self._bytes_with(turning), sum(layer.bytes for layer in turning))
-
-    def _turning(self, more_bytes: int, turns: Turns) -> Sequence[LayerWeights] | None:
-        """The layers that take turns; None if it does not fit."""
         if turns != Turns.ALL and self._holds(self.bytes + more_bytes):
-            return []
-        layers = [] if turns == Turns.NONE else self._layers()
-        if not layers or not self._holds(self._bytes_with(layers) + more_bytes):
+            return Arrangement(self.bytes, 0)
+        layers = [] if turns == Turns.NONE else self.layers()
+        if not layers:
             return None
-        planner, staying = self._streamed.planner, set()
+        program, planner = turns_program(layers), self._streamed.planner
+        if not self._holds(self._bytes_with(program) + more_bytes):
+            return None
         if turns == Turns.SOME:
-            budget_bytes = planner.device_bytes - planner.margin_bytes - more_bytes - self._beside(layers)
-            staying = {layer.name for layer in resident_layers(layers, budget_bytes)}
-        return [layer for layer in layers if layer.name not in staying]
+            beside = self.bytes - copied_bytes(program)
+            staying = staying_layers(layers, planner.device_bytes - planner.margin_bytes - more_bytes - beside)
+            if staying:
+                program = turns_program([layer for layer in layers if layer not in staying])
+        return Arrangement(self._bytes_with(program), copied_bytes(program), program)
 
-    def _layers(self) -> list[LayerWeights]:
+    def layers(self) -> list[TurningLayer]:
         """The layers whose weights can take turns, in the order in which they run."""
         streamed = self._streamed
-        names = list(dict.fromkeys(call.again or call.name for call in streamed.captured.calls[1:-1]))
-        return layer_weights(streamed.model, names, streamed.store.tiles.values())
+        return turning_layers(streamed.model, [call.again or call.name for call in streamed.captured.calls[1:-1]],
+                              streamed.tiling.host)
 
     def _is_alike(self) -> bool:
         """Whether the model has the modules, and the copy the parameters, that they had when the copy was made."""
@@ -272,13 +278,13 @@ class DeviceCopy:
 
     def _serves(self, more_bytes: int, turns: Turns) -> bool:
         """Whether the copy that is there can be used again."""
-        there = 0 if self.slots is None else len(self.slots.layers)
-        wanted = {Turns.NONE: not there, Turns.SOME: True, Turns.ALL: there and there == len(self._layers())}[turns]
+        there = 0 if self.turns is None else len(self.turns.layers)
+        wanted = {Turns.NONE: not there, Turns.SOME: True, Turns.ALL: there and there == len(self.layers())}[turns]
         return bool(wanted) and self._holds(self._taken + more_bytes)
 
-    def _layers_in_turns(self, more_bytes: int, turns: Turns) -> Sequence[LayerWeights]:
-        """As `_turning`. Raises `InsufficientMemoryError` if it does not fit."""
-        found, planner = self._turning(more_bytes, turns), self._streamed.planner
+    def _arranged(self, more_bytes: int, turns: Turns) -> Arrangement:
+        """As `arrangement`. Raises `InsufficientMemoryError` if it does not fit."""
+        found, planner = self.arrangement(more_bytes, turns), self._streamed.planner
         if found is None:
             raise InsufficientMemoryError(
                 f"the weights take {format_bytes(self.bytes)} of device memory, their use {format_bytes(more_bytes)}, and "
@@ -329,12 +335,12 @@ class DeviceCopy:
                                       and not streamed.arena.is_slab(slot) and (stays_too or not stays(slot))])
 
     # ---------------------------------------------------------------- the model
-    def _made(self, original: type[nn.Module], turning: Sequence[LayerWeights]) -> nn.Module:
-        """A copy of the model's structure, whose parameters and buffers are on the device. `turning`: its layers that take
-        turns."""
+    def _made(self, original: type[nn.Module], turns: Program | None) -> nn.Module:
+        """A copy of the model's structure, whose parameters and buffers are on the device. `turns`: the program by which
+        layers take turns."""
         model = self._streamed.model
-        self.slots = LayerSlots(turning, self._device) if turning else None
-        in_slots = {} if self.slots is None else self.slots.views(model)
+        self.turns = None if turns is None else LayerTurns(turns, self._streamed.backend, self._streamed.store)
+        in_slots = {} if self.turns is None else self.turns.views(model)
         memo: dict[int, Any] = {}
         for tensor in _tensors(model):
             there = in_slots[id(tensor)] if id(tensor) in in_slots else self._there(tensor)
@@ -348,8 +354,8 @@ class DeviceCopy:
         own = {key: value for key, value in vars(model).items()
                if key != "megacompile" and not (key == "forward" and hasattr(value, "streams"))}
         made.__dict__ = copy.deepcopy(own, memo)
-        if self.slots is not None:
-            self.slots.attach(made)
+        if self.turns is not None:
+            self.turns.attach(made)
         self._finish_copies()
         return made
 
@@ -358,7 +364,7 @@ class DeviceCopy:
 
     def _written(self, native: nn.Module) -> bool:
         """Whether the user has written to the copy since it was current."""
-        in_slots = {} if self.slots is None else self.slots.views(self._streamed.model)
+        in_slots = {} if self.turns is None else self.turns.views(self._streamed.model)
         versions = zip(_tensors(self._streamed.model), _tensors(native), self._native_versions, strict=True)
         return any(theirs._version != then for ours, theirs, then in versions if id(ours) not in in_slots)
 
@@ -368,10 +374,7 @@ class DeviceCopy:
         # Not those that require a gradient now: PEFT freezes adapters while they are off.
         updated = {id(parameters[name]) for name in self._streamed.tiling.trained}
         pairs = zip(_tensors(model), _tensors(native), self._versions, self._native_versions, strict=True)
-        in_slots: Collection[int] = ()
-        if self.slots is not None:
-            self.slots.forget()
-            in_slots = self.slots.views(model)
+        in_slots = {} if self.turns is None else self.turns.views(model)
         for ours, theirs, version, native_version in pairs:
             if id(ours) not in in_slots and (id(ours) in updated or ours._version != version
                                              or theirs._version != native_version):
@@ -390,7 +393,7 @@ class DeviceCopy:
                 if name in _SHARED or _is_plain(value):
                     vars(theirs)[name] = value if name in _SHARED else copy.copy(value)
         self._hooks.refresh(modules)
-        if self.slots is not None and (config := vars(native).get("generation_config")) is not None:
+        if self.turns is not None and (config := vars(native).get("generation_config")) is not None:
             # transformers compiles generation with a static cache; here copies are issued between layers.
             vars(native)["generation_config"] = copy.copy(config)
             vars(native)["generation_config"].disable_compile = True

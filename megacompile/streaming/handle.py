@@ -31,6 +31,7 @@ from megacompile.runtime.executor import Executed, Executor, Recorder
 from megacompile.streaming.call_lock import exclusive
 from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.differentiable_results import StreamedResults, refuse_hooks
+from megacompile.streaming.generation.turns import turns_program
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.programs.editing import editable_text, load
 from megacompile.streaming.programs.shapes import CompiledShape
@@ -354,6 +355,12 @@ class Handle:
                                              Turns.SOME if in_turns else Turns.NONE)
 
     # ---------------------------------------------------------------- looking
+    def generation_program(self) -> Program:
+        """The program of one call of the plain model in which all layers take turns on the device: prefetches of their weights,
+        and the model's own layers as calls, computed in the caller's thread. `generate` and `on_device(in_turns=True)` run it,
+        or one of fewer layers, where the weights do not fit."""
+        return turns_program(self.streamed.device_copy.layers())
+
     @exclusive
     def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,
                  update: str | None = None, whole_step: bool = False) -> CompiledShape:

@@ -1,13 +1,13 @@
 """The plain model on the GPU: native's tokens, current weights, and no memory lost over switches."""
 from __future__ import annotations
 
+import device_copies
 import pytest
 import torch
 from test_cuda import batch, build
 
 import megacompile
 from megacompile.streaming.device_copy import Turns
-from megacompile.streaming.layer_slots import slot_bytes
 from megacompile.streaming.streamed_module import original_class
 from megacompile.trainers.online import sent_weights
 
@@ -40,14 +40,12 @@ def test_layers_that_take_turns_generate_natives_tokens_after_every_step(turns: 
     model = megacompile.stream(build(layers=7), device="cuda", compile=False)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-3)
     streamed, prompt = model.megacompile.streamed, batch(9)["input_ids"][:, :16].cuda()
-    layers = streamed.device_copy._layers()
-    room = streamed.device_copy._beside(layers) + slot_bytes(layers) + 2 * layers[0].bytes
-    more = streamed.planner.device_bytes - streamed.planner.margin_bytes - room  # so that two layers stay
+    more = device_copies.bytes_beside(model, 2)
     for step in range(5):
         model.megacompile.train_step(batch(step), optimizer)
         model.megacompile.synchronize()
         with torch.no_grad(), streamed.device_copy.use(original_class(model), more, turns) as native:
-            assert len(streamed.device_copy.slots.layers) == (5 if turns == Turns.SOME else 7)
+            assert device_copies.turning(model) == (5 if turns == Turns.SOME else 7)
             found = native.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
             if turns == Turns.ALL:  # `generate` offloads the cache only then; transformers 5.17 loses races between its copies
                 offloaded = native.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import device_copies
 import pytest
 import tiny_models
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor
 
 import megacompile
 from megacompile.errors import InsufficientMemoryError, MegacompileError
+from megacompile.ir.program import Lane, Tile
+from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.streaming.device_copy import DeviceCopy, Turns
+from megacompile.streaming.generation.turns import TurningLayer, copied_bytes, slot_bytes, staying_layers, turns_program
 from megacompile.streaming.generation.ways import Way, cache_bytes, working_bytes
-from megacompile.streaming.layer_slots import LayerWeights, Piece, resident_layers, slot_bytes
 
 LAYERS = 6
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
@@ -97,7 +100,7 @@ def test_where_memory_ends_generation_starts_again_with_fewer_layers_or_sequence
     original, arrangements = type(tiny_models.build()).generate, []
 
     def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arrangements.append(None if elsewhere.slots is None else len(elsewhere.slots.layers))
+        arrangements.append(device_copies.turning(streamed) or None)
         return _out_of_memory() if len(arrangements) <= times else original(self, *args, **kwargs)
 
     monkeypatch.setattr(type(tiny_models.build()), "generate", ends)
@@ -295,8 +298,7 @@ def _interrupt(*_: Any) -> None:
 @pytest.fixture(params=[0, 1, 2, 3])
 def staying(request: pytest.FixtureRequest, streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many layers stay on a device whose budget holds so many beside two slots."""
-    layers = elsewhere._layers()
-    budget = elsewhere._beside(layers) + slot_bytes(layers) + request.param * max(layer.bytes for layer in layers) + (1 << 30)
+    budget = device_copies.bytes_with(streamed, request.param) + (1 << 30)
     planner = mock.Mock(wraps=streamed.megacompile.streamed.planner, device_bytes=budget - (1 << 10), margin_bytes=1 << 30)
     monkeypatch.setattr(type(streamed.megacompile.streamed), "planner", property(lambda self: planner))
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
@@ -309,7 +311,7 @@ def staying(request: pytest.FixtureRequest, streamed: Any, elsewhere: DeviceCopy
 def test_layers_that_do_not_fit_take_turns_with_the_same_tokens(
         how: dict[str, Any], staying: int, streamed: Any, elsewhere: DeviceCopy) -> None:
     assert torch.equal(generated(streamed, **how), generated(copy.deepcopy(streamed), **how))
-    assert elsewhere.slots is not None and len(elsewhere.slots.layers) == LAYERS - staying
+    assert device_copies.turning(streamed) == LAYERS - staying
     elsewhere.release()
 
 
@@ -324,19 +326,23 @@ def test_a_copy_that_does_not_succeed_leaves_no_slots(
     monkeypatch.setattr(elsewhere, "_there", mock.Mock(side_effect=torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError), streamed.megacompile.on_device(in_turns=True, more_bytes=-(1 << 10)):
         pass
-    assert elsewhere.slots is None and elsewhere.native is None
+    assert elsewhere.turns is None and elsewhere.native is None
 
 
 def test_a_layer_crosses_the_link_once_for_each_call_whatever_the_sequences(
-        staying: int, streamed: Any, elsewhere: DeviceCopy) -> None:
+        staying: int, streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, copy_bytes = [], ThreadBackend.copy
+
+    def counted(self: ThreadBackend, destination: Tensor, source: Tensor, lane: Lane) -> None:
+        copied.append(source.numel())
+        copy_bytes(self, destination, source, lane)
+
+    monkeypatch.setattr(ThreadBackend, "copy", counted)
     generated(streamed, do_sample=False)
-    slots = elsewhere.slots
-    assert slots is not None
-    sizes = [sum(piece.host.numel() for piece in layer.pieces) for layer in slots.layers]
-    in_slot = [len(sizes[position % 2::2]) for position in range(len(sizes))]
-    calls = [OPTIONS["max_new_tokens"] if count > 1 else 1 for count in in_slot]  # a layer alone in a slot stays there
-    expected = sum(size * count for size, count in zip(sizes, calls, strict=True))
-    assert slots.copied_bytes == expected + sizes[0], "and the first layer's for the next call"
+    assert elsewhere.turns is not None
+    each, slots = copied_bytes(elsewhere.turns.program), slot_bytes(elsewhere.turns.program)
+    calls = OPTIONS["max_new_tokens"]
+    assert calls * each <= sum(copied) <= calls * each + slots, "and the first layers' for the next call"
     elsewhere.release()
 
 
@@ -354,8 +360,8 @@ def test_weights_that_several_layers_or_the_head_share_stay_on_the_device() -> N
     model.lm_head.weight = model.model.embed_tokens.weight
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     streamed = megacompile.stream(model, device="cpu")
-    layers = streamed.megacompile.streamed.device_copy._layers()
-    names = {name for layer in layers for name in layer.offsets}
+    layers, tiling = streamed.megacompile.streamed.device_copy.layers(), streamed.megacompile.streamed.tiling
+    names = {s.name for layer in layers for tile in layer.tiles for s in tiling.host[tile.name].slices}
     assert not any("embed_tokens" in name or "lm_head" in name for name in names)
     assert {name for name in names if "up_proj" in name} == {f"model.layers.{n}.mlp.up_proj.weight" for n in (1,)}
     streamed.megacompile.close()
@@ -373,8 +379,8 @@ def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypat
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
     with_adapter = generated(model, do_sample=False)
     assert torch.equal(with_adapter, generated(plain, do_sample=False))
-    slots = model.megacompile.streamed.device_copy.slots
-    assert [len(layer.pieces) for layer in slots.layers] == [2] * 3, "the frozen tile, and the adapter's"
+    layers = model.megacompile.streamed.device_copy.layers()
+    assert [len(layer.tiles) for layer in layers] == [2] * 3, "the frozen tile, and the adapter's"
     with model.disable_adapter(), plain.disable_adapter():
         without = generated(model, do_sample=False)
         assert torch.equal(without, generated(plain, do_sample=False)) and not torch.equal(without, with_adapter)
@@ -383,7 +389,8 @@ def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypat
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_layers_that_stay_are_spread_evenly(count: int) -> None:
-    layers = [LayerWeights(str(n), (Piece(torch.empty(10, dtype=torch.uint8), 0, {"w": 0}),)) for n in range(9)]
-    places = [int(layer.name) for layer in resident_layers(layers, slot_bytes(layers) + 10 * count)]
+    layers = [TurningLayer(str(n), (Tile(str(n), 5, 10, 10, trainable=False),)) for n in range(9)]
+    budget = slot_bytes(turns_program(layers)) + 10 * count
+    places = [int(layer.name) for layer in staying_layers(layers, budget)]
     gaps = [b - a for a, b in itertools.pairwise([*places, 9])]
     assert len(places) == count and max(gaps) - min(gaps) <= 1

@@ -136,8 +136,6 @@ def test_layers_in_slots_are_not_copied_by_a_refresh_but_when_their_turn_comes(p
         assert again is native
         outside = {name for name, version in versions(native).items() if version != before[name] and ".layers." not in name}
         assert outside == {"model.norm.weight"}
-        slots = partly.megacompile.streamed.device_copy.slots
-        assert not [slot for slot in slots._slots if slot.holds >= 0], "weights of the last step are in no slot"
         found = native(**EVALUATED).loss
     with torch.no_grad():
         assert found == pytest.approx(float(partly(**EVALUATED).loss), abs=1e-5)

@@ -3,18 +3,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacompile.streaming.layer_slots import slot_bytes
+from megacompile.streaming.generation.turns import TurningLayer, copied_bytes, slot_bytes, turns_program
 
 
 def bytes_beside(model: Any, staying: int) -> int:
     """How much a use of a streamed model must take beside the weights, so that only so many layers stay on the device."""
+    planner = model.megacompile.streamed.planner
+    return int(planner.device_bytes - planner.margin_bytes - bytes_with(model, staying))
+
+
+def bytes_with(model: Any, staying: int) -> int:
+    """The device memory that the weights take if so many layers stay on the device, beside the slots of all others."""
     streamed = model.megacompile.streamed
-    layers = streamed.device_copy._layers()
-    weights = streamed.device_copy._beside(layers) + slot_bytes(layers) + staying * max(layer.bytes for layer in layers)
-    return int(streamed.planner.device_bytes - streamed.planner.margin_bytes - weights)
+    layers: list[TurningLayer] = streamed.device_copy.layers()
+    program = turns_program(layers)
+    beside = streamed.device_copy.bytes - copied_bytes(program) + slot_bytes(program)
+    return int(beside + staying * max(layer.bytes for layer in layers))
 
 
 def turning(model: Any) -> int:
     """How many layers of a streamed model's copy take turns."""
-    slots = model.megacompile.streamed.device_copy.slots
-    return 0 if slots is None else len(slots.layers)
+    turns = model.megacompile.streamed.device_copy.turns
+    return 0 if turns is None else len(turns.layers)

@@ -1,0 +1,162 @@
+"""Layers whose weights take turns on the device: their schedule is a program of the language, and the caller's thread follows
+it in whatever order the model runs its layers."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import edits
+import pytest
+import tiny_models
+import torch
+from tiny_models import batch
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.errors import LaneError, ProgramError
+from megacompile.ir.program import Lane, Program, Tile, op_of
+from megacompile.ir.text import parse
+from megacompile.predict.simulate import simulate
+from megacompile.runtime.backends.threads import ThreadBackend
+from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.generation.turns import LayerTurns, TurningLayer, slot_bytes, turns_program
+from megacompile.streaming.streamed_module import original_class
+from megacompile.verify.verifier import verify
+
+LAYERS = 6
+
+
+def program_of(layers: int = LAYERS) -> Program:
+    """A layer with a tile of its experts among layers with one tile."""
+    tiles = [(Tile(f"layers.{n}", 100, 200, 200, False), *([Tile(f"layers.{n}.experts", 50, 100, 100, False)] * (n == 1)))
+             for n in range(layers)]
+    return turns_program([TurningLayer(f"layers.{n}", tiles[n]) for n in range(layers)])
+
+
+@pytest.fixture(scope="module")
+def streamed() -> Iterator[Any]:
+    model = megacompile.stream(tiny_models.build(num_hidden_layers=LAYERS).eval(), device="cpu")
+    yield model
+    model.megacompile.close()
+
+
+@pytest.fixture
+def turns(streamed: Any) -> Iterator[LayerTurns]:
+    held = streamed.megacompile.streamed
+    found = LayerTurns(turns_program(held.device_copy.layers()), held.backend, held.store)
+    yield found
+    found.close()
+
+
+def layers_of(model: Any) -> dict[str, dict[str, nn.Parameter]]:
+    return {f"model.layers.{n}": dict(layer.named_parameters()) for n, layer in enumerate(model.model.layers)}
+
+
+def holds(turns: LayerTurns, model: Any, layer: str) -> bool:
+    """Whether the layer's slots have its weights."""
+    views = turns.views(model)
+    return all(torch.equal(views[id(p)], p) for p in layers_of(model)[layer].values())
+
+
+def run_layer(turns: LayerTurns, model: Any, layer: str) -> bool:
+    turns.enter(layer)
+    held = holds(turns, model, layer)
+    turns.leave(layer)
+    return held
+
+
+def test_the_program_is_its_own_text_and_takes_two_slots_of_each_size() -> None:
+    program = program_of()
+    assert parse(program.text()) == program
+    assert slot_bytes(program) == 2 * 200 + 100 and set(program.sections) == {"evaluate"}
+
+
+def test_a_program_without_one_of_its_waits_is_refused() -> None:
+    program, refused = program_of(), 0
+    for edit in edits.single(program):
+        if edit.kind == "wait removed":
+            with pytest.raises(ProgramError):
+                verify(edit.apply(program))
+            refused += 1
+    assert refused > 2 * LAYERS
+
+
+@pytest.mark.parametrize("link_s", [0.5, 2.0])
+def test_a_call_takes_as_long_as_the_slower_of_copies_and_computation(link_s: float) -> None:
+    seconds = {"prefetch": link_s, "forward": 1.0}
+    program = turns_program([TurningLayer(str(n), (Tile(str(n), 100, 200, 200, False),)) for n in range(LAYERS)])
+    timeline = simulate(program, lambda node: seconds.get(op_of(node).name, 0.0), sections=("evaluate",))
+    assert LAYERS * max(link_s, 1.0) <= timeline.step_s <= LAYERS * max(link_s, 1.0) + link_s + 1.0
+
+
+def test_each_layer_finds_its_weights_in_its_slots(turns: LayerTurns, streamed: Any) -> None:
+    for _ in range(3):
+        assert all(run_layer(turns, streamed, layer) for layer in turns.layers)
+
+
+@pytest.mark.parametrize("order", [
+    [0, 1, 2, 0, 1], [2, 3, 5, 0], [0, 0, 1, 1], [5, 4, 3], [0, 4, 5, 0, 1, 2, 3, 4, 5]], ids=str)
+def test_layers_may_be_left_out_and_a_call_may_end_early(order: list[int], turns: LayerTurns, streamed: Any) -> None:
+    """An exception in the model ends a call; some models leave layers out."""
+    assert all(run_layer(turns, streamed, f"model.layers.{n}") for n in order)
+
+
+def test_weights_that_change_between_uses_are_copied_again(turns: LayerTurns, streamed: Any) -> None:
+    for layer in turns.layers:
+        run_layer(turns, streamed, layer)
+    turns.stop()
+    with torch.no_grad():
+        for p in streamed.model.layers[0].parameters():
+            p.add_(1.0)
+    assert run_layer(turns, streamed, "model.layers.0")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_copy_that_fails_says_so_and_the_next_call_copies_again(
+        error: type[BaseException], turns: LayerTurns, streamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_layer(turns, streamed, "model.layers.0")
+    with monkeypatch.context() as patched:
+        patched.setattr(ThreadBackend, "copy", _failing(error))
+        with pytest.raises(LaneError, match="prefetch failed"):
+            _run_all(turns)
+    turns.stop()
+    assert all(run_layer(turns, streamed, layer) for layer in turns.layers)
+
+
+def _run_all(turns: LayerTurns) -> None:
+    for layer in turns.layers:
+        turns.enter(layer)
+        turns.leave(layer)
+
+
+def _failing(error: type[BaseException]) -> Any:
+    def copy(self: ThreadBackend, destination: Tensor, source: Tensor, lane: Lane) -> None:
+        raise error("the link is gone")
+
+    return copy
+
+
+def test_generation_that_is_interrupted_goes_on_with_the_tokens_of_the_plain_model(streamed: Any) -> None:
+    prompt, calls = batch(3, 2, 5)["input_ids"], []
+
+    def interrupts(module: nn.Module, *_: Any) -> None:
+        calls.append(module)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with torch.no_grad(), streamed.megacompile.on_device() as native:
+        expected = native.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    streamed.megacompile.streamed.device_copy.release()
+    use = streamed.megacompile.streamed.device_copy.use
+    with torch.no_grad(), use(original_class(streamed), 0, Turns.ALL) as native:
+        handle = native.model.layers[3].register_forward_pre_hook(interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            native.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        handle.remove()
+        assert torch.equal(native.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+
+
+def test_users_see_the_program_of_generation(streamed: Any) -> None:
+    program = streamed.megacompile.generation_program()
+    assert [call.name for call in program.calls if call.role == "layer"] == [f"model.layers.{n}" for n in range(LAYERS)]
+    assert "p.prefetch(" in program.text()
