@@ -83,7 +83,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
                   peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0)
     if given.through == "native":
         return found
-    turns = model.megacompile.streamed.device_copy.turns
+    turns = model.megacompile.device_copy.turns
     found["parts"] = parts = _part_count(model, given) if given.through == "user" else 1
     if turns is not None:
         link = _link_rate(turns)
@@ -128,7 +128,7 @@ def _generate(model: Any, given: argparse.Namespace) -> Callable[[Tensor, int], 
 def _part_count(model: Any, given: argparse.Namespace) -> int:
     """Into how many parts `model.generate` cuts the batch; 0: it streams without a cache."""
     call = {"inputs": torch.zeros(given.batch, given.length, dtype=torch.long), **_options(given, given.new_tokens)}
-    ways = ways_to_generate(model, call, model.megacompile.streamed.device_copy.arrangement)
+    ways = ways_to_generate(model, call, model.megacompile.device_copy.arrangement)
     return next((way.parts for way in ways), 0)
 
 

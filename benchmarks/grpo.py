@@ -61,7 +61,7 @@ from megacompile.ir.program import op_of
 from megacompile.planning.device import process_count
 from megacompile.predict.simulate import Timeline
 from megacompile.streaming.device_copy import Turns
-from megacompile.streaming.streamed import Streamed
+from megacompile.streaming.handle import Handle
 from megacompile.timeline import kind_of
 
 GENERATION, SWITCHING, LOG_PROBABILITIES, TRAINING, UPDATE, REST = PHASES = (
@@ -167,10 +167,10 @@ class Steps(transformers.TrainerCallback):
 
 
 @contextlib.contextmanager
-def switching_timed(streamed: Streamed, clock: PhaseClock, through: str) -> Iterator[list[int]]:
+def switching_timed(handle: Handle, clock: PhaseClock, through: str) -> Iterator[list[int]]:
     """A context in which a streamed model's switches between training and generation are timed, and layers of its copy on the
     device take turns as `through` says. Yields a list of the numbers of layers that did, one for each use of the copy."""
-    device_copy, turns = streamed.device_copy, []
+    streamed, device_copy, turns = handle.streamed, handle.device_copy, []
     use, release, enter = device_copy.use, device_copy.release, streamed._enter
 
     @contextlib.contextmanager
@@ -265,19 +265,18 @@ def measure(given: argparse.Namespace) -> rows.Row:
     optimizer = megacompile.AdamW(model.parameters(), lr=LEARNING_RATE, max_grad_norm=rows.clip(given),
                                   overlap="backward" if given.overlap else None)
     steps = Steps(PhaseClock(torch.cuda.synchronize if cuda else lambda: None, outside=REST), model, given)
-    streamed = model.megacompile.streamed
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(given, model, optimizer, steps, folder)
         setup_s = time.perf_counter() - began
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        with switching_timed(streamed, steps.clock, given.through) as turns:
+        with switching_timed(model.megacompile, steps.clock, given.through) as turns:
             trainer.train()
     peak = torch.cuda.max_memory_reserved() if cuda else 0
     by_op = {} if steps.recording is None else seconds_by_op(model, steps.recording)
     if trainer.ref_model is not None:
         trainer.ref_model.megacompile.close()
-    streamed.device_copy.release()
+    model.megacompile.device_copy.release()
     full = full_rows(given, model, optimizer)
     model.megacompile.close()
     logged = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

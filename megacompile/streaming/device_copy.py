@@ -9,23 +9,18 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.compat.module_hooks import AFTER_FORWARD, BEFORE_FORWARD, FLAGS, hooks_of
 from megacompile.errors import InsufficientMemoryError, MegacompileError
-from megacompile.frontend.capture import CapturedModel
 from megacompile.ir.program import Program, stays
-from megacompile.planning.planner import Planner
-from megacompile.runtime.backends.lanes import Backend
-from megacompile.runtime.memory.arena import Arena
-from megacompile.runtime.memory.store import Store
 from megacompile.sizes import format_bytes
 from megacompile.streaming.generation.turns import (
     LayerTurns,
@@ -36,12 +31,7 @@ from megacompile.streaming.generation.turns import (
     turning_layers,
     turns_program,
 )
-from megacompile.streaming.open_forward import OpenForwards
-from megacompile.streaming.programs.shapes import Shapes
-from megacompile.streaming.residency import Residency, SectionRunner
-from megacompile.streaming.step_state import StepState
-from megacompile.streaming.together import Together
-from megacompile.weights.tiling import Tiling
+from megacompile.streaming.streamed import Streamed
 
 
 # --------------------
@@ -120,36 +110,10 @@ class Arrangement:
     turns: Program | None = None
 
 
-class Owner(Protocol):
-    """A streamed model, as far as its copy knows it."""
-
-    model: nn.Module
-    captured: CapturedModel
-    store: Store
-    backend: Backend
-    arena: Arena
-    runner: SectionRunner
-    residency: Residency
-    parameters: dict[str, nn.Parameter]
-    shapes: Shapes
-    step: StepState
-    forwards: OpenForwards
-    together: Together
-
-    @property
-    def call_lock(self) -> AbstractContextManager[object]: ...
-
-    @property
-    def planner(self) -> Planner: ...
-
-    @property
-    def tiling(self) -> Tiling: ...
-
-    def settle(self) -> None: ...
-
-    def adopt_writes(self) -> None: ...
-
-    def evict(self) -> None: ...
+def original_class(model: nn.Module) -> type[nn.Module]:
+    """The class that a streamed model had before `stream`."""
+    _, original = type(model).__bases__
+    return original
 
 
 class DeviceCopy:
@@ -157,8 +121,9 @@ class DeviceCopy:
     there; the versions of weights, of all tensors and of the native model's tensors when it was current; and how many uses are
     open, during which the streamed model does not run."""
 
-    def __init__(self, streamed: Owner) -> None:
+    def __init__(self, streamed: Streamed) -> None:
         self._streamed = streamed
+        streamed.guests.append(self)
         self.native: nn.Module | None = None
         self.turns: LayerTurns | None = None
         self._version, self._versions, self._open = -1, [0], 0

@@ -29,7 +29,7 @@ from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Item, Timeline
 from megacompile.runtime.executor import Executed, Executor, Recorder
 from megacompile.streaming.call_lock import exclusive
-from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.device_copy import DeviceCopy, Turns, original_class
 from megacompile.streaming.differentiable_results import StreamedResults, refuse_hooks
 from megacompile.streaming.generation.turns import turns_program
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
@@ -37,7 +37,6 @@ from megacompile.streaming.programs.editing import editable_text, load
 from megacompile.streaming.programs.shapes import CompiledShape
 from megacompile.streaming.replanning import replan
 from megacompile.streaming.streamed import Streamed
-from megacompile.streaming.streamed_module import StreamedModule, original_class
 from megacompile.streaming.user_tensors.owners import disclaim
 
 
@@ -161,7 +160,7 @@ class Handle:
     """`model.megacompile`: shows what was captured, planned and scheduled, and controls what runs."""
 
     def __init__(self, streamed: Streamed) -> None:
-        self.streamed = streamed
+        self.streamed, self.device_copy = streamed, DeviceCopy(streamed)
         self.anchor = torch.zeros((), requires_grad=True)
 
     # ---------------------------------------------------------------- calls of the model
@@ -351,7 +350,7 @@ class Handle:
         while others compute. `more_bytes`: of device memory that the use takes beside the weights, such as keys and values.
 
         Raises `InsufficientMemoryError`, with what is needed, if the device does not hold the weights."""
-        return self.streamed.device_copy.use(original_class(self.streamed.model), more_bytes,
+        return self.device_copy.use(original_class(self.streamed.model), more_bytes,
                                              Turns.SOME if in_turns else Turns.NONE)
 
     # ---------------------------------------------------------------- looking
@@ -359,7 +358,7 @@ class Handle:
         """The program of one call of the plain model in which all layers take turns on the device: prefetches of their weights,
         and the model's own layers as calls, computed in the caller's thread. `generate` and `on_device(in_turns=True)` run it,
         or one of fewer layers, where the weights do not fit."""
-        return turns_program(self.streamed.device_copy.layers())
+        return turns_program(self.device_copy.layers())
 
     @exclusive
     def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,
@@ -517,7 +516,7 @@ class Handle:
         """Waits for updates in flight. Afterwards the parameters, gradients and optimizer state that you hold are current.
         Anything you write to them before the next call counts, through `.data` too: device-resident tiles are sent again."""
         self.streamed.evict()
-        self.streamed.device_copy.expect_writes()
+        self.device_copy.expect_writes()
 
     @exclusive
     def whole(self) -> None:
@@ -534,6 +533,6 @@ class Handle:
         finally:
             disclaim(self.streamed)
             self.streamed.shapes.close()
-            if isinstance(model, StreamedModule):
+            if vars(model).get("megacompile") is self:
                 model.__class__ = original_class(model)  # type: ignore[assignment]
                 del model.__dict__["megacompile"]

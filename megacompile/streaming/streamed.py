@@ -32,7 +32,6 @@ from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
 from megacompile.sizes import parse_bytes
 from megacompile.streaming import batch_io
-from megacompile.streaming.device_copy import DeviceCopy
 from megacompile.streaming.open_forward import OpenForward, OpenForwards
 from megacompile.streaming.optimizer.in_backward import OptimizerInBackward, Updater
 from megacompile.streaming.optimizer.state import StateMemory
@@ -89,12 +88,21 @@ class _Part(Protocol):
         """The model is closed: holds none from now on."""
 
 
+class Guest(_Part, Protocol):
+    """What uses the device between the sections of this model."""
+
+    def give_way(self, needed: int) -> None:
+        """Before sections that take `needed` bytes of device memory: frees what would be in their way, or raises
+        `MegacompileError` if it is in use."""
+
+
 class Streamed:
     """Composes what a streamed model consists of, and runs the sections of a step in the user's order.
 
     Each part owns its state: `shapes` the compiled programs, `step` the training step, `residency` what stays on the device,
     `runner` the lanes, `gradients` and `states` the tensors that users see, `writes` and `constants` what users change, and
-    `optimizer_in_backward` updates on arrival, `forwards` those that are open, `device_copy` the plain model for inference."""
+    `optimizer_in_backward` updates on arrival, `forwards` those that are open, `guests` what else
+    uses the device."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig, ranks: Ranks | None = None, agreed_budgets: Sequence[str] = ()) -> None:
@@ -119,7 +127,7 @@ class Streamed:
         self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
-        self.forwards, self.device_copy = OpenForwards(), DeviceCopy(self)
+        self.forwards, self.guests = OpenForwards(), list[Guest]()
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays pinned.
         self._give_back = weakref.finalize(self, give_back, executor, self.arena, self.activation_checkpoints, store,
                                            backend, ranks)
@@ -171,7 +179,8 @@ class Streamed:
 
     def _reserve(self, shape: CompiledShape, *sections: str) -> None:
         """Makes the slots of these sections, and frees those of other shapes that exceed the budget beside them."""
-        self.device_copy.give_way(shape.estimate.total)
+        for guest in self.guests:
+            guest.give_way(shape.estimate.total)
         wanted, surplus = shape.slots(*sections), self.residency.surplus(shape)
         if changed := [*surplus, *self.runner.lacking(wanted)]:
             (self.evict if any(map(stays, changed)) else self.settle)()
@@ -454,7 +463,7 @@ class Streamed:
     def _release(self) -> None:
         """Ends the lanes. Whoever still refers to this object, such as the graph of a loss, the handle, an optimizer or a
         traceback, holds no memory of the model from now on."""
-        parts: list[_Part] = [self.forwards, self.step, self.device_copy, self.constants, self.gradients,
+        parts: list[_Part] = [self.forwards, self.step, *self.guests, self.constants, self.gradients,
                               *self.states.values(), self.store]
         # PyTorch's allocator would keep the device's memory from other processes.
         each(self._give_back, self.writes.remainders.clear, *(part.release for part in parts), self.backend.trim)

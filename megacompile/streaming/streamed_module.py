@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +14,19 @@ from torch import Tensor, nn
 from megacompile.compat.core import parse_to, pytree
 from megacompile.errors import UnsupportedError
 from megacompile.ir.program import Lane
+from megacompile.streaming.device_copy import original_class
 from megacompile.streaming.generation.ways import Finished, Way, by_name, generate_in_parts, ways_to_generate, with_options
+from megacompile.streaming.handle import Handle
 from megacompile.streaming.programs.captures import base_calls_streamed
 from megacompile.streaming.shared_writes import loading
-from megacompile.streaming.streamed import Streamed
 from megacompile.weights.saving import save_whole
-
-
-class Calls(Protocol):
-    """The handle of a streamed model, as far as the model's class knows it."""
-
-    streamed: Streamed
-
-    def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
-
-    def whole(self) -> None: ...
 
 
 class StreamedModule(nn.Module):
     """Overrides of a streamed model's class: calls go to the handle, and reads wait for updates in flight."""
 
     if TYPE_CHECKING:  # transformers evaluates the annotations of a model's class when the class is created
-        megacompile: Calls
+        megacompile: Handle
 
     @torch.compiler.disable(reason="a streamed model's layers are compiled by megacompile: leave torch.compile out")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +174,7 @@ class StreamedPretrained(StreamedModule):
         wait in host memory. Otherwise streams all layers for every token, without a cache: correct, and slow."""
         # The parameters are on the CPU, so callers that send prompts to a parameter's device send them there.
         given = pytree.tree_map_only(Tensor, lambda each: each.to(self.device), by_name(super().generate, args, kwargs))  # type: ignore[misc]
-        device_copy, finished = self.megacompile.streamed.device_copy, Finished()
+        device_copy, finished = self.megacompile.device_copy, Finished()
         ways = ways_to_generate(self, given, device_copy.arrangement)
         way = next(ways, None)
         while way is not None:
@@ -207,7 +198,7 @@ def generate_by(model: StreamedPretrained, way: Way, finished: Finished) -> Any:
     """Generates in the lane compute, whose free memory the allocator gives to no other stream. `finished`: as in
     `generate_in_parts`."""
     backend = model.megacompile.streamed.backend
-    use = model.megacompile.streamed.device_copy.use(original_class(model), way.bytes, way.turns)
+    use = model.megacompile.device_copy.use(original_class(model), way.bytes, way.turns)
     backend.enter(_tensors([way.arguments, finished.tokens]))
     found = None
     try:
@@ -233,11 +224,6 @@ def _for_generation(inputs: dict[str, Any]) -> dict[str, Any]:
     """Removes the request for only the last token's logits: all are computed, and generation reads the last."""
     inputs.pop("logits_to_keep", None)
     return inputs
-
-
-def original_class(model: nn.Module) -> type[nn.Module]:
-    _, original = type(model).__bases__
-    return original
 
 
 _classes: dict[type, type] = {}

@@ -7,8 +7,7 @@ import torch
 from test_cuda import batch, build
 
 import megacompile
-from megacompile.streaming.device_copy import Turns
-from megacompile.streaming.streamed_module import original_class
+from megacompile.streaming.device_copy import Turns, original_class
 from megacompile.trainers.online import sent_weights
 
 pytestmark = pytest.mark.gpu
@@ -39,12 +38,12 @@ def test_layers_that_take_turns_generate_natives_tokens_after_every_step(turns: 
     """With slow copies a layer would compute with the weights of another one."""
     model = megacompile.stream(build(layers=7), device="cuda", compile=False)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-3)
-    streamed, prompt = model.megacompile.streamed, batch(9)["input_ids"][:, :16].cuda()
+    prompt = batch(9)["input_ids"][:, :16].cuda()
     more = device_copies.bytes_beside(model, 2)
     for step in range(5):
         model.megacompile.train_step(batch(step), optimizer)
         model.megacompile.synchronize()
-        with torch.no_grad(), streamed.device_copy.use(original_class(model), more, turns) as native:
+        with torch.no_grad(), model.megacompile.device_copy.use(original_class(model), more, turns) as native:
             assert device_copies.turning(model) == (5 if turns == Turns.SOME else 7)
             found = native.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
             if turns == Turns.ALL:  # `generate` offloads the cache only then; transformers 5.17 loses races between its copies
@@ -61,9 +60,8 @@ def test_a_budget_that_holds_training_alone_has_it_give_way() -> None:
     model = megacompile.stream(build(), device="cuda", compile=False)
     with torch.no_grad():
         expected = model(**batch(0)).loss
-        streamed = model.megacompile.streamed
         with model.megacompile.on_device() as native:
-            assert next(native.parameters()).is_cuda and streamed.device_copy.bytes > 0
+            assert next(native.parameters()).is_cuda and model.megacompile.device_copy.bytes > 0
         assert torch.equal(model(**batch(0)).loss, expected)
     model.megacompile.close()
 

@@ -60,7 +60,7 @@ def streamed() -> Iterator[Any]:
 @pytest.fixture
 def elsewhere(streamed: Any) -> DeviceCopy:
     """The copy, not made yet."""
-    found = streamed.megacompile.streamed.device_copy
+    found = streamed.megacompile.device_copy
     found.release()
     return found
 
@@ -210,7 +210,7 @@ def test_a_larger_use_of_the_same_copy_frees_tiles_that_stayed_beside_a_smaller_
     planner = streamed.planner
     monkeypatch.setattr(type(streamed.shapes), "largest", property(lambda _: planner.device_bytes))
     model.megacompile.train_step(batch(), optimizer)
-    there, weights = planner.device_bytes - planner.margin_bytes, streamed.device_copy.bytes
+    there, weights = planner.device_bytes - planner.margin_bytes, model.megacompile.device_copy.bytes
     with model.megacompile.on_device(more_bytes=1) as native:
         assert streamed.arena.device_bytes() > 0
     with model.megacompile.on_device(more_bytes=there - weights) as again:
@@ -360,7 +360,7 @@ def test_weights_that_several_layers_or_the_head_share_stay_on_the_device() -> N
     model.lm_head.weight = model.model.embed_tokens.weight
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     streamed = megacompile.stream(model, device="cpu")
-    layers, tiling = streamed.megacompile.streamed.device_copy.layers(), streamed.megacompile.streamed.tiling
+    layers, tiling = streamed.megacompile.device_copy.layers(), streamed.megacompile.streamed.tiling
     names = {s.name for layer in layers for tile in layer.tiles for s in tiling.host[tile.name].slices}
     assert not any("embed_tokens" in name or "lm_head" in name for name in names)
     assert {name for name in names if "up_proj" in name} == {f"model.layers.{n}.mlp.up_proj.weight" for n in (1,)}
@@ -379,7 +379,7 @@ def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypat
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
     with_adapter = generated(model, do_sample=False)
     assert torch.equal(with_adapter, generated(plain, do_sample=False))
-    layers = model.megacompile.streamed.device_copy.layers()
+    layers = model.megacompile.device_copy.layers()
     assert [len(layer.tiles) for layer in layers] == [2] * 3, "the frozen tile, and the adapter's"
     with model.disable_adapter(), plain.disable_adapter():
         without = generated(model, do_sample=False)

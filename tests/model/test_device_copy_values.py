@@ -63,7 +63,7 @@ def test_logits_of_bf16_layers_that_take_turns_are_no_further_from_fp32_than_the
     more = device_copies.bytes_beside(half, staying)
     with half.megacompile.on_device(in_turns=True, more_bytes=more) as native:
         assert device_copies.turning(half) == LAYERS - staying and further(native) <= 1
-    half.megacompile.streamed.device_copy.release()
+    half.megacompile.device_copy.release()
 
 
 @pytest.mark.nightly(held_by=(
@@ -71,7 +71,7 @@ def test_logits_of_bf16_layers_that_take_turns_are_no_further_from_fp32_than_the
     "tests/model/test_frontend_parity.py::test_bf16_gradients_are_as_close_to_fp32_as_native_bf16_is"))
 def test_logits_of_a_streamed_bf16_forward_are_no_further_from_fp32_than_the_unstreamed_models(half: Any) -> None:
     """Its attention adds in another order, so that the two errors are not equal."""
-    half.megacompile.streamed.device_copy.release()
+    half.megacompile.device_copy.release()
     assert further(half) <= 1
 
 
@@ -112,7 +112,7 @@ def test_compiled_generation_with_a_static_cache_gives_eager_tokens_after_every_
         tokens.append(model.generate(prompt, **OPTIONS, cache_implementation="static", compile_config=how))
         assert graphs and len(calls) >= OPTIONS["max_new_tokens"] - 1, "nothing was compiled"
         assert torch.equal(tokens[-1], copy.deepcopy(model).eval().generate(prompt, **OPTIONS))
-        kept.add(id(model.megacompile.streamed.device_copy.native))
+        kept.add(id(model.megacompile.device_copy.native))
         model.train()
         model.megacompile.train_step(batch(seed), optimizer)
         model.eval()
@@ -161,4 +161,4 @@ def test_a_copy_of_quantized_layers_generates_the_tokens_of_the_dequantized_mode
             torch.testing.assert_close(native(prompt).logits, plain(prompt).logits)
         assert torch.equal(tokens[-1], plain.generate(input_ids=prompt, **OPTIONS))
         assert torch.equal(tokens[-1], quantized.generate(input_ids=prompt, **OPTIONS))
-    quantized.megacompile.streamed.device_copy.release()
+    quantized.megacompile.device_copy.release()

@@ -225,7 +225,7 @@ def test_keys_and_values_wait_in_host_memory_where_that_moves_fewer_bytes(
 def test_a_batch_that_does_not_fit_generates_in_parts_with_the_same_tokens(
         plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
-    device_copy, rows = model.megacompile.streamed.device_copy, []
+    device_copy, rows = model.megacompile.device_copy, []
     given = {**prompts(), **OPTIONS, "do_sample": False}
     arrangement = type(device_copy).arrangement
 
@@ -251,7 +251,7 @@ def test_a_batch_that_does_not_fit_generates_in_parts_with_the_same_tokens(
 def test_parts_that_have_generated_stay_where_memory_ends_in_a_later_one(
         how: dict[str, Any], smaller: bool, expected: list[int], plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
-    device_copy, rows = model.megacompile.streamed.device_copy, []
+    device_copy, rows = model.megacompile.device_copy, []
     given = {**prompts(), **OPTIONS, "do_sample": False, **how}
     arrangement = type(device_copy).arrangement
 

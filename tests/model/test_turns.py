@@ -18,9 +18,8 @@ from megacompile.ir.program import Lane, Program, Tile, op_of
 from megacompile.ir.text import parse
 from megacompile.predict.simulate import simulate
 from megacompile.runtime.backends.threads import ThreadBackend
-from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.device_copy import Turns, original_class
 from megacompile.streaming.generation.turns import LayerTurns, TurningLayer, slot_bytes, turns_program
-from megacompile.streaming.streamed_module import original_class
 from megacompile.verify.verifier import verify
 
 LAYERS = 6
@@ -42,8 +41,8 @@ def streamed() -> Iterator[Any]:
 
 @pytest.fixture
 def turns(streamed: Any) -> Iterator[LayerTurns]:
-    held = streamed.megacompile.streamed
-    found = LayerTurns(turns_program(held.device_copy.layers()), held.backend, held.store)
+    layers, held = streamed.megacompile.device_copy.layers(), streamed.megacompile.streamed
+    found = LayerTurns(turns_program(layers), held.backend, held.store)
     yield found
     found.close()
 
@@ -146,8 +145,8 @@ def test_generation_that_is_interrupted_goes_on_with_the_tokens_of_the_plain_mod
 
     with torch.no_grad(), streamed.megacompile.on_device() as native:
         expected = native.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    streamed.megacompile.streamed.device_copy.release()
-    use = streamed.megacompile.streamed.device_copy.use
+    streamed.megacompile.device_copy.release()
+    use = streamed.megacompile.device_copy.use
     with torch.no_grad(), use(original_class(streamed), 0, Turns.ALL) as native:
         handle = native.model.layers[3].register_forward_pre_hook(interrupts)
         with pytest.raises(KeyboardInterrupt):

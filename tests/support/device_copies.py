@@ -14,14 +14,14 @@ def bytes_beside(model: Any, staying: int) -> int:
 
 def bytes_with(model: Any, staying: int) -> int:
     """The device memory that the weights take if so many layers stay on the device, beside the slots of all others."""
-    streamed = model.megacompile.streamed
-    layers: list[TurningLayer] = streamed.device_copy.layers()
+    device_copy = model.megacompile.device_copy
+    layers: list[TurningLayer] = device_copy.layers()
     program = turns_program(layers)
-    beside = streamed.device_copy.bytes - copied_bytes(program) + slot_bytes(program)
+    beside = device_copy.bytes - copied_bytes(program) + slot_bytes(program)
     return int(beside + staying * max(layer.bytes for layer in layers))
 
 
 def turning(model: Any) -> int:
     """How many layers of a streamed model's copy take turns."""
-    turns = model.megacompile.streamed.device_copy.turns
+    turns = model.megacompile.device_copy.turns
     return 0 if turns is None else len(turns.layers)

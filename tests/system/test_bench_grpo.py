@@ -90,11 +90,11 @@ def test_batches_of_one_step_have_one_size() -> None:
 
 def test_switches_are_timed_only_while_they_are_measured(model: Any) -> None:
     """Full rows are measured after it: a wait in each step would keep them from running beside updates."""
-    streamed = model.megacompile.streamed
-    before = dict(vars(streamed)), dict(vars(streamed.device_copy))
-    with grpo.switching_timed(streamed, PhaseClock(lambda: None, grpo.REST), "megacompile"):
-        assert {"use", "release"} <= vars(streamed.device_copy).keys() and "_enter" in vars(streamed)
-    assert before == (dict(vars(streamed)), dict(vars(streamed.device_copy)))
+    streamed, device_copy = model.megacompile.streamed, model.megacompile.device_copy
+    before = dict(vars(streamed)), dict(vars(device_copy))
+    with grpo.switching_timed(model.megacompile, PhaseClock(lambda: None, grpo.REST), "megacompile"):
+        assert {"use", "release"} <= vars(device_copy).keys() and "_enter" in vars(streamed)
+    assert before == (dict(vars(streamed)), dict(vars(device_copy)))
 
 
 def test_a_phase_pauses_the_one_around_it_and_counts_the_work_that_it_issued(monkeypatch: pytest.MonkeyPatch) -> None:

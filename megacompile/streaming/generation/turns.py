@@ -112,7 +112,7 @@ class LayerTurns:
 
     def views(self, model: nn.Module) -> dict[int, Tensor]:
         """For the parameters of `model` that are in slots, by their `id`: the part of the slot, like the parameter."""
-        parameters, found = dict(nn.Module.named_parameters(model, remove_duplicate=False)), {}
+        parameters, found = dict(nn.Module.named_parameters(model, remove_duplicate=False)), dict[int, Tensor]()
         for node in find(self.program.section(_SECTION), "prefetch"):
             layout = self._store.whole(argument(node, "tile")).layout
             weights = self._arena.weights(argument(node, "into"), layout)
