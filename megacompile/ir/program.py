@@ -96,7 +96,8 @@ class Tile:
 
     Bytes are per transfer over the link; `state_bytes` are those of the optimizer's state. `visit_bytes`: the device memory
     that the tile's largest matrix takes, with its state and products, if the tile is updated by whole matrices. `disk_bytes`:
-    those of each rank's share of its moments, if they are on disk."""
+    those of each rank's share of its moments, if they are on disk. `rule`: the optimizer that updates it, such as "lion", or
+    "adamw+muon" for a tile of two; empty: AdamW."""
 
     name: str
     parameters: int
@@ -106,6 +107,7 @@ class Tile:
     state_bytes: int = 0
     visit_bytes: int = 0
     disk_bytes: int = 0
+    rule: str = ""
 
     def bytes_of(self, kind: str, ranks: int = 1) -> int:
         """Bytes that a value of this kind takes in a slot of one of `ranks` ranks."""

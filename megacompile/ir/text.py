@@ -49,7 +49,7 @@ _EXPECTED = {
     "value or values": "the name of a node above, or a tuple of them"}
 #: What each parameter of an op holds.
 KINDS = {
-    **dict.fromkeys(("tile", "template", "call", "key", "into", "place", "access", "lane"), "text"),
+    **dict.fromkeys(("tile", "template", "call", "key", "into", "place", "access", "lane", "rule"), "text"),
     **dict.fromkeys(("tiles", "on_disk"), "texts"),
     "mb": "number", "overwrite": "flag", **dict.fromkeys(("weights", "inputs", "values"), "values"),
     "accumulators": "value or values",

@@ -38,6 +38,12 @@ def updated(program: Program) -> Iterator[Fault]:
     to the device, and each update is followed by another copy. A tile that is updated on the device is copied back to the
     host. Updates on arrival have no clip."""
     tiles, there = trainable(program, program.tiles), updated_there(program)
+    for graph in program.sections.values():
+        for node in find(graph, "update_moments", *UPDATE_OPS):
+            stated, own = argument(node, "rule") or "", program.tiles[argument(node, "tile")].rule
+            if stated != own:
+                yield Fault(f"{describe(node)} runs the rule {stated or 'adamw'}, and its tile's is {own or 'adamw'}",
+                            f"leave rule out, or give rule={own!r}" if not own else f"give it rule={own!r}", node)
     for name, op in _MOVES.items():
         if name in program.sections and there:
             yield from once(name, program.section(name), (op,), there)

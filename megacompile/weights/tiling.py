@@ -203,7 +203,8 @@ class Tiling:
     def tiles(self) -> dict[str, Tile]:
         """The tiles as schedules see them."""
         return {name: Tile(name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, layout.trainable,
-                           layout.state_bytes, layout.visit_bytes, layout.disk_bytes if name in self.on_disk else 0)
+                           layout.state_bytes, layout.visit_bytes, layout.disk_bytes if name in self.on_disk else 0,
+                           layout.rule)
                 for name, layout in self.layouts.items()}
 
     def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int,

@@ -104,20 +104,21 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
             continue
         if plan.placement(tile).updated is Updated.FROM_DISK:
             moments = build.add("read_state", f"m{program.number(tile)}", tile=tile)
-            build.add(op, tile=tile, clip=clip, moments=moments)
+            build.add(op, tile=tile, rule=_rule(program, tile), clip=clip, moments=moments)
             if not plan.deferred_moments:
                 build.add("write_state", tile=tile, moments=moments)
         else:
-            build.add(op, f"v{program.number(tile)}" if OPS[op].result else None, tile=tile, clip=clip)
+            value = f"v{program.number(tile)}" if OPS[op].result else None
+            build.add(op, value, tile=tile, rule=_rule(program, tile), clip=clip)
         if plan.placement(tile).resident:
             _arrive(build, program, plan, tile)
     for node in reversed([*find(graph, "update_weights")]):
         tile = argument(node, "tile")
         if plan.placement(tile).updated is not Updated.FROM_DISK:
-            build.add("update_moments", tile=tile, clip=clip)
+            build.add("update_moments", tile=tile, rule=_rule(program, tile), clip=clip)
             continue
         moments = build.add("read_state", f"m{program.number(tile)}", tile=tile)
-        build.add("update_moments", tile=tile, clip=clip, moments=moments)
+        build.add("update_moments", tile=tile, rule=_rule(program, tile), clip=clip, moments=moments)
         build.add("write_state", tile=tile, moments=moments)
     _send_home(program, plan, graph)
     return graph
@@ -129,9 +130,14 @@ def _op(plan: Plan, tile: str) -> str:
     return "update_weights" if op == "update" and plan.deferred_moments else op
 
 
+def _rule(program: Program, tile: str) -> str | None:
+    return program.tiles[tile].rule or None
+
+
 def _update_there(build: Builder, program: Program, tile: str, reduced: fx.Node, clip: fx.Node | None) -> None:
     weights, state = _there(build, program, tile)
-    build.add("update_on_device", tile=tile, resident=weights, state=state, reduced=reduced, clip=clip)
+    build.add("update_on_device", tile=tile, rule=_rule(program, tile), resident=weights, state=state, reduced=reduced,
+              clip=clip)
 
 
 def _send_home(program: Program, plan: Plan, graph: fx.Graph) -> None:
@@ -161,7 +167,7 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
         reads = {"slab": homes[tile]} if op == "update" else {}
         if on_disk:
             reads["moments"] = last[arrival] = build.after(last[arrival], "read_state", f"m{program.number(tile)}", tile=tile)
-        last[arrival] = build.after(last[arrival], op, None, tile=tile, **reads)
+        last[arrival] = build.after(last[arrival], op, None, tile=tile, rule=_rule(program, tile), **reads)
         if on_disk:
             last[arrival] = build.after(last[arrival], "write_state", tile=tile, moments=reads["moments"])
         if plan.placement(tile).resident:

@@ -30,13 +30,14 @@ def aligned_bytes(count: int) -> int:
 class ElementState:
     """What an optimizer keeps for each element of a parameter: moments by name, in a format; and whether a bf16 weight has an
     exact FP32 master, whose low bits are its remainder. `whole`: an update reads the whole matrix at once, on the device.
-    `separable`: moments may be updated later than weights (`Rule`)."""
+    `separable`: moments may be updated later than weights (`Rule`). `rule`: the name of what updates the element."""
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     format: StateFormat = FLOAT32
     exact: bool = True
     whole: bool = False
     separable: bool = True
+    rule: str = "adamw"
 
     def bytes(self, dtype: torch.dtype) -> float:
         """Bytes of an element of this dtype, about."""
@@ -51,7 +52,7 @@ class ElementState:
 #: What AdamW keeps if nothing else is asked for.
 ADAMW_STATE = ElementState()
 #: The state of a frozen parameter.
-NO_STATE = ElementState((), FLOAT32, exact=False)
+NO_STATE = ElementState((), FLOAT32, exact=False, rule="")
 
 
 @dataclass(frozen=True)

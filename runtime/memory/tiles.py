@@ -221,6 +221,12 @@ class TileLayout:
         return sum(self.moment_bytes) + self.remainder_bytes + self.state_layout.slack_bytes(self.ranks)
 
     @property
+    def rule(self) -> str:
+        """The names of the rules that update the tile; empty for AdamW alone, and for a tile that is not trained."""
+        rules = {self.state_of(position).rule for position, s in enumerate(self.slices) if s.trainable}
+        return "+".join(sorted(rules)) if rules - {"adamw"} else ""
+
+    @property
     def sum_bytes(self) -> int:
         """Bytes of gradients added up over waves, FP32."""
         return 4 * self.elements if self.trainable else 0

@@ -107,7 +107,7 @@ SECTIONS = ("forward", "evaluate", "backward", "backward_accumulate", "update", 
 TEXTS = {"tile": ("a", "b"), "template": ("t",), "call": ("a", "b"), "lane": ("compute", "h2d", "cpu"),
          "access": ("read", "write"), "into": ("W0", "R0", "G0", "RW0", "D1"),
          "place": ("W0", "weights/a", "%v0", "gradients/b", "odd"),
-         "key": ("loss", "v0", "evaluate")}
+         "key": ("loss", "v0", "evaluate"), "rule": ("lion", "adamw+muon")}
 
 
 def arguments(parameter: str, kind: str, values: list[str]) -> st.SearchStrategy[str | None]:

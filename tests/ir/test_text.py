@@ -75,7 +75,7 @@ def forward(p):
     p.offload_weights("layers.0", resident=v)                                          # cpu
     update = p.update("layers.0", clip=c)                                              # cpu
     p.update_weights("layers.0", clip=c)                                               # cpu
-    p.update_moments("layers.0", clip=c)                                               # cpu
+    p.update_moments("layers.0", rule="lion", clip=c)                                  # cpu
     p.update_from_sum("layers.0", clip=c)                                              # cpu
     v_3 = p.update_visiting("layers.0", clip=c, into="V0")                             # h2d
     m = p.read_state("layers.0", into="M0")                                            # disk_read

@@ -189,6 +189,9 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("updated", "tile that the norm leaves out"): (
         STREAMED, "optimizer", "update", r'"layers.0", "layers.1", ', '"layers.0", ',
         "one clip over all trainable tiles"),
+    ("updated", "update by another rule than its tile's"): (
+        STREAMED, "optimizer", "update", r'(update\("layers.1",)', r'\1 rule="lion",',
+        "update layers.1 runs the rule lion, and its tile's is adamw"),
     ("updated", "resident copy not refreshed"): (
         RESIDENT, "optimizer", "update", r'    w2 = .*\n', "",
         "tile layers.1 is resident on the device, but update leaves its old weights there"),

@@ -19,10 +19,13 @@ import megacompile
 from megacompile import SGD, AdamW, Lion, Muon, cli
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.reports import read_log
+from megacompile.ir.program import argument, find
+from megacompile.ir.text import parse
 from megacompile.runtime.memory.state_layout import ElementState
 from megacompile.runtime.optimizer.state_format import BFLOAT16, EIGHT_BITS, FLOAT32
 from megacompile.streaming.optimizer.names import OPTIMIZERS, optimizer_named
 from megacompile.trainer import Trainer
+from megacompile.verify.updates import UPDATE_OPS
 
 #: name -> class, state_dtype.
 MEANT: dict[str, tuple[type, str]] = {
@@ -55,13 +58,22 @@ def test_all_names_are_known() -> None:
 @pytest.mark.parametrize(("name", "written", "state"), [
     ("adamw", None, ElementState(("exp_avg", "exp_avg_sq"), FLOAT32, exact=True)),
     ("adamw_8bit", "master=bfloat16", ElementState(("exp_avg", "exp_avg_sq"), EIGHT_BITS, exact=False)),
-    ("lion_bf16", "", ElementState(("exp_avg",), BFLOAT16, exact=True)),
-    ("muon", "ns_steps=3", ElementState(("momentum_buffer",), FLOAT32, whole=True, separable=False)),
-    ("sgd", "state_dtype=8bit, momentum=0.9", ElementState(("momentum_buffer",), EIGHT_BITS, separable=False))])
+    ("lion_bf16", "", ElementState(("exp_avg",), BFLOAT16, exact=True, rule="lion")),
+    ("muon", "ns_steps=3", ElementState(("momentum_buffer",), FLOAT32, whole=True, separable=False, rule="muon")),
+    ("sgd", "state_dtype=8bit, momentum=0.9", ElementState(("momentum_buffer",), EIGHT_BITS, separable=False, rule="sgd"))])
 def test_a_name_and_its_options_say_what_is_kept(name: str, written: str | None, state: ElementState) -> None:
     found = megacompile.schedule(build(bf16=True), batch=2, length=8, hardware="h200", optim=name, optim_args=written).tiling
     tile, position = found.position["model.layers.0.mlp.up_proj.weight"]
     assert found.host[tile].state_of(position) == state
+
+
+@pytest.mark.parametrize(("name", "tile", "rule"), [
+    ("adamw", "model.layers.0", None), ("lion", "model.layers.0", "lion"), ("muon", "model.layers.0", "adamw+muon"),
+    ("muon", "prologue", None), ("sgd", "prologue", "sgd")])
+def test_a_program_names_the_rule_of_each_update(name: str, tile: str, rule: str | None) -> None:
+    program = megacompile.schedule(build(bf16=True), batch=2, length=8, hardware="h200", optim=name).program()
+    updates = {argument(node, "tile"): argument(node, "rule") for node in find(program.section("update"), *UPDATE_OPS)}
+    assert updates[tile] == rule and parse(program.text()) == program
 
 
 @pytest.mark.parametrize(("name", "nearest"), [

@@ -92,4 +92,4 @@ def checked_norm(value: Any, overlap: str | None) -> float | None:
 def state_of_group(group: Mapping[str, Any], rule: Rule) -> ElementState:
     """What is kept of the elements of a group's parameters."""
     return ElementState(tuple(moment.name for moment in rule.moments), FORMATS[group["state_dtype"]],
-                        exact=group["master"] == "float32", separable=rule.separable)
+                        exact=group["master"] == "float32", separable=rule.separable, rule=rule.name)

@@ -241,4 +241,5 @@ def _matrix_state(group: Mapping[str, Any], shape: tuple[int, ...]) -> ElementSt
     sizes = [rows * shape[-1] for rows in split or (shape[-2],)]
     if wanted.scaled and any(size % BLOCK for size in sizes):
         wanted = BFLOAT16
-    return ElementState(("momentum_buffer",), wanted, exact=group["master"] == "float32", whole=True, separable=False)
+    return ElementState(("momentum_buffer",), wanted, exact=group["master"] == "float32", whole=True, separable=False,
+                        rule="muon")
