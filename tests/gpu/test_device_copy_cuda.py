@@ -8,7 +8,7 @@ from test_cuda import batch, build
 
 import megacompile
 from megacompile.streaming.device_copy import Turns, original_class
-from megacompile.trainers.online import sent_weights
+from megacompile.trainers.sent_weights import sent_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -31,7 +31,7 @@ import megacompile
 from megacompile.errors import UnsupportedError
 from megacompile.grpo import GRPOTrainer
 from megacompile.rloo import RLOOTrainer
-from megacompile.trainers.online import refuse_codes, sent_weights
+from megacompile.trainers.sent_weights import refuse_codes, sent_weights
 
 ADAPTER = functools.partial(peft.LoraConfig, r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM",
                             init_lora_weights=False)

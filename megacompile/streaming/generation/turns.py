@@ -91,9 +91,9 @@ def copied_bytes(program: Program) -> int:
 
 
 class LayerTurns:
-    """Runs a program of `turns_program` for each call of the model. State: the `run` of the current call, None before the
-    first; how many of its compute instructions are behind the caller; and the number of bytes that were copied for the calls
-    so far."""
+    """Runs a program of `turns_program` for each call of the model. State: the run of the current call, None before the first;
+    how many of its compute instructions are done; and the run of the call after it, whose first copies need not wait until the
+    last layer is done."""
 
     def __init__(self, program: Program, backend: Backend, store: Store) -> None:
         self.program, self._backend, self._store = program, backend, store
@@ -102,6 +102,7 @@ class LayerTurns:
         self._executor = Executor(backend)
         self._compute = [node for node in nodes(program.section(_SECTION)) if lane_of(node) == Lane.COMPUTE]
         self._run: Run | None = None
+        self._next: Run | None = None
         self._done = 0
         weakref.finalize(self, self._executor.close).atexit = False
 
@@ -136,7 +137,7 @@ class LayerTurns:
         """Stops copies, and waits for those that are under way. The next call of the model copies its weights anew: those of
         the host may have changed."""
         if self._run is not None:
-            run, self._run = self._run, None
+            run, self._run, self._next = self._run, None, None
             self._executor.abandon(run)
 
     def close(self) -> None:
@@ -146,9 +147,12 @@ class LayerTurns:
 
     # ---------------------------------------------------------------- the caller's thread, which is lane compute
     def _start(self) -> None:
+        self._run, self._done = self._next or self._submitted(), 0
+        self._next = self._submitted()
+
+    def _submitted(self) -> Run:
         frame = Frame(self._backend, self._store, self._arena, {}, Batch([], {}))
-        self._run, self._done = self._executor.submit(self.program.section(_SECTION), frame, "generation",
-                                                      by_caller=Lane.COMPUTE), 0
+        return self._executor.submit(self.program.section(_SECTION), frame, "generation", by_caller=Lane.COMPUTE)
 
     def enter(self, layer: str) -> None:
         """Before a layer is computed: returns once its weights are in its slots."""
@@ -168,7 +172,7 @@ class LayerTurns:
         after = self._compute[self._done + 1:]
         waits = next((n for n, node in enumerate(after) if op_of(node).name in ("wait", "outputs")), len(after))
         self._advance(self._done + 1 + waits)
-        if op_of(self._compute[self._done]).name == "outputs":  # the next call's first copies need not wait for it
+        if op_of(self._compute[self._done]).name == "outputs":
             self._advance(len(self._compute))
             self._start()
 
