@@ -136,6 +136,7 @@ def _link_rate(turns: LayerTurns) -> float:
     """Bytes per second of the copies of all layers that take turns, one after another, while nothing is computed."""
     rates = []
     for _ in range(3):
+        turns.stop()
         begun = time.perf_counter()
         turns.skip_call()
         rates.append(copied_bytes(turns.program) / (time.perf_counter() - begun))
