@@ -492,7 +492,7 @@ def test_options_that_this_machine_cannot_train_with_are_refused_before_anything
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"" for path in saves.rglob("*")}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def test_a_resume_that_is_refused_changes_no_file(model: Path, data: Path, tmp_path: Path) -> None:
@@ -651,8 +651,8 @@ def test_options_that_say_two_things_are_refused(settings: Settings | Lora, reas
 
 def test_a_tracker_that_is_not_installed_is_one_sentence_before_training(
         model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacompile.finetuning import reports
-    monkeypatch.setattr(reports.importlib.util, "find_spec", lambda name: None)
+    from megacompile.finetuning import trackers
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     result = command("train", model, "--data", data, *FLAGS, "--report-to", "wandb")
     assert result.exit_code == 1 and result.stderr == (
         "megacompile: --report-to wandb needs wandb, which is not installed: pip install wandb\n")
