@@ -153,7 +153,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
     simulator = simulator_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,
-                      taken_bytes=taken, host_bytes=there, simulator=simulator, output=captured.main_output, keeping=True)
+                      taken_bytes=taken, host_bytes=there, simulator=simulator, output=captured.main_output, cached=True)
     if whole_step and not captured.has_loss:
         raise UnsupportedError(f"{type(model).__name__} has no loss, which a whole step needs: leave whole_step out, or pass "
                                "loss=...")

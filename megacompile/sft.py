@@ -112,7 +112,7 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     def _count_tokens(self, inputs: Mapping[str, Any]) -> None:
         mask = inputs.get("attention_mask")
         count = int(mask.sum()) if mask is not None and mask.dim() == 2 else inputs["input_ids"].numel()
-        self._total_train_tokens += sum(check_model(self.model).together.values("counting tokens", count))
+        self._total_train_tokens += sum(check_model(self.model).rank_group.values("counting tokens", count))
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
 

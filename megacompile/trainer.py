@@ -238,7 +238,7 @@ class Trainer(transformers.Trainer):
             batches = [without_bounds(type(self.model).__name__, captured, batch) for batch in batches]
         apart = len(batches) > 1 and _are_apart(captured, batches)
         batch = None if apart else join(batches, captured.labels, captured.causal)
-        if not streamed.together.all_agree("training_step", batch is not None) or batch is None:
+        if not streamed.rank_group.all_agree("training_step", batch is not None) or batch is None:
             return torch.stack([self._separate_step(model, each, num_items_in_batch) for each in batches]).sum()
         model.train()
         denominator = self._loss_denominator(num_items_in_batch)
@@ -247,7 +247,7 @@ class Trainer(transformers.Trainer):
     def _separate_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Trainer's own step: forward and backward of one batch. Whatever computes the loss, the mean of the losses of all
         processes is trained, as with DistributedDataParallel."""
-        with check_model(self.model).together.averaging_losses():
+        with check_model(self.model).rank_group.averaging_losses():
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _loss_denominator(self, num_items_in_batch: Any) -> Any:

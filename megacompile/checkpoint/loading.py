@@ -47,10 +47,10 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
 def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) -> Any:
     optimizer, scheduler = subject.optimizer, subject.scheduler
     streamed = subject.streamed
-    job = streamed.together.ranks
+    job = streamed.rank_group.ranks
     rank = 0 if job is None else job.rank
     share_of = (0, 1) if job is None else (job.hosts.local, job.hosts.ranks)  # each host reads the files
-    with streamed.together.all_or_none("load_checkpoint", CheckpointError):
+    with streamed.rank_group.all_or_none("load_checkpoint", CheckpointError):
         folder = _find(directory)
         saved = Manifest.read(folder)
         path = folder / manifest.NAME
@@ -66,7 +66,7 @@ def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) ->
     if job is not None:  # with checksums, so that all hosts load the same values
         job.agree_on("load_checkpoint", "checkpoint", {name: astuple(written) for name, written in saved.files.items()})
     if scheduler is not None:
-        with streamed.together.all_or_none("load_checkpoint", CheckpointError):
+        with streamed.rank_group.all_or_none("load_checkpoint", CheckpointError):
             schedulers.load(decoded.scheduler, scheduler)  # may fail; nothing below does
     tiles = share({name: state_bytes(tile) for name, tile in streamed.store.tiles.items()}, *share_of)
     with streamed.call_lock, loading(streamed, "load_checkpoint", tiles, parts=(), torn=("weights", "state")):

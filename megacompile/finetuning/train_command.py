@@ -74,7 +74,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     done = 0 if prepared.start is None else resume(prepared.start, prepared.fixed, model, optimizer, schedule)
     if prepared.start is not None:
         console.print(f"resuming after step {done} from {prepared.start}")
-    together = model.megacompile.streamed.together
+    rank_group = model.megacompile.streamed.rank_group
     with ExitStack() as stack:
         stop = stack.enter_context(training.Interruption())
         saves = stack.enter_context(Saves(settings, model, optimizer, schedule, prepared.fixed, done, console.print))
@@ -92,9 +92,9 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         batches = (_of_rank(rows, each, padding) for each in prepared.order.batches(done))
         trained = done + len(training.train(
             model, optimizer, batches, steps, done=done, schedule=schedule, on_step=after_step,
-            stop=lambda: not together.all_agree("continuing", not stop.asked)))
+            stop=lambda: not rank_group.all_agree("continuing", not stop.asked)))
         after_step.wait()
-        stopped_by = max(together.values("stopping", int(stop.signal or 0))) if trained < steps else 0
+        stopped_by = max(rank_group.values("stopping", int(stop.signal or 0))) if trained < steps else 0
         failed: CheckpointError | None = None
         try:
             saves.last(trained)
@@ -165,7 +165,7 @@ def _evaluated(model: Any, prepared: Preparation, padding: Padding) -> float:
     batches."""
     all_batches = in_order(prepared.held_out, prepared.rows_per_rank, padding)
     batches = itertools.islice(all_batches, rank_in_job(), None, process_count())
-    sums = model.megacompile.streamed.together.values("evaluating", training.total_loss(model, batches))
+    sums = model.megacompile.streamed.rank_group.values("evaluating", training.total_loss(model, batches))
     total, count = map(sum, zip(*sums, strict=True))
     return total / max(1, count)
 

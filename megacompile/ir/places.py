@@ -18,12 +18,12 @@ from megacompile.ir.ops import OPS, Access, Lane
 # Names of slots: a family, what takes turns there, and a number; `SlotName` puts them together and takes them apart.
 #
 #     W0, W1    two slots of family W, for layers' largest tiles
-#     Wb0       for the second largest tile of a layer, its rank 1
+#     Wb0       for the second largest tile of a layer, its size class 1
 #     WB0       for a boundary tile: of the prologue, the epilogue or a tied weight
 #     RW3       for one tile that stays on the device
-_NAME = re.compile(r"(?P<family>[A-Z]+?)(?P<boundary>B?)(?P<rank>[b-z]?)(?P<number>\d+)")
+_NAME = re.compile(r"(?P<family>[A-Z]+?)(?P<boundary>B?)(?P<size_class>[b-z]?)(?P<number>\d+)")
 #: Tiles of one layer that may differ in size.
-MOST_RANKS = 26
+MOST_SIZE_CLASSES = 26
 
 
 class Family(StrEnum):
@@ -53,19 +53,19 @@ RESIDENT_FAMILIES = frozenset(
 
 @dataclass(frozen=True, order=True)
 class SlotName:
-    """`family`: a `Family`; or other letters, in a program's text, which the verifier refuses. `rank`: which tile of a layer
-    takes turns here, 0 for the largest. `boundary`: for boundary tiles. Programs list their slots in this order."""
+    """`family`: a `Family`, or letters in a program's text that the verifier refuses. `size_class`: see `size_classes`.
+    `boundary`: the slot is for boundary tiles. Programs list their slots in this order."""
 
     family: str
-    rank: int = 0
+    size_class: int = 0
     boundary: bool = False
     number: int = 0
 
     def __post_init__(self) -> None:
-        assert self.rank < MOST_RANKS, f"{self.rank + 1} tiles in one layer"
+        assert self.size_class < MOST_SIZE_CLASSES, f"{self.size_class + 1} tiles in one layer"
 
     def __str__(self) -> str:
-        letter = chr(ord("a") + self.rank) if self.rank else ""
+        letter = chr(ord("a") + self.size_class) if self.size_class else ""
         return f"{self.family}{'B' * self.boundary}{letter}{self.number}"
 
     @classmethod
@@ -75,7 +75,7 @@ class SlotName:
         found = _NAME.fullmatch(text)
         if found is None:
             return None
-        name = cls(found["family"], ord(found["rank"] or "a") - ord("a"), bool(found["boundary"]), int(found["number"]))
+        name = cls(found["family"], ord(found["size_class"] or "a") - ord("a"), bool(found["boundary"]), int(found["number"]))
         return name if str(name) == text else None
 
     @property
@@ -142,16 +142,17 @@ def slot_family(slot: str) -> str:
     return name.family if name is not None else ""
 
 
-def slot_ranks(layers: Iterable[Sequence[str]], boundary: Collection[str],
+def size_classes(layers: Iterable[Sequence[str]], boundary: Collection[str],
                weight_bytes: Callable[[str], int]) -> dict[str, int]:
-    """The rank of each tile among the tiles of its layer, the largest first. `layers`: the tiles that each layer reads. Tiles
-    in `boundary` have no rank. All tiles of a layer are on the device together; tiles of one rank take turns in slots."""
-    ranks: dict[str, int] = {}
+    """The size class of each tile: 0 for the largest tile of its layer, 1 for the next. `layers`: the tiles that each layer
+    reads. Tiles in `boundary` have none. All tiles of a layer are on the device together. Tiles of one size class take turns
+    in slots."""
+    classes: dict[str, int] = {}
     for tiles in layers:
-        new = sorted((t for t in tiles if t not in ranks and t not in boundary), key=lambda t: -weight_bytes(t))
-        taken = {ranks[t] for t in tiles if t in ranks}
-        ranks |= zip(new, (rank for rank in itertools.count() if rank not in taken), strict=False)
-    return ranks
+        new = sorted((t for t in tiles if t not in classes and t not in boundary), key=lambda t: -weight_bytes(t))
+        taken = {classes[t] for t in tiles if t in classes}
+        classes |= zip(new, (number for number in itertools.count() if number not in taken), strict=False)
+    return classes
 
 
 def stays(place: str) -> bool:

@@ -20,7 +20,7 @@ FULL_TOKENS_FLOAT8 = 32768
 RESIDUALS = ("all", "attention")
 #: Slabs for moments on disk: one is read into, one is updated, one is written from.
 STATE_SLABS = 3
-#: Slots of each rank of layers through which weight shards pass before they are gathered.
+#: Slots of each size class of tiles through which weight shards pass before they are gathered.
 SHARD_SLOTS = 2
 
 

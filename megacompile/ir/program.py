@@ -44,8 +44,8 @@ from megacompile.ir.places import (
     lanes_against,
     lanes_that,
     place_kind,
+    size_classes,
     slot_family,
-    slot_ranks,
     stays,
 )
 from megacompile.ir.plan import Plan, Shape
@@ -81,10 +81,45 @@ def boundary_tiles(calls: Sequence[Reader]) -> set[str]:
 
 
 __all__ = [
-    "OPS", "SECTIONS_OF_ALL_RANKS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec",
-    "Kept", "Lane", "Op", "Program", "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find",
-    "gives_outputs", "lane_of", "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places",
-    "reached", "rebuild", "results_of", "slot_family", "slot_ranks", "stays", "trainable", "uses"]
+    "OPS",
+    "SECTIONS_OF_ALL_RANKS",
+    "SLOT_KINDS",
+    "STAGES",
+    "TILE_PARTS",
+    "VISITING_BYTES",
+    "Access",
+    "Builder",
+    "CallSpec",
+    "Kept",
+    "Lane",
+    "Op",
+    "Program",
+    "Slot",
+    "Tile",
+    "accesses",
+    "argument",
+    "copy_section",
+    "differentiated",
+    "find",
+    "gives_outputs",
+    "lane_of",
+    "lanes_against",
+    "lanes_that",
+    "nodes",
+    "op_of",
+    "operands",
+    "place_kind",
+    "place_of",
+    "places",
+    "reached",
+    "rebuild",
+    "results_of",
+    "size_classes",
+    "slot_family",
+    "stays",
+    "trainable",
+    "uses",
+]
 
 #: Bytes of a chunk of a visiting tile. Copies of this size reach the link's rate, and the slot costs a plan little memory.
 VISITING_BYTES = 1 << 25

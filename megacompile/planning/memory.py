@@ -80,11 +80,11 @@ def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str,
 
 
 def slab_bytes(tiling: Tiling, count: int, resident_state: Collection[str]) -> int:
-    """Bytes of slabs, `count` of them for each rank of layers' tiles, through which gradients pass that are consumed on
+    """Bytes of slabs, `count` of them for each size class of layers' tiles, through which gradients pass that are consumed on
     arrival."""
     boundary = tiling.boundary()
     passing = {x.name: x.reduced_bytes for x in tiling.layouts.values() if x.trainable and x.name not in resident_state}
-    groups = [[passing[x.name] for x in layers if x.name in passing] for layers in tiling.ranked()]
+    groups = [[passing[x.name] for x in layers if x.name in passing] for layers in tiling.size_classes()]
     return (max((size for name, size in passing.items() if name in boundary), default=0)
             + sum(min(count, len(group)) * max(group, default=0) for group in groups))
 
@@ -94,7 +94,7 @@ def state_slab_bytes(tiling: Tiling, count: int) -> int:
     if not tiling.on_disk:
         return 0
     boundary = tiling.boundary()
-    groups = [[x.disk_bytes for x in layers if x.name in tiling.on_disk] for layers in tiling.ranked()]
+    groups = [[x.disk_bytes for x in layers if x.name in tiling.on_disk] for layers in tiling.size_classes()]
     return tiling.ranks * (max((tiling.layouts[tile].disk_bytes for tile in tiling.on_disk if tile in boundary), default=0)
                            + sum(min(count, len(group)) * max(group, default=0) for group in groups))
 
@@ -105,14 +105,14 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     layouts, boundary = tiling.layouts, tiling.boundary()
     kept = plan.resident_state if plan.update == "step" else ()  # tiles whose gradients have their own slots
     streamed = boundary.difference(plan.resident)
-    ranked = [sorted((layouts[t].weight_bytes for t in streamed.intersection(tiling.tiles_of[call.name])), reverse=True)
+    by_call = [sorted((layouts[t].weight_bytes for t in streamed.intersection(tiling.tiles_of[call.name])), reverse=True)
               for call in captured.calls]
     fetched = host_checkpoint_bytes(captured, tiling, plan)
     # A section takes an unused slot before it reuses one. A whole step has one forward and one backward per wave.
     return (min(plan.checkpoint_slots, plan.waves * len(fetched)) * max(fetched, default=0)
             + sum(_turns(layers, plan, kept, lambda tile: tiling.runs(tile))
-                  for layers in tiling.ranked())
-            + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
+                  for layers in tiling.size_classes())
+            + sum(max(sizes) for sizes in zip_longest(*by_call, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
             + sum(layouts[t].shard_state_bytes for t in plan.resident_state) + sum(layouts[t].reduced_bytes for t in kept)
             + _visiting(tiling, plan)
@@ -129,17 +129,17 @@ def _visiting(tiling: Tiling, plan: Plan) -> int:
 
 
 def _shards(tiling: Tiling, plan: Plan) -> int:
-    """Bytes of the slots through which shards pass before they are gathered: two for each rank of layers' tiles, and one for
-    the boundary. Tiles that are updated on the device arrive only in `load`, whole."""
+    """Bytes of the slots through which shards pass before they are gathered: two for each size class of layers' tiles, and one
+    for the boundary. Tiles that are updated on the device arrive only in `load`, whole."""
     arriving = [x for x in tiling.layouts.values() if plan.placement(x.name).updated is not Updated.ON_DEVICE]
     boundary = tiling.boundary()
-    of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.ranked()]
+    of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.size_classes()]
     return SHARD_SLOTS * sum(of_layers) + max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
 
 
 def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Callable[[str], int]) -> int:
-    """Bytes of the slots of weights and gradients that tiles of one rank take turns in, without gradients of the `kept` tiles.
-    Weights arrive for each of the `runs` of a tile; gradients leave once."""
+    """Bytes of the slots of weights and gradients that tiles of one size class take turns in. Excludes gradients of the `kept`
+    tiles. Weights arrive for each of the `runs` of a tile. Gradients leave once."""
     streamed = [x for x in layers if not plan.placement(x.name).resident]
     trained = [x for x in layers if x.trainable and x.name not in kept]
     sent = len(trained) + (plan.waves - 1) * sum(plan.placement(x.name).updated is Updated.FROM_HOST_SUMS for x in trained)

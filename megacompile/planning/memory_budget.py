@@ -39,9 +39,9 @@ def spend_pinned_memory(tiling: Tiling, budget: int | None, gradient_slabs: int)
     # Boundary tiles have their own slabs, one for weights and one for gradients.
     boundary_weights = max((x.weight_bytes for x in layouts if x.name in boundary), default=0)
     boundary_gradients = max((x.gradient_bytes for x in trained if x.name in boundary), default=0)
-    ranked = tiling.ranked()  # the tiles of each rank have their own slabs
-    weights = sum(max(x.weight_bytes for x in layers) for layers in ranked)
-    gradients = sum(max((x.gradient_bytes for x in layers if x.trainable), default=0) for layers in ranked)
+    classes = tiling.size_classes()  # the tiles of each size class have their own slabs
+    weights = sum(max(x.weight_bytes for x in layers) for layers in classes)
+    gradients = sum(max((x.gradient_bytes for x in layers if x.trainable), default=0) for layers in classes)
 
     def slabs_in(available: int) -> int:
         return min(gradient_slabs, available // gradients) if gradients else gradient_slabs

@@ -92,9 +92,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planner(SearchSpace):
-    """Chooses plans. `choose` is a function of these fields and its arguments. `keeping`: plans are kept on disk and reused."""
+    """Chooses plans. `choose` is a function of these fields and its arguments. `cached`: plans are read from and written to the
+    plan cache."""
 
-    keeping: bool = False
+    cached: bool = False
 
     def after(self, choice: Choice) -> Self:
         """The planner for the plans that follow this choice."""
@@ -110,7 +111,7 @@ class Planner(SearchSpace):
         Raises as `plan`."""
         if output != self.output:
             return replace(self, output=output).choose(batch, length, training, update, whole_step, output)
-        asked = question(self, batch, length, update, whole_step) if self.keeping and training else None
+        asked = question(self, batch, length, update, whole_step) if self.cached and training else None
         kept = plan_cache.find(asked, free_memory(self)) if asked is not None else None
         if kept is not None and self._accepts(kept, batch, length, update):
             return Choice(kept, kept.resident_state, Counter(kept=1))

@@ -116,7 +116,7 @@ class StepSimulator:
 
     def _has_slab(self, tile: str, waiting: Sequence[str], plan: Plan) -> bool:
         """Whether the gradients of a tile may arrive in a slab although those of others wait in theirs. Tiles that take turns
-        in slabs are those of the boundary, or of one rank of the layers."""
+        in slabs are those of the boundary, or of one size class of the layers."""
         alike = next((group for group in self._taking_turns if tile in group), frozenset({tile}))
         held = [each for each in alike.intersection(waiting)
                 if plan.placement(each).updated is not Updated.FROM_HOST_SUMS]  # a sum has memory of its own
@@ -124,7 +124,8 @@ class StepSimulator:
 
     @functools.cached_property
     def _taking_turns(self) -> list[frozenset[str]]:
-        return [frozenset(self.tiling.boundary()), *(frozenset(x.name for x in layers) for layers in self.tiling.ranked())]
+        tiling = self.tiling
+        return [frozenset(tiling.boundary()), *(frozenset(x.name for x in layers) for layers in tiling.size_classes())]
 
     def program(self, plan: Plan, whole_step: bool) -> Program:
         """The sections of a training step, made as `compile_program` makes them, but not verified. The chosen plan's program is

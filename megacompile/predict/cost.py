@@ -351,7 +351,7 @@ def fuse(graph: fx.Graph) -> Fusion:
             continue
         made_from: set[fx.Node] = set().union(*(sources[used] for used in inputs(node)))
         stage[node], sources[node] = max((stage[s] for s in made_from), default=0), made_from
-        if _is(node, _REDUCTIONS) or node in found.read_by_kernels or len(made_from) > _INLINED_READS:
+        if _targets_any(node, _REDUCTIONS) or node in found.read_by_kernels or len(made_from) > _INLINED_READS:
             found.made_from[node] = made_from
             sources[node] = {node}
     return found
@@ -387,10 +387,10 @@ def computes(node: fx.Node) -> bool:
 def inputs(node: fx.Node) -> Iterator[fx.Node]:
     """The values that a node reads. The rows that a gather reads count as its result, not as an input."""
     for used in node.all_input_nodes:
-        gathered = _is(node, _GATHERS) and used is node.args[0]
+        gathered = _targets_any(node, _GATHERS) and used is node.args[0]
         if isinstance(used.meta.get("val"), Tensor) and not gathered:
             yield base_of(used)
 
 
-def _is(node: fx.Node, ops: Collection[Any]) -> bool:
+def _targets_any(node: fx.Node, ops: Collection[Any]) -> bool:
     return getattr(node.target, "overloadpacket", None) in ops

@@ -292,7 +292,7 @@ class DeviceCopy:
         """Frees the slots of the streamed model's steps; `stays_too`: also those of tiles that stay from step to step, after
         what is newer there was copied to the host."""
         streamed = self._streamed
-        stays_too = stays_too and not (streamed.together.size > 1 and streamed.residency.state_ahead)
+        stays_too = stays_too and not (streamed.rank_group.size > 1 and streamed.residency.state_ahead)
         if stays_too:
             streamed.evict()
         awaited = set(streamed.residency.awaited())

@@ -189,7 +189,7 @@ class Handle:
 
     def _told(self) -> AbstractContextManager[None]:
         """A context around what this rank does alone before a forward that all ranks run."""
-        return self.streamed.together.told("forward") if self._differentiates() else nullcontext()
+        return self.streamed.rank_group.told("forward") if self._differentiates() else nullcontext()
 
     def _logits(self, logits: Tensor, given: BatchArguments) -> Tensor:
         """The logits in the caller's layout: rows as the caller passed them, and only the positions that it asked for."""
@@ -320,7 +320,7 @@ class Handle:
         `AdamW(overlap="backward")` they update as gradients arrive.
 
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
-        with self.streamed.together.told("train_step"):
+        with self.streamed.rank_group.told("train_step"):
             given = self._trained_arguments(batch, optimizer)
             optimizer.prepare()
         return self.streamed.train_step(given, optimizer, optimizer.overlap is not None)

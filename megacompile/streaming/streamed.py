@@ -37,9 +37,9 @@ from megacompile.streaming.optimizer.in_backward import OptimizerInBackward, Upd
 from megacompile.streaming.optimizer.state import StateMemory
 from megacompile.streaming.programs.captures import ModelCaptures
 from megacompile.streaming.programs.shapes import CompiledShape, Shape, Shapes
+from megacompile.streaming.rank_group import RankGroup
 from megacompile.streaming.residency import Residency, SectionRunner, allocator_error
 from megacompile.streaming.step_state import StepState, report_late
-from megacompile.streaming.together import Together
 from megacompile.streaming.user_tensors.external_writes import Constants, ExternalWrites
 from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
@@ -123,7 +123,7 @@ class Streamed:
         self.shapes, self.step = Shapes(self.captures), StepState()
         executor = (ReferenceExecutor(backend) if config.reference else Executor(
             backend, stall_timeout_s=config.stall_timeout, check_others=None if ranks is None else ranks.check))
-        self.together = Together(ranks, self.captures, agreed_budgets, executor.check_own)
+        self.rank_group = RankGroup(ranks, self.captures, agreed_budgets, executor.check_own)
         self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
@@ -157,7 +157,7 @@ class Streamed:
     @property
     def config(self) -> StreamConfig:
         """The options of `stream`, with those that `replan` has changed."""
-        return self.together.asked(self.captures.config)
+        return self.rank_group.asked(self.captures.config)
 
     @property
     def executor(self) -> Executor | ReferenceExecutor:
@@ -199,7 +199,7 @@ class Streamed:
     def _load(self, shape: CompiledShape) -> None:
         if self.residency.must_leave(shape):
             self.evict()
-        self.residency.load(shape, self.together.wait_for_updates)
+        self.residency.load(shape, self.rank_group.wait_for_updates)
 
     def adopt_writes(self) -> None:
         """Takes over what was written to parameters and buffers from outside."""
@@ -214,13 +214,13 @@ class Streamed:
                 output: str = "loss") -> tuple[tuple[Tensor, ...], OpenForward, BatchArguments]:
         """The loss of a batch (0-d), or a head's outputs, on the compute device; what its backward needs; and the batch in the
         layout that the outputs have."""
-        with self.guarded(), self.together.failing():
+        with self.guarded(), self.rank_group.failing():
             self.executor.check()
-            given, own, all_rows, output = self.together.joined(given, "forward", output)
+            given, own, all_rows, output = self.rank_group.joined(given, "forward", output)
             wanted = self.shape_of(given, training=True, output=output)
-            shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
+            shape = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
             if shape.plan.saved_layers and not self.forwards.leave_room(shape, self.planner):  # beside the open forwards
-                shape = self.together.compiled(self.shapes, replace(wanted, lean=True), self.shapes_in_use())
+                shape = self.rank_group.compiled(self.shapes, replace(wanted, lean=True), self.shapes_in_use())
             self._enter(shape, "forward", "backward", "update")
             batch = self._batch(shape, given, all_rows)
             forward = self._open(shape, batch)
@@ -242,11 +242,11 @@ class Streamed:
     def train_step(self, given: BatchArguments, optimizer: Updater, overlap: bool) -> Tensor:
         """The loss of a step that runs as one program. Without `overlap`, its update runs during the next step's forward.
         `optimizer`: prepared."""
-        with self.guarded(), self.together.failing():
+        with self.guarded(), self.rank_group.failing():
             self.executor.check()
-            given, _, all_rows, _ = self.together.joined(given, "train_step")
+            given, _, all_rows, _ = self.rank_group.joined(given, "train_step")
             wanted = replace(self.shape_of(given, training=True), update="arrival" if overlap else "step", whole_step=True)
-            shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
+            shape = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
             self.store.allocate_sums(shape.plan.host_sums)
             if not overlap:
                 self.hold_gradients()
@@ -254,7 +254,7 @@ class Streamed:
             self._enter(shape, "train_step", "update")
             self.gradients.gather()  # before all ranks agree on the program: gradients that users keep move first
             batch = self._batch(shape, given, all_rows)
-            self.together.agree_on_update("update", update)
+            self.rank_group.agree_on_update("update", update)
             self.step.backward_began(shape, batch)
             if overlap:
                 self.begin_update(shape, update)
@@ -287,7 +287,7 @@ class Streamed:
         with self.guarded():
             self.executor.check()
             shape = self.compiled(self.shape_of(given, training=False, output=output))
-            self.together.wait_for_updates()
+            self.rank_group.wait_for_updates()
             self._enter(shape, "evaluate")
             batch = self._batch(shape, given, None)
             self.runner.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
@@ -307,25 +307,25 @@ class Streamed:
         self.optimizer_in_backward.check(forward, [each for each in self.forwards.open() if each is not forward], reached)
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
-        with self.guarded(), self.together.failing():
+        with self.guarded(), self.rank_group.failing():
             if forward.shape.shape.update == "step":
                 self.hold_gradients()
             added = self.gradients.gather()
             section = "backward_accumulate" if added else "backward"
-            self.together.agree(section)  # also: no rank has yet to clear gradients that another one writes
+            self.rank_group.agree(section)  # also: no rank has yet to clear gradients that another one writes
             self._reserve(forward.shape, section)
             self._load(forward.shape)
         forward.close()
         self.step.backward_began(forward.shape, forward.batch, added)
         try:
-            with self.guarded(), self.together.failing():
+            with self.guarded(), self.rank_group.failing():
                 batch_io.send_gradients(self.backend, forward.shape.plan, forward.batch, gradients)
                 update = self.optimizer_in_backward.request(forward, reached)
                 of_loss = forward.shape.plan.output == "loss"
                 if update is not None:
                     if of_loss:
-                        self.together.agree_on_factor(section, *gradients)
-                    self.together.agree_on_update("update", update)
+                        self.rank_group.agree_on_factor(section, *gradients)
+                    self.rank_group.agree_on_update("update", update)
                     self.begin_update(forward.shape, update)
                 run = self.runner.submit(forward.shape, section, forward.batch, forward, update)
                 if update is not None:
@@ -334,9 +334,9 @@ class Streamed:
                 run.wait()
                 self.drain()
                 if of_loss:  # late, since the device may have to compute the factor
-                    self.together.agree_on_factor("the end of backward", *gradients)
+                    self.rank_group.agree_on_factor("the end of backward", *gradients)
                 else:
-                    self.together.agree("the end of backward")  # every rank's shards of gradients are there
+                    self.rank_group.agree("the end of backward")  # every rank's shards of gradients are there
             self.gradients.hand_out(reached)
             self.step.gradients_stored()
         except BaseException:
@@ -351,8 +351,8 @@ class Streamed:
         self.settle()  # the step before it is over, or `recover` would take this one for the one that failed
         trained = self.step.trained
         assert trained is not None, "no backward has stored gradients"
-        with self.guarded(), self.together.failing():
-            self.together.agree_on_update("step", update)
+        with self.guarded(), self.rank_group.failing():
+            self.rank_group.agree_on_update("step", update)
             self._reserve(trained, "update")
             self._load(trained)
             self.residency.refresh_gradients(trained)
@@ -387,7 +387,7 @@ class Streamed:
 
     def raise_pending(self) -> None:
         """Raises the failure of an update in flight."""
-        with self.guarded(), self.together.failing():
+        with self.guarded(), self.rank_group.failing():
             self.executor.check()
 
     def drain(self, sooner: threading.Event | None = None) -> None:
@@ -398,9 +398,9 @@ class Streamed:
         """As `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state after
         `copy_back`)."""
         with self.call_lock:
-            with self.guarded(), self.together.failing():
+            with self.guarded(), self.rank_group.failing():
                 self.runner.drain()
-                self.together.wait_for_updates()
+                self.rank_group.wait_for_updates()
             self.residency.rescue()
             report_late(self.arena.take_verdicts(), self.step.skipped)
 
@@ -409,10 +409,10 @@ class Streamed:
         """Copies optimizer state that is newer on the device to the host. All lanes are idle on return."""
         self.settle()
         if self.residency.state_ahead:
-            with self.guarded(), self.together.failing():
+            with self.guarded(), self.rank_group.failing():
                 self.residency.store_state()
             self.settle()
-            self.together.agree("copying state back to the host")
+            self.rank_group.agree("copying state back to the host")
             self.residency.stored_state()
 
     def copy_back_whole(self) -> None:
@@ -446,10 +446,10 @@ class Streamed:
     def _batch(self, shape: CompiledShape, given: BatchArguments, all_rows: AllRows | None) -> Batch:
         captured, constants = self.captures.serve(shape.shape.capture_key).captured, self.constants.on_device
         loss_denominator = given.loss_denominator if shape.shape.labels else None
-        seed = self.together.seed(captured, all_rows)
+        seed = self.rank_group.seed(captured, all_rows)
         batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, given.inputs, loss_denominator, seed, all_rows)
         batch.useful_tokens = given.useful_tokens
-        batch.computed_tokens = shape.plan.tokens * self.together.size  # of all ranks, like useful_tokens
+        batch.computed_tokens = shape.plan.tokens * self.rank_group.size  # of all ranks, like useful_tokens
         return batch
 
     def close(self) -> None:

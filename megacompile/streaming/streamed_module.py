@@ -70,7 +70,7 @@ class StreamedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
-            self.megacompile.streamed.together.agree("zero_grad")  # a rank may still read what this one overwrites
+            self.megacompile.streamed.rank_group.agree("zero_grad")  # a rank may still read what this one overwrites
             self.megacompile.whole()  # an update in flight reads gradients, and one that stopped half-way still needs them
             super().zero_grad(set_to_none)
             return
@@ -150,7 +150,7 @@ class StreamedPretrained(StreamedModule):
         if streamed.tiling.quantized and not (hasattr(self, "peft_config") or getattr(self, "_hf_peft_config_loaded", False)):
             raise UnsupportedError("quantized weights are not saved as a model: save the adapter, or close() the model and "
                                    "call megacompile.dequantize(model) first")
-        ranks = streamed.together.ranks
+        ranks = streamed.rank_group.ranks
         if ranks is not None and ranks.rank != 0:
             return None
         return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]

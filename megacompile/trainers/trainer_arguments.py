@@ -27,7 +27,7 @@ def _elsewhere(args: Any, streamed: Streamed) -> bool:
 
 
 def _other_processes(args: Any, streamed: Streamed) -> bool:
-    return bool(args.world_size != streamed.together.size)
+    return bool(args.world_size != streamed.rank_group.size)
 
 
 def _uneven_steps(args: Any, streamed: Streamed) -> bool:

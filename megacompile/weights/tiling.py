@@ -23,7 +23,7 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.graph.pieces import Rows
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.frontend.tracing.fake_model import streamed_dtype
-from megacompile.ir.program import CallSpec, Tile, boundary_tiles, differentiated_layers, first_trained, slot_ranks
+from megacompile.ir.program import CallSpec, Tile, boundary_tiles, differentiated_layers, first_trained, size_classes
 from megacompile.predict import cost
 from megacompile.runtime.memory.shards import TilePart
 from megacompile.runtime.memory.state_layout import ElementState
@@ -144,10 +144,11 @@ class Tiling:
         """The tiles that the prologue or the epilogue reads."""
         return boundary_tiles(self._chain())
 
-    def ranked(self) -> list[list[TileLayout]]:
-        """The tiles that only layers read, by rank (see `slot_ranks`). Tiles of one rank take turns in slots."""
-        ranks = slot_ranks(self._layers(), self.boundary(), lambda tile: self.layouts[tile].weight_bytes)
-        return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
+    def size_classes(self) -> list[list[TileLayout]]:
+        """The tiles that only layers read, by size class (`megacompile.ir.program.size_classes`), the largest first."""
+        classes = size_classes(self._layers(), self.boundary(), lambda tile: self.layouts[tile].weight_bytes)
+        return [[self.layouts[tile] for tile, its_class in classes.items() if its_class == each]
+                for each in sorted(set(classes.values()))]
 
     @property
     def trained(self) -> list[str]:

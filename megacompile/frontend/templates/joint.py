@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from megacompile.compat import aot
 from megacompile.compat.aot import min_cut_rematerialization_partition
 from megacompile.compat.core import FakeTensorMode, LazyGraphModule, pytree
-from megacompile.frontend.templates.kept_graphs import functional_graph
+from megacompile.frontend.templates.graph_cache import functional_graph
 
 # --------------------
 # Results that a device's kernels return in other dtypes or shapes than the CPU's kernels, on which graphs are traced:

@@ -85,7 +85,7 @@ def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
             f"no repeated layer stack found in {type(model).__name__}: keep the decoder layers in an "
             'nn.ModuleList, or name the stack with layers="path.to.layers"'
         )
-    paths = named or _with_its_like(model, _of_decoder(model, candidates) or candidates)
+    paths = named or _sibling_stacks(model, _of_decoder(model, candidates) or candidates)
     paths = tuple(inner for path in paths for inner in _lists_in(path, _list_at(model, path, candidates)))
     for path, other in itertools.permutations(paths, 2):
         if path.startswith(f"{other}."):
@@ -132,7 +132,7 @@ def _lists_in(path: str, stack: nn.Module) -> list[str]:
     return [inner for name, item in filled.items() for inner in _lists_in(f"{path}.{name}", item)] or [path]
 
 
-def _with_its_like(model: nn.Module, candidates: Mapping[str, int]) -> tuple[str, ...]:
+def _sibling_stacks(model: nn.Module, candidates: Mapping[str, int]) -> tuple[str, ...]:
     """The list with the most parameters, and similar ones that are worth streaming too: in the same module, or in a sibling
     module of the same class, and no smaller than one layer of the largest list. Encoders of images or sounds are modules of
     other classes."""

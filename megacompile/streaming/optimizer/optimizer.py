@@ -90,7 +90,7 @@ class Ownership:
         """As `OptimizerState.write_back`. If it fails, the other ranks that train these streamed models hear of it."""
         with ExitStack() as stack:
             for streamed in models:
-                stack.enter_context(streamed.together.failing())
+                stack.enter_context(streamed.rank_group.failing())
             self.states.write_back(drop)
 
     def lose(self, parameter: str) -> None:
@@ -305,7 +305,7 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
     if tiling.host != before.host or not store.has_moments:
         budget_bytes = store.available_bytes(parse_bytes(streamed.config.host_memory))
         if streamed.config.disk is not None:  # all ranks choose the same tiles
-            budget_bytes = min(streamed.together.values("the optimizer's constructor", budget_bytes))
+            budget_bytes = min(streamed.rank_group.values("the optimizer's constructor", budget_bytes))
         stays = [tile for tile, layout in tiling.host.items() if layout == before.host[tile] and store.tiles[tile].has_moments]
         tiling = with_disk(tiling, streamed.config, budget_bytes, on_arrival, there=set(stays) & set(before.on_disk),
                            in_memory=set(stays) - set(before.on_disk))
@@ -331,16 +331,16 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
 def _state_file(streamed: Streamed, layouts: Sequence[TileLayout]) -> StateFile:
     """A file of this rank for its share of the moments of these tiles, and those of the other ranks of this host. Raises
     `DiskError` and `RankError`; then no file is left."""
-    folder, together = Path(streamed.config.disk or ""), streamed.together
-    if together.ranks is None:
+    folder, rank_group = Path(streamed.config.disk or ""), streamed.rank_group
+    if rank_group.ranks is None:
         return StateFile(folder, layouts)
     made: list[StateFile] = []
     try:
-        with together.all_or_none("the optimizer's constructor", DiskError):
+        with rank_group.all_or_none("the optimizer's constructor", DiskError):
             made.append(StateFile(folder, layouts))
-        addresses = together.values("the optimizer's constructor", made[0].file.address)
-        with together.failing():
-            hosts = together.ranks.hosts
+        addresses = rank_group.values("the optimizer's constructor", made[0].file.address)
+        with rank_group.failing():
+            hosts = rank_group.ranks.hosts
             made[0].share([addresses[rank] for rank in hosts.here], hosts.local)
     except BaseException:
         for file in made:
@@ -557,7 +557,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
                                    "optimizer of torch.optim")
         streamed.step.check_stored()
-        with streamed.together.failing():
+        with streamed.rank_group.failing():
             streamed.adopt_writes()
             update = self._request({name for name in streamed.gradients if streamed.parameters[name].grad is not None})
             if streamed.gradients.refresh():
@@ -645,7 +645,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
-            self.streamed.together.agree("zero_grad")  # a rank may still read what this one overwrites
+            self.streamed.rank_group.agree("zero_grad")  # a rank may still read what this one overwrites
             self.streamed.settle()  # the update in flight reads gradients
             self.streamed.step.check_whole()  # an update that stopped half-way still needs them
         super().zero_grad(set_to_none)
@@ -688,7 +688,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises `MegacompileError` for other groups, parameters or shapes, and for invalid options. Then nothing has changed."""
         streamed = self.streamed
         with load_hooks(self, state_dict) as given:
-            with streamed.together.all_or_none("the optimizer's load_state_dict"):
+            with streamed.rank_group.all_or_none("the optimizer's load_state_dict"):
                 groups, states = check_saved(self, given)
             with loading(streamed, "the optimizer's load_state_dict", parts=STATE, torn=("state",)):
                 streamed.adopt_writes()  # clears remainders before the saved ones are loaded

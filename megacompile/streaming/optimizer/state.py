@@ -242,7 +242,7 @@ class StateMemory:
 
     def restart(self, state: ParameterState) -> None:
         """Starts as an optimizer's first step does: zero moments, step 0."""
-        self._rest()
+        self._wait_until_writable()
         tile = self._tile
         tile.allocate_moments()
         for part in self._lent.keys() - set(self.parts):  # of a former optimizer's state: its memory would stay
@@ -295,7 +295,7 @@ class StateMemory:
         """Copies a checked value into the tile, and returns the tensor that represents it in the state."""
         if key not in self.keys or (key in self._lent and self._lent[key].kept is value):
             return value
-        self._rest()
+        self._wait_until_writable()
         if key == "step":
             return step_count(value, self.name)
         self._tile.allocate_moments()
@@ -307,7 +307,7 @@ class StateMemory:
 
     def fetch(self, stored: OnDisk) -> Fetched:
         """What is on disk, in memory of its own, after the update in flight. Raises `DiskError`, `InsufficientMemoryError`."""
-        self._rest()
+        self._wait_until_writable()
         return Fetched(stored)
 
     def write_back(self, fetched: Fetched) -> None:
@@ -336,7 +336,7 @@ class StateMemory:
     def _own(self, memory: Tensor) -> Tensor:
         return memory[self._part.start:self._part.stop].view(self._part.shape)
 
-    def _rest(self) -> None:
+    def _wait_until_writable(self) -> None:
         """Waits until the tile may be written."""
         if (before_write := self._before_write()) is not None:
             before_write(self._tile_name)

@@ -329,7 +329,7 @@ class ModelCaptures:
         budget = device_budget(config, backend.free_bytes())
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(backend.device.type),
                           fused=compiling, host_bytes=host_bytes, output=captured.main_output,
-                          keeping=True,
+                          cached=True,
                           simulator=simulator_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes))
         self.adapters = AdapterStates(model)
         any_size = compiling and config.dynamic is not False

@@ -61,7 +61,7 @@ def _from_one_plan(shapes: Shapes, shape: Shape, keep: Collection[CompiledShape]
     return shapes.known(shape, keep) or shapes.get(shape, keep, Choice(Plan.of(**values), stateful))
 
 
-class Together:
+class RankGroup:
     """`ranks`: None where this process trains alone. `agreed_budgets`: options for memory that the user has not given, and that
     the ranks have agreed on. `check_lanes` raises the failure of this process's lanes that is not another rank's."""
 
