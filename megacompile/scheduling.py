@@ -90,7 +90,7 @@ class Schedule:
         return self.outlook().text()
 
     def outlook(self, host_memory: int | float | str | None = None) -> Outlook:
-        """Whether the plan fits, how fast it would be, and its alternatives. `host_memory`: bytes or text such as "256GiB";
+        """True if the plan fits, how fast it would be, and its alternatives. `host_memory`: bytes or text such as "256GiB";
         None: the amount that was planned for. Raises what `durations` raises."""
         planner = self.planner
         if planner.simulator is None:

@@ -256,7 +256,7 @@ class Trainer(transformers.Trainer):
         return num_items_in_batch * (1 if self.args.average_tokens_across_devices else self.args.world_size)
 
     def steps_are_whole(self) -> bool:
-        """Whether steps run as one program. That requires that the loss is the model's own and nothing changes it."""
+        """True if steps run as one program. That requires that the loss is the model's own and nothing changes it."""
         multiplied = (self.router_loss_of_each_process and self.args.average_tokens_across_devices and self.args.world_size > 1
                       and check_model(self.model).captured.is_averaged)
         return (self.whole_steps and type(self).compute_loss in self.own_losses and self.compute_loss_func is None
@@ -300,7 +300,7 @@ class Trainer(transformers.Trainer):
         super().log(logs, *args, **kwargs)
 
     def _reads_ahead(self) -> bool:
-        """Whether a step follows in this epoch, whose batches come as the loader gives them. A subclass may take them from an
+        """True if a step follows in this epoch, whose batches come as the loader gives them. A subclass may take them from an
         iterator of its own."""
         control = self.control
         return (self.state.global_step < self.state.max_steps and not control.should_epoch_stop
@@ -322,7 +322,7 @@ class Trainer(transformers.Trainer):
 
 
 def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether joining the batches would change what the model computes. It would for an auxiliary loss, which Trainer adds up
+    """True if joining the batches would change what the model computes. It would for an auxiliary loss, which Trainer adds up
     batch by batch; if rows of a batch affect each other; and if padding would show: a value is computed from all positions of a
     batch, or tokens are chosen by their values."""
     if captured.is_averaged or captured.across_rows or captured.totals:

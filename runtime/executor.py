@@ -52,7 +52,7 @@ class Failure:
 
     @property
     def is_own(self) -> bool:
-        """Whether an instruction has failed in a lane of this process, for a reason of its own."""
+        """True if an instruction has failed in a lane of this process, for a reason of its own."""
         return self.node is not None and not isinstance(self.error, StallError)
 
     def raised(self) -> LaneError:

@@ -90,7 +90,7 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the first of its host."""
+        """True if this process is the first of its host."""
         return self.local == 0
 
     def host_of(self, rank: int) -> int:

@@ -122,7 +122,7 @@ class StatusBoard:
         self._numbers[self.rank][_FINISHED] = updates
 
     def all_finished(self, updates: int) -> bool:
-        """Whether every rank of this host has finished so many updates."""
+        """True if every rank of this host has finished so many updates."""
         return all(self._numbers[rank][_FINISHED] >= updates for rank in self._here)
 
     # ---------------------------------------------------------------- between hosts
@@ -151,7 +151,7 @@ class StatusBoard:
             self._numbers[rank][_GONE] = gone
 
     def any_gone(self) -> bool:
-        """Whether any rank is noted as one that cannot go on."""
+        """True if any rank is noted as one that cannot go on."""
         return any(numbers[_GONE] for numbers in self._numbers)
 
     def close(self) -> None:

@@ -323,7 +323,7 @@ class Ranks:
 
 
 def _soon(done: Callable[[], bool]) -> bool:
-    """Whether `done` is true within `_ARRIVING_S`."""
+    """True if `done` is true within `_ARRIVING_S`."""
     limit = time.monotonic() + _ARRIVING_S
     while not done():
         if time.monotonic() > limit:

@@ -67,12 +67,12 @@ class Update:
 
     @property
     def open(self) -> bool:
-        """Whether it may still be refused: at its clip, or, on arrival, at its last tile."""
+        """True if it may still be refused: at its clip, or, on arrival, at its last tile."""
         return self.begun and (self.done != self.segments.keys() if self.on_arrival else self.norm is None)
 
     @property
     def has_updated(self) -> bool:
-        """Whether the step has changed any tile."""
+        """True if the step has changed any tile."""
         return bool(self.done or self.halfway or self.unwritten)
 
     def pending(self, tile: str) -> Sequence[Segment]:

@@ -81,7 +81,7 @@ class CheckpointWriter:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is being written."""
+        """True if a save is being written."""
         return self._save is not None and any(thread.is_alive() for thread in self._save.threads)
 
     def wait(self) -> Path | None:

@@ -144,7 +144,7 @@ def seal_library(path: Path, name: str) -> None:
 
 
 def is_sealed_library(path: Path) -> bool:
-    """Whether the file is unchanged since it was sealed under its name."""
+    """True if the file is unchanged since it was sealed under its name."""
     try:
         size = path.lstat().st_size - _SIZE
         if size <= 0:

@@ -57,7 +57,7 @@ class _WithoutEnvironment(GraphPickler):
 
 
 def _is_plain(fake: FakeTensor) -> bool:
-    """Whether it is made of a shape, a dtype and a memory alone."""
+    """True if it is made of a shape, a dtype and a memory alone."""
     return (fake.layout is torch.strided and not fake.requires_grad and not fake._is_view() and not fake.is_conj()
             and not fake.is_neg() and fake.constant is None)
 

@@ -32,7 +32,7 @@ def end(group: dist.ProcessGroup) -> None:
 
 
 def only_default_group() -> bool:
-    """Whether the default group is the only process group."""
+    """True if the default group is the only process group."""
     return list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
 
 

@@ -63,7 +63,7 @@ class ChatTemplate:
         return found
 
     def _needs_text(self, messages: Sequence[Message], calls: Sequence[Any], tools: Sequence[Any] | None) -> bool:
-        """Whether the template renders the arguments of calls only as text: it refuses objects, or writes them as Python
+        """True if the template renders the arguments of calls only as text: it refuses objects, or writes them as Python
         does."""
         said = self._accepted(messages, tools)
         if said is None:

@@ -146,7 +146,7 @@ def _kind(path: Path) -> str:
 
 
 def is_text(source: str) -> bool:
-    """Whether a source is a text file, or a folder of text files, rather than rows. Raises `ArgumentError` if it does not
+    """True if a source is a text file, or a folder of text files, rather than rows. Raises `ArgumentError` if it does not
     exist, if a file can be read only once, such as a pipe, and for a folder as `files_of` does."""
     path = Path(source)
     if not path.exists() and (_kind(path) in _READERS or not _HUB_ID.fullmatch(source)):
@@ -258,7 +258,7 @@ def read_rows(source: str) -> Iterator[Row]:
 
 
 def begins_with_object(path: Path) -> bool:
-    """Whether the first line of a text file that is not blank is a JSON object of less than a megabyte, as in files of
+    """True if the first line of a text file that is not blank is a JSON object of less than a megabyte, as in files of
     rows."""
     with _opened(path) as file:
         line = next((line for line in iter(lambda: file.readline(1 << 20), "") if line.strip()), "")

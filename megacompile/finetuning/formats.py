@@ -194,7 +194,7 @@ def _trained(role: str, each: Row) -> Message:
 
 
 def _is_learned(each: Row, key: str) -> bool:
-    """Whether the value of the key says so. Raises `MegacompileError` for any other than yes and no."""
+    """True if the value of the key says so. Raises `MegacompileError` for any other than yes and no."""
     value = each[key]
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise MegacompileError(f"{key} is {value!r}, but must be 1 or true (learned), or 0 or false (not learned)")

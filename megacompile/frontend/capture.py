@@ -87,14 +87,14 @@ class _Meetings(TorchDispatchMode):
 
 
 def only_hides(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], name: str) -> bool:
-    """Whether `model(**batch, **options)`, all fakes, makes nothing but bool of the batch argument `name`. False if this
+    """True if `model(**batch, **options)`, all fakes, makes nothing but bool of the batch argument `name`. False if this
     cannot be known: an op has no effect on fakes, or the model does not run on them."""
     uses = _Uses(batch[name])
     return _runs(model, {**batch, **options}, uses) and not uses.counted
 
 
 def is_implied(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], name: str, value: Tensor) -> bool:
-    """Whether `model(**batch, **options)`, all fakes, computes the same with `value` as the batch argument `name` as without
+    """True if `model(**batch, **options)`, all fakes, computes the same with `value` as the batch argument `name` as without
     this argument. `value` is real. False if this cannot be known, as in `only_hides`."""
     without = {key: argument for key, argument in {**batch, **options}.items() if key != name}
     with next(model.parameters()).fake_mode:  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def _equal(a: tuple[str, list[Tensor]], b: tuple[str, list[Tensor]]) -> bool:
 
 
 def _runs(model: nn.Module, arguments: Mapping[str, Any], seen_by: TorchDispatchMode) -> bool:
-    """Whether the model, all fakes, runs on these arguments under a mode."""
+    """True if the model, all fakes, runs on these arguments under a mode."""
     fakes: FakeTensorMode = next(model.parameters()).fake_mode  # type: ignore[attr-defined]
     try:
         with fakes, torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), seen_by:

@@ -29,17 +29,17 @@ class OtherBatches(Protocol):
     """The same model for batches that this capture does not serve."""
 
     def holds(self, training: bool, size: tuple[int, int]) -> bool:
-        """Whether the graphs also hold in this mode and at this [batch, length] size, where they were not captured."""
+        """True if the graphs also hold in this mode and at this [batch, length] size, where they were not captured."""
 
     def for_key(self, key: CaptureKey) -> CapturedModel:
         """The model captured for another key. The first call with a key takes as long as the first capture."""
 
     def only_hides(self, key: CaptureKey, name: str) -> bool:
-        """Whether the model makes nothing but bool of the batch argument `name` of a key. Does not capture; False if this
+        """True if the model makes nothing but bool of the batch argument `name` of a key. Does not capture; False if this
         cannot be known without a capture."""
 
     def is_implied(self, key: CaptureKey, name: str, values: Callable[[int], Tensor]) -> bool:
-        """Whether a batch of a key means the same without the batch argument `name`, if each of its rows is `values(length)`.
+        """True if a batch of a key means the same without the batch argument `name`, if each of its rows is `values(length)`.
         Does not capture; False if this cannot be known without a capture."""
 
 
@@ -122,7 +122,7 @@ class LossFacts:
 
     @property
     def has_loss_denominator(self) -> bool:
-        """Whether the loss is a sum over the "loss_denominator" input, so that micro-batches add up."""
+        """True if the loss is a sum over the "loss_denominator" input, so that micro-batches add up."""
         return self.count_targets is not None
 
 
@@ -154,7 +154,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
 
     @functools.cached_property
     def chooses_tokens(self) -> bool:
-        """Whether the model chooses tokens of a row by their values, and may choose others among equal ones in a longer row."""
+        """True if the model chooses tokens of a row by their values, and may choose others among equal ones in a longer row."""
         return any(map(chooses_tokens, self.templates.values()))
 
     @functools.cached_property
@@ -210,7 +210,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         return self.heads
 
     def same_in_evaluation(self) -> bool:
-        """Whether the model computes the same in evaluation mode. The first call runs the model on fakes."""
+        """True if the model computes the same in evaluation mode. The first call runs the model on fakes."""
         return self.others.holds(False, capture_shape(self.key))
 
     def for_key(self, key: CaptureKey) -> CapturedModel:
@@ -218,12 +218,12 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         return self.others.for_key(key)
 
     def only_hides(self, key: CaptureKey, name: str) -> bool:
-        """Whether it is known, without capturing for `key`, that the model makes nothing but bool of its batch argument
+        """True if it is known, without capturing for `key`, that the model makes nothing but bool of its batch argument
         `name`."""
         return self.others.only_hides(key, name)
 
     def is_implied(self, key: CaptureKey, name: str, values: Callable[[int], Tensor]) -> bool:
-        """Whether it is known that the model, given a batch of `key` without the argument `name`, assumes these values in each
+        """True if it is known that the model, given a batch of `key` without the argument `name`, assumes these values in each
         row: `values(length)`."""
         return self.others.is_implied(key, name, values)
 
@@ -241,7 +241,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
                     f"{condition.line}: keep batches within it, or remove the branch on sizes from the model's forward")
 
     def holds_at(self, length: int) -> bool:
-        """Whether the captured graphs hold at this length, as far as conditions on the length alone say that."""
+        """True if the captured graphs hold at this length, as far as conditions on the length alone say that."""
         if length not in self._held:
             self._held[length] = all(condition.expression.subs({LENGTH: length}) != sympy.false
                                      for condition in self.conditions if condition.expression.free_symbols == {LENGTH})
@@ -273,7 +273,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         return True
 
     def reads_batches_as(self, other: CapturedModel) -> bool:
-        """Whether batches are read, padded and split alike for both captures of a model, in training and in evaluation."""
+        """True if batches are read, padded and split alike for both captures of a model, in training and in evaluation."""
         def facts(captured: CapturedModel) -> tuple[Any, ...]:
             counted = (captured.totals, captured.image_positions, captured.patches)
             return (captured.batch_inputs, captured.labels, captured.same_logits_without_labels, captured.logits_of_tokens,

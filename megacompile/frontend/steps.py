@@ -96,7 +96,7 @@ def leave_out_loss(plain: nn.Module, example: Example, loss: Loss) -> tuple[Exam
 
 
 def check_masks(plain: nn.Module, layers: tuple[str, ...], traced_example: Example, name: str) -> bool:
-    """Whether the model runs eager attention, which adds masks to scores; refuses a bool mask for it."""
+    """True if the model runs eager attention, which adds masks to scores; refuses a bool mask for it."""
     added = is_transformers_model(plain) and is_eager(plain, find_layers(plain, layers))
     if added and "bool" in masks_in(masks_of(traced_example)).get("attention_mask", ""):
         refuse_added(name, "attention_mask")
@@ -288,21 +288,21 @@ def describe_layers(layers: tuple[str, ...], layer_names: tuple[str, ...], rows:
 
 def describe_attention(graph: ModelGraph, batch: dict[str, Tensor], stack: LayerStack, plain: nn.Module,
                        masks_added: bool) -> AttentionFacts:
-    """Whether all layers call our op, and what masks do."""
+    """True if all layers call our op, and what masks do."""
     fused = all_layers_call_attention(graph)
     causal = not pairs_of(batch) and not masks_pairs(graph) and (fused or says_causal(stack))
     return AttentionFacts(fused_attention=fused, causal=causal, masks_hide=_of_transformers(plain), masks_added=masks_added)
 
 
 def _of_transformers(model: nn.Module) -> bool:
-    """Whether the code around the layers is transformers' own, with PEFT's adapters or without."""
+    """True if the code around the layers is transformers' own, with PEFT's adapters or without."""
     own: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return type(own).__module__.startswith("transformers.")
 
 
 def describe_loss(graph: ModelGraph, loss: Loss, has_loss: bool, count_targets: CountTargets | None,
                   templates: dict[str, Template], calls: tuple[Call, ...]) -> LossFacts:
-    """Whether the loss adds up over micro-batches, and whether logits are held."""
+    """True if the loss adds up over micro-batches, and whether logits are held."""
     fused = "linear_cross_entropy" in templates[calls[-1].template].stages["joint"]
     alone = fused and isinstance(count_targets, TargetCount) and count_targets.counts_targets
     return LossFacts(has_loss=has_loss, fused_loss=fused, token_loss=loss is not None, count_targets=count_targets,
@@ -334,7 +334,7 @@ def _same_logits_without_labels(
     fake_model: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: dict[str, Tensor], labels: tuple[str, ...],
     key: CaptureKey,
 ) -> bool:
-    """Whether logits have the same shape without labels: some models then compute those of the last position alone.
+    """True if logits have the same shape without labels: some models then compute those of the last position alone.
 
     Models of transformers do not, unless asked by an argument that streamed models refuse."""
     if is_transformers_model(fake_model) or len(positions) < 2:

@@ -143,13 +143,13 @@ def _of_all(ranks: Ranks, captures: Captures, given: BatchArguments, doing: str)
 
 
 def _grows_wrongly(all_ranks: list[_Summary]) -> bool:
-    """Whether a rank's batch is shorter than another's, and would have another loss if it were padded."""
+    """True if a rank's batch is shorter than another's, and would have another loss if it were padded."""
     longest = max(each.length for each in all_ranks)
     return any(each.length < longest and not each.may_grow for each in all_ranks)
 
 
 def _may_move(all_ranks: list[_Summary]) -> bool:
-    """Whether any rank may compute any sequence: it divides all losses by one number, its own. Raises `UnsupportedError` if
+    """True if any rank may compute any sequence: it divides all losses by one number, its own. Raises `UnsupportedError` if
     only some callers give a denominator."""
     own = {rank: each.denominator for rank, each in enumerate(all_ranks) if each.denominator is not None and not each.counted}
     if own and (without := next((rank for rank in range(len(all_ranks)) if rank not in own), None)) is not None:

@@ -365,7 +365,7 @@ def _loss_denominator(name: str, captured: CapturedModel, inputs: Mapping[str, T
 
 
 def _is_per_row(expected: TemplateInput | None) -> bool:
-    """Whether a batch argument has values for rows instead of tokens."""
+    """True if a batch argument has values for rows instead of tokens."""
     return expected is not None and (len(expected.shape) < 2 or expected.shape[1] != LENGTH)
 
 
@@ -399,7 +399,7 @@ def _is_neutral(captured: CapturedModel, key: str, value: Any) -> bool:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Whether two values are the same number, text, flag or None."""
+    """True if two values are the same number, text, flag or None."""
     return type(value) is type(other) and isinstance(value, bool | int | float | str | None) and value == other
 
 

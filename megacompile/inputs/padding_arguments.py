@@ -197,7 +197,7 @@ def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tenso
 
 
 def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
-    """Whether a mask can be left out: it hides nothing, or only padding on the right whose `labels` are all -100. In a causal
+    """True if a mask can be left out: it hides nothing, or only padding on the right whose `labels` are all -100. In a causal
     model no real token sees such padding, and the loss does not count it. A mask with other values than 0 and 1 stays."""
     values = array_of(mask)
     present = values != 0

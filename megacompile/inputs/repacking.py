@@ -73,7 +73,7 @@ class Captures(Protocol):
         """The capture for a key. The first call with a key traces the model."""
 
     def reads_masks(self, key: CaptureKey) -> bool:
-        """Whether our attention reads the masks of pairs of this key's batches in every layer."""
+        """True if our attention reads the masks of pairs of this key's batches in every layer."""
 
     def check_modes(self, captured: CapturedModel) -> None:
         """Raises `UnsupportedError` if a module inside the model was in another mode (training or evaluation) when it was
@@ -255,7 +255,7 @@ class Repacking:
         return f"rows: {size}; padded rows are " + (f"not packed: {why}" if why else f"packed into rows of {self.least}")
 
     def reads_padding(self, training: bool) -> bool:
-        """Whether a mask for padding on the right may change what is computed, if the labels of the padding are ignored. No
+        """True if a mask for padding on the right may change what is computed, if the labels of the padding are ignored. No
         token of a causal model sees such padding; tokens of another model may, unless it takes no mask. The first call may
         capture the model with a mask."""
         if self.captures.first.captured.causal:
@@ -282,7 +282,7 @@ class Repacking:
         return self._unread[key]
 
     def _positions_are_counted(self, training: bool, masked: bool) -> bool:
-        """Whether the model itself counts positions from 0 at the start of a row, including padding. Some models count only
+        """True if the model itself counts positions from 0 at the start of a row, including padding. Some models count only
         tokens that the mask shows, or begin at another number."""
         further = (MASK, POSITIONS) if masked else (POSITIONS,)
         key = replace(self.captures.capture_key(further, True), evaluating=not training)

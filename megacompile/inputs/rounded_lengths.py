@@ -59,7 +59,7 @@ class RightPadding:
 
 
 def is_usual(length: int) -> bool:
-    """Whether rows of this length without padding are left as they are: a power of two, or another length that people
+    """True if rows of this length without padding are left as they are: a power of two, or another length that people
     choose."""
     return length % _CHOSEN == 0 or power_of_two(length) == length
 
@@ -102,7 +102,7 @@ def padding_for(captured: CapturedModel, types: Mapping[str, TemplateInput], inp
 
 
 def predicts_before_first_token(captured: CapturedModel, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether a target of a batch is predicted by padding on the left. Such padding attends to all positions of its row, so the
+    """True if a target of a batch is predicted by padding on the left. Such padding attends to all positions of its row, so the
     loss depends on how many there are."""
     mask = inputs.get(MASK)
     if mask is None or mask.dim() != 2 or captured.count_targets is None or not {*captured.labels} <= inputs.keys():
@@ -136,7 +136,7 @@ def _grouped(captured: CapturedModel, inputs: Mapping[str, Tensor], present: Boo
 
 
 def _has_positions(captured: CapturedModel, inputs: Mapping[str, Tensor], size: tuple[int, int], width: int) -> bool:
-    """Whether the model's tables, such as learned positions, have all rows that a batch of this size reads if it is padded to a
+    """True if the model's tables, such as learned positions, have all rows that a batch of this size reads if it is padded to a
     width."""
     if not captured.tables:
         return True
@@ -145,7 +145,7 @@ def _has_positions(captured: CapturedModel, inputs: Mapping[str, Tensor], size: 
 
 
 def _is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> bool:
-    """Whether more padding on the right changes no value of a token and no loss. A causal model's tokens do not see it; the
+    """True if more padding on the right changes no value of a token and no loss. A causal model's tokens do not see it; the
     tokens of another one do not if an attention mask hides it."""
     shapes = [types[name].shape if name in types else () for name in inputs]
     if any(len(shape) < 2 or shape[1] != LENGTH or LENGTH in shape[2:] for shape in shapes):

@@ -80,7 +80,7 @@ class SlotName:
 
     @property
     def resident(self) -> bool:
-        """Whether what is in the slot outlives sections."""
+        """True if what is in the slot outlives sections."""
         return self.family in RESIDENT_FAMILIES
 
 
@@ -156,6 +156,6 @@ def size_classes(layers: Iterable[Sequence[str]], boundary: Collection[str],
 
 
 def stays(place: str) -> bool:
-    """Whether values in this place outlive sections."""
+    """True if values in this place outlive sections."""
     name = SlotName.parse(place)
     return name is not None and name.resident

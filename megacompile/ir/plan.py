@@ -42,7 +42,7 @@ class CaptureKey:
 
     @property
     def packed(self) -> bool:
-        """Whether rows are packed: positions alone say which tokens of a row belong together."""
+        """True if rows are packed: positions alone say which tokens of a row belong together."""
         return self.further == ("position_ids",)
 
 

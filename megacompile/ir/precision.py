@@ -65,7 +65,7 @@ class Float8:
         check_whole("min_features", self.min_features)
 
     def keeps(self, parameter: str) -> bool:
-        """Whether a parameter ("model.layers.3.mlp.down_proj.weight") is of a router, or `keep` names its module or one around
+        """True if a parameter ("model.layers.3.mlp.down_proj.weight") is of a router, or `keep` names its module or one around
         it."""
         return any(is_part_of(each, parameter) for each in (*self.keep, *ROUTERS))
 
@@ -83,7 +83,7 @@ class Float8:
 
 
 def is_part_of(part: str, module: str) -> bool:
-    """Whether `part` is the name of a module ("model.layers.3.mlp"), or a dot-separated part of it ("layers.3")."""
+    """True if `part` is the name of a module ("model.layers.3.mlp"), or a dot-separated part of it ("layers.3")."""
     return f".{part}." in f".{module}."
 
 

@@ -271,7 +271,7 @@ class Program:
 
 
 def gives_outputs(program: Program) -> bool:
-    """Whether training returns the epilogue's outputs, not a loss. The caller then sends their gradient."""
+    """True if training returns the epilogue's outputs, not a loss. The caller then sends their gradient."""
     return "forward" in program.sections and any(find(program.section("forward"), "outputs"))
 
 
@@ -293,7 +293,7 @@ SECTIONS_OF_ALL_RANKS = ("forward", "backward", "backward_accumulate", "train_st
 
 
 def reached(program: Program, stage: str) -> bool:
-    """Whether a program has passed through the stage of that name."""
+    """True if a program has passed through the stage of that name."""
     return STAGES.index(program.stage) >= STAGES.index(stage)
 
 

@@ -102,19 +102,19 @@ def is_gemm(node: fx.Node) -> bool:
 
 
 def is_scaled(node: fx.Node) -> bool:
-    """Whether a node is a product in float8, of its first two arguments with the scales that follow."""
+    """True if a node is a product in float8, of its first two arguments with the scales that follow."""
     return str(packet(node)) == "megacompile.scaled_mm"
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node is a view of memory that exists."""
+    """True if a node is a view of memory that exists."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     return getattr(node.target, "is_view", False) or packet(node) is aten._unsafe_view
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node is an integer: the size of an input, or computed from sizes."""
+    """True if a node is an integer: the size of an input, or computed from sizes."""
     return node.op in ("placeholder", "call_function") and isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
@@ -213,7 +213,7 @@ def _dim(node: Any, layout: Layout) -> int | None:
 
 
 def _broadcasts(node: fx.Node, layout: Layout) -> bool:
-    """Whether the tokens of all inputs line up with those of the results."""
+    """True if the tokens of all inputs line up with those of the results."""
     result = tensors(node)[0]
     from_right = layout.dim(result) - result.dim()  # type: ignore[operator]
     for used in node.all_input_nodes:
@@ -225,13 +225,13 @@ def _broadcasts(node: fx.Node, layout: Layout) -> bool:
 
 
 def _aligned(node: fx.Node, layout: Layout) -> bool:
-    """Whether all inputs and results have tokens, in the same dimension."""
+    """True if all inputs and results have tokens, in the same dimension."""
     values = [v for used in (*node.all_input_nodes, node) for v in tensors(used)]
     return len({layout.dim(v) for v in values}) == 1
 
 
 def _keeps(op: Any, mixed: Sequence[int | None], node: fx.Node, layout: Layout) -> bool:
-    """Whether none of the dimensions in `mixed` is the dimension of the tokens."""
+    """True if none of the dimensions in `mixed` is the dimension of the tokens."""
     # Dimensions are the input's; those of a stack are the result's.
     value = tensors(node)[0] if op in (aten.stack, aten.select_backward) else tensors(node.all_input_nodes[0])[0]
     dim = layout.dim(value)
@@ -241,14 +241,14 @@ def _keeps(op: Any, mixed: Sequence[int | None], node: fx.Node, layout: Layout) 
 
 
 def _all_of_it(node: fx.Node) -> bool:
-    """Whether a slice keeps the whole dimension, for any size."""
+    """True if a slice keeps the whole dimension, for any size."""
     bounds: list[Any] = list(node.args[_SLICES[packet(node)]:])
     start, end, step = bounds + [0, None, 1][len(bounds):]
     return start in (0, None) and end in (None, (1 << 63) - 1) and bool(step == 1)
 
 
 def _same_stride(before: Tensor, after: Tensor, layout: Layout) -> bool:
-    """Whether a reshape keeps tokens in place: the distance in elements from one token to the next stays the same."""
+    """True if a reshape keeps tokens in place: the distance in elements from one token to the next stays the same."""
     def inside(value: Tensor) -> sympy.Expr:
         return sympy.Mul(*map(layout.size, value.shape[layout.dim(value) + 1:]))  # type: ignore[operator]
 

@@ -115,7 +115,7 @@ class StreamConfig(StreamOptions):
         return self.precision
 
     def defers(self, update: str) -> bool:
-        """Whether plans with this `update` ("step" or "arrival") must defer moments."""
+        """True if plans with this `update` ("step" or "arrival") must defer moments."""
         return self.deferred_moments is True and update == "step"
 
     def check_tiles(self, tiles: Collection[str], model: str) -> None:

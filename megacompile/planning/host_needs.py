@@ -1,4 +1,4 @@
-"""Whether training a model fits host memory: from its parameters alone, before anything is traced, loaded or planned; and with
+"""True if training a model fits host memory: from its parameters alone, before anything is traced, loaded or planned; and with
 the state that an optimizer keeps, before it is made."""
 from __future__ import annotations
 

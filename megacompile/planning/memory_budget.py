@@ -102,7 +102,7 @@ class MemoryBudget:
         return max(0, self.host_bytes - fixed)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a training step under a plan fits the device and the host."""
+        """True if a training step under a plan fits the device and the host."""
         return self.fits_device(plan) and self.fits_host(plan)
 
     def fits_device(self, plan: Plan) -> bool:

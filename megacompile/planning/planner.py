@@ -122,7 +122,7 @@ class Planner(SearchSpace):
         return Choice(found, found.resident_state if fixes else None, Counter(searched=int(training)))
 
     def _accepts(self, kept: Plan, batch: int, length: int, update: str) -> bool:
-        """Whether a plan from the disk belongs to this step and fits."""
+        """True if a plan from the disk belongs to this step and fits."""
         asked = batch, length, update, self.output
         named = {*kept.placements, *kept.update_order}
         return (asked == (kept.batch, kept.length, kept.update, kept.output) and named <= self.tiling.layouts.keys()

@@ -56,7 +56,7 @@ class SearchSpace(MemoryBudget):
             yield replace(lean, config=replace(lean.config, weight_slots=interval, checkpoint_interval=interval))
 
     def holds(self, batch: int, length: int, update: str = "step") -> bool:
-        """Whether a training step fits under any of the plans that are considered."""
+        """True if a training step fits under any of the plans that are considered."""
         planners = [planner.with_state(0) for planner in self.with_fewer_slots()]
         return any(planner.fits(plan) for planner in reversed(planners)
                    for plan in reversed([*planner._candidates(batch, length, update)]))
@@ -279,7 +279,7 @@ class SearchSpace(MemoryBudget):
         return replace(plan, saved_layers=max(0, saved))
 
     def splits(self, output: str) -> bool:
-        """Whether the planner may split a batch into micro-batches. It may not where that changes the loss, because the loss is
+        """True if the planner may split a batch into micro-batches. It may not where that changes the loss, because the loss is
         not a sum over tokens or rows are computed together; then only the user may (`micro_batch_size`)."""
         whole = not self.captured.has_loss_denominator or self.captured.is_averaged
         return not self.captured.across_rows and not (output == "loss" and whole)

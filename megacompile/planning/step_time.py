@@ -115,7 +115,7 @@ class StepSimulator:
         return plan if order == sorted(order, key=arrives.__getitem__) else replace(plan, update_order=tuple(order))
 
     def _has_slab(self, tile: str, waiting: Sequence[str], plan: Plan) -> bool:
-        """Whether the gradients of a tile may arrive in a slab although those of others wait in theirs. Tiles that take turns
+        """True if the gradients of a tile may arrive in a slab although those of others wait in theirs. Tiles that take turns
         in slabs are those of the boundary, or of one size class of the layers."""
         alike = next((group for group in self._taking_turns if tile in group), frozenset({tile}))
         held = [each for each in alike.intersection(waiting)

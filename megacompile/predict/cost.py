@@ -379,7 +379,7 @@ def _elements(node: fx.Node) -> str:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node allocates its result and its op is not a separate kernel."""
+    """True if a node allocates its result and its op is not a separate kernel."""
     return (node.op == "call_function" and isinstance(node.meta.get("val"), Tensor) and base_of(node) is node
             and node.target is not operator.getitem and kernel_of(node) is None)
 

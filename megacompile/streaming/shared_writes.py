@@ -12,9 +12,9 @@ from megacompile.streaming.streamed import Streamed
 def loading(streamed: Streamed, doing: str, own: Collection[str] | None = None, parts: Collection[str] = WEIGHTS,
             tiles: Collection[str] | None = None, torn: Collection[str] = ()) -> Iterator[None]:
     """A context around a call on every rank that loads the same values into tiles. This rank writes only its `own` tiles; None:
-    the first rank of each host writes all. It begins when no rank uses the tiles any more, and ends when all ranks have
-    written. Then other hosts take over what the first one has of these `parts` of `tiles` (None: of all). `torn`: what of the
-    model is torn if the load stops half-way on any rank ("weights", "state"). Raises what `RankGroup.all_or_none` raises, and
+    the first rank of each host writes all. Entering waits until no rank uses the tiles. Leaving waits until all ranks have
+    written. Then other hosts copy these `parts` of `tiles` (None: of all) from the first host. `torn`: the parts of the model
+    that are torn if the load stops half-way on any rank ("weights", "state"). Raises what `RankGroup.all_or_none` raises, and
     `RankError`."""
     ranks = streamed.rank_group.ranks
     streamed.evict()

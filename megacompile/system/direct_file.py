@@ -128,7 +128,7 @@ class DirectFile:
         return hasattr(os, "O_DIRECT") and self._set_direct(True)
 
     def _set_direct(self, direct: bool) -> bool:
-        """Whether the file is direct afterwards. File systems in memory refuse it."""
+        """True if the file is direct afterwards. File systems in memory refuse it."""
         import fcntl
 
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
@@ -141,7 +141,7 @@ class DirectFile:
         return direct
 
     def _transfers_directly(self) -> bool:
-        """Whether direct accesses of a block work. Leaves zeros."""
+        """True if direct accesses of a block work. Leaves zeros."""
         there = host_memory(BLOCK)
         try:
             view = there.numpy().data
@@ -230,7 +230,7 @@ class DirectFile:
 
     @property
     def closed(self) -> bool:
-        """Whether the file was given up."""
+        """True if the file was given up."""
         return not self._close.alive
 
     def stop_threads(self) -> None:

@@ -109,7 +109,7 @@ def stashed_by(node: fx.Node) -> Stashed:
 
 
 def _waits(node: fx.Node, awaited: set[Stashed]) -> bool:
-    """Whether a node stashes what a later section takes."""
+    """True if a node stashes what a later section takes."""
     return op_of(node).name == "stash" and stashed_by(node) in awaited
 
 
@@ -253,13 +253,13 @@ class Clocks:
         return found
 
     def known_to(self, node: fx.Node, lanes: Iterable[Lane]) -> bool:
-        """Whether each of these lanes is ordered, from here on, after `node`, an executed node of another lane."""
+        """True if each of these lanes is ordered, from here on, after `node`, an executed node of another lane."""
         own = lane_of(node)
         assert own is not None, f"{node.name} runs on no lane"
         return all(self._lanes[lane].done[_INDEX[own]] >= self._position[node] for lane in lanes)
 
     def covers(self, event: fx.Node, node: fx.Node) -> bool:
-        """Whether a recorded event fires only after an executed node is done."""
+        """True if a recorded event fires only after an executed node is done."""
         lane = lane_of(node)
         assert lane is not None, f"{node.name} runs on no lane"
         return self._after[event].done[_INDEX[lane]] >= self._position[node]

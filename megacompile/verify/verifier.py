@@ -76,7 +76,7 @@ def check_agreement(program: Program, others: Iterable[Program]) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a rule `holds` for a program; None where it was not checked. `why`: the fault, or why it was not checked."""
+    """True if a rule `holds` for a program; None where it was not checked. `why`: the fault, or why it was not checked."""
 
     rule: str
     holds: bool | None

@@ -40,7 +40,7 @@ class Format(Protocol):
     def name(self) -> str: ...
 
     def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether a matrix of this shape can be stored in this format."""
+        """True if a matrix of this shape can be stored in this format."""
 
     def code_bytes(self, shape: tuple[int, int]) -> int: ...
 
@@ -179,7 +179,7 @@ def _inverse(maximum: Tensor) -> Tensor:
 
 
 def is_finite(weights: Tensor) -> bool:
-    """Whether all weights are finite. A scale that is not finite makes all weights that share it NaN."""
+    """True if all weights are finite. A scale that is not finite makes all weights that share it NaN."""
     return bool(torch.isfinite(weights).all())
 
 

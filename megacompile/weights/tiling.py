@@ -109,12 +109,12 @@ class Tiling:
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter is trained."""
+        """True if any parameter is trained."""
         return any(layout.trainable for layout in self.layouts.values())
 
     @property
     def quantized(self) -> bool:
-        """Whether any weights are in codes."""
+        """True if any weights are in codes."""
         return any(s.stands_for is not None for layout in self.host.values() for s in layout.slices)
 
     def _trains(self, tile: str) -> bool:
@@ -162,7 +162,7 @@ class Tiling:
 
     @property
     def has_matrices(self) -> bool:
-        """Whether whole matrices are updated. They are on the device, at the end of a step."""
+        """True if whole matrices are updated. They are on the device, at the end of a step."""
         return any(layout.has_matrices for layout in self.layouts.values())
 
     def with_states(self, states: Mapping[str, ElementState]) -> Tiling:

@@ -136,7 +136,7 @@ class WeightReader:
             memory, position = memory[count:], position + count
 
     def equal(self, one: StoredTensor, other: StoredTensor, block: int) -> bool:
-        """Whether two stored tensors of one shape have the same bytes, `block` elements at a time."""
+        """True if two stored tensors of one shape have the same bytes, `block` elements at a time."""
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
         dtype = DTYPES[one.dtype]

@@ -70,7 +70,7 @@ def _release(graph: fx.Graph, plan: Plan) -> None:
 
 
 def _stays(value: fx.Node, plan: Plan) -> bool:
-    """Whether a value outlives its section, in its own slot. Gradients that an update on arrival consumes do not."""
+    """True if a value outlives its section, in its own slot. Gradients that an update on arrival consumes do not."""
     tile = argument(value, "tile")
     match op_of(value).result:
         case "weights":

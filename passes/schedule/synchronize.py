@@ -77,7 +77,7 @@ class _Synchronizer:
                        for node, access in history.last.values() if not self._known_to_all(node, access, place, kind)]
 
     def _known_to_all(self, node: fx.Node, access: Access, place: str, kind: str) -> bool:
-        """Whether an access needs no `leave`: nothing waits for it, and every other lane that may conflict with it is ordered
+        """True if an access needs no `leave`: nothing waits for it, and every other lane that may conflict with it is ordered
         after it, or must wait for a later access to the place anyway."""
         own, at = lane_of(node), self.position[node]
         assert own is not None

@@ -88,14 +88,14 @@ def _scaled_product(gradient: fx.Node) -> fx.Node | None:
 
 
 def _is_grouped_over_rows(node: fx.Node) -> bool:
-    """Whether `node` is exactly the grouped product of [K, rows] and [rows, N]: one matrix for each group of rows."""
+    """True if `node` is exactly the grouped product of [K, rows] and [rows, N]: one matrix for each group of rows."""
     if node.target is not aten._grouped_mm.default or len(node.args) != 3 or node.kwargs:
         return False
     return all(_val(operand).dim() == 2 for operand in node.args[:2])  # type: ignore[arg-type]
 
 
 def _transposes(node: fx.Node) -> bool:
-    """Whether `node` is the transpose of a matrix, or of several, in any of aten's spellings."""
+    """True if `node` is the transpose of a matrix, or of several, in any of aten's spellings."""
     if node.target is aten.t.default:
         return True
     if node.target is aten.transpose.int:

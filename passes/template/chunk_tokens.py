@@ -130,11 +130,11 @@ class Stretches:
         return [n for n in self.order if n in found]
 
     def _is_there(self, node: fx.Node) -> bool:
-        """Whether a value of an earlier stretch is in memory anyway."""
+        """True if a value of an earlier stretch is in memory anyway."""
         return node not in self.roles or self.roles[node] == SUM or node in self.kept
 
     def _is_cheap(self, node: fx.Node, known: dict[fx.Node, bool]) -> bool:
-        """Whether a value can be computed without a GEMM from values in memory."""
+        """True if a value can be computed without a GEMM from values in memory."""
         if node not in known:
             known[node] = not is_gemm(node) and all(
                 self._is_there(u) or self._is_cheap(u, known) for u in self.inputs[node])
@@ -263,7 +263,7 @@ class _Rewrite:
 
     # ---------------------------------------------------------------- loops
     def _holds_values(self, number: int, nodes: list[fx.Node]) -> bool:
-        """Whether a stretch makes values that are not among its results; otherwise a loop saves no memory."""
+        """True if a stretch makes values that are not among its results; otherwise a loop saves no memory."""
         results = set(self.stretches.results(number))
         return any(node not in results and not is_view(node) and node.target is not operator.getitem for node in nodes)
 
@@ -354,7 +354,7 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a node makes a tensor from numbers alone, such as a range. Inside a loop a compiler computes its elements where
+    """True if a node makes a tensor from numbers alone, such as a range. Inside a loop a compiler computes its elements where
     they are read, and no memory has them."""
     return node.op == "call_function" and not node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
 
@@ -369,7 +369,7 @@ def _tokens(layout: Layout, value: Tensor) -> Tokens | None:
 
 
 def _is_product(node: fx.Node, layout: Layout) -> bool:
-    """Whether a result of a loop is a matrix product that sums over tokens."""
+    """True if a result of a loop is a matrix product that sums over tokens."""
     return packet(node) is aten.mm and layout.dim(node.meta["val"]) is None
 
 

@@ -132,7 +132,7 @@ def _factor(node: fx.Node) -> float | None:
 
 
 def _keeps_last_dimension(node: fx.Node) -> bool:
-    """Whether `node` slices or reshapes leading dimensions only, so that it commutes with the head."""
+    """True if `node` slices or reshapes leading dimensions only, so that it commutes with the head."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     before, after = example_of(node.args[0]), example_of(node)

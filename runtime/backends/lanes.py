@@ -57,7 +57,7 @@ class Backend(Protocol):
         """Holds the lane back until the device's event."""
 
     def busy(self, lane: Lane) -> bool:
-        """Whether the device has something to finish that was issued to the lane, or has failed. Called in a thread that does
+        """True if the device has something to finish that was issued to the lane, or has failed. Called in a thread that does
         nothing else on devices."""
 
     def timestamps(self) -> Timestamps:

@@ -154,7 +154,7 @@ class Store:
             self._own = None
 
     def writes(self, tile: str) -> bool:
-        """Whether this process writes the values that are loaded into a tile."""
+        """True if this process writes the values that are loaded into a tile."""
         return self._own is None or tile in self._own
 
     # ---------------------------------------------------------------- memory
@@ -204,7 +204,7 @@ class Store:
 
     @property
     def has_moments(self) -> bool:
-        """Whether an optimizer has made state."""
+        """True if an optimizer has made state."""
         return any(tile.has_moments for tile in self.tiles.values())
 
     def available_bytes(self, budget: int | None = None) -> int:

@@ -206,7 +206,7 @@ class TileLayout:
 
     @property
     def has_remainder(self) -> bool:
-        """Whether the low bits of FP32 masters are kept."""
+        """True if the low bits of FP32 masters are kept."""
         return self.dtype == torch.bfloat16 and any(state.exact for state in self.state_layout.states)
 
     @property
@@ -386,12 +386,12 @@ class HostTile:
 
     @property
     def has_moments(self) -> bool:
-        """Whether an optimizer has made moments, in memory or on disk."""
+        """True if an optimizer has made moments, in memory or on disk."""
         return bool(self.moments) or self.begun
 
     @property
     def moments_are_zero(self) -> bool:
-        """Whether nothing has written the moments. The system may not have made their pages yet."""
+        """True if nothing has written the moments. The system may not have made their pages yet."""
         return not (self.moments_written or self.moments_lent or any(moment._version for moment in self.moments))
 
     def keep(self, layout: TileLayout, file: MomentFile | None = None) -> list[Tensor]:

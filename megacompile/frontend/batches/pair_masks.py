@@ -36,7 +36,7 @@ MAKING_POSITIONS = ("mm_token_type_ids", "second_per_grid_ts")
 
 
 def is_images(argument: Tensor) -> bool:
-    """Whether a batch argument that is not aligned with tokens may be images: floats of several dimensions. There may be more
+    """True if a batch argument that is not aligned with tokens may be images: floats of several dimensions. There may be more
     or fewer of them than rows."""
     return argument.is_floating_point() and argument.dim() > 2
 
@@ -51,7 +51,7 @@ _NO_MASKS = frozenset(modality.patches for modality in MODALITIES)
 
 
 def is_pairs(value: Tensor, tokens: torch.Size) -> bool:
-    """Whether a tensor has the shape and dtype of a mask of pairs in a batch of `tokens`, [B, T]. The mask may have 1 sequence
+    """True if a tensor has the shape and dtype of a mask of pairs in a batch of `tokens`, [B, T]. The mask may have 1 sequence
     instead of B."""
     return _is_square(value) and value.shape[-1] == tokens[1] and value.shape[0] in (1, tokens[0])
 
@@ -77,7 +77,7 @@ def pairs_of(batch: Mapping[str, Tensor]) -> set[str]:
 
 
 def of_pairs(expected: TemplateInput | None) -> bool:
-    """Whether a batch argument of captured graphs is a mask of pairs."""
+    """True if a batch argument of captured graphs is a mask of pairs."""
     return expected is not None and len(expected.shape) > 2 and expected.shape[-2:] == (LENGTH, LENGTH)
 
 

@@ -24,7 +24,7 @@ TRACED_ROWS = 7
 
 
 def fixes_rows(graph: ModelGraph) -> bool:
-    """Whether the batch size became a constant."""
+    """True if the batch size became a constant."""
     first = next(n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
     size = first.shape[0]
     return not isinstance(size, torch.SymInt) or isinstance(graph.shape_env.simplify(size.node.expr), sympy.Integer)
@@ -130,5 +130,5 @@ def _computed(node: fx.Node) -> Any:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two tensors have the same shape as it is written. Comparing the numbers would add guards."""
+    """True if two tensors have the same shape as it is written. Comparing the numbers would add guards."""
     return isinstance(a, Tensor) and isinstance(b, Tensor) and str((a.shape, a.stride())) == str((b.shape, b.stride()))

@@ -57,7 +57,7 @@ def take_totals(model: ModelGraph) -> tuple[tuple[TargetCount, ...], str]:
 
 
 def counts_positions(model: ModelGraph) -> bool:
-    """Whether a model computes with a number made of the positions of a row, which would differ for a longer row, including
+    """True if a model computes with a number made of the positions of a row, which would differ for a longer row, including
     padding."""
     positions = size_symbols(model, 1)
     weights = {node for node, source in model.sources.items() if source.kind in ("parameter", "buffer")}
@@ -82,12 +82,12 @@ def _made(model: ModelGraph, derived: set[fx.Node], symbols: Symbols) -> Iterato
 
 
 def _makes_constants(node: fx.Node) -> bool:
-    """Whether a node only reads a value's size, dtype and device: new_ones, zeros_like."""
+    """True if a node only reads a value's size, dtype and device: new_ones, zeros_like."""
     return called_name(node).startswith("new_") or called_name(node).endswith("_like")
 
 
 def _matters(node: fx.Node, symbols: Symbols) -> bool:
-    """Whether values of tokens are computed from it. Totals that only end in a number are handled with the loss."""
+    """True if values of tokens are computed from it. Totals that only end in a number are handled with the loss."""
     pending, seen = [node], {node}
     while pending:
         each = pending.pop()

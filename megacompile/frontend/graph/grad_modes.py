@@ -59,7 +59,7 @@ def _without_gradient(model: ModelGraph) -> Iterator[fx.Node]:
 
 
 def _depend_on_layers(found: set[fx.Node]) -> bool:
-    """Whether any of these is a layer's call, or made of layers' outputs, except for values made after the last layer."""
+    """True if any of these is a layer's call, or made of layers' outputs, except for values made after the last layer."""
     if not found:
         return False
     nodes = list(next(iter(found)).graph.nodes)
@@ -72,7 +72,7 @@ def _depend_on_layers(found: set[fx.Node]) -> bool:
 
 
 def _is_of_another(model: ModelGraph, call: fx.Node) -> bool:
-    """Whether a call uses a region that was traced for inputs that need other gradients."""
+    """True if a call uses a region that was traced for inputs that need other gradients."""
     region: fx.GraphModule = getattr(model.graph, str(call.args[0].target))  # type: ignore[union-attr]
     inputs = zip(region.graph.find_nodes(op="placeholder"), call.args[2:], strict=True)
     return any(_needs(inside) is not _needs(given) for inside, given in inputs if isinstance(given, fx.Node))

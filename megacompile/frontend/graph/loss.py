@@ -67,7 +67,7 @@ def normalize_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
 
 
 def is_averaged(model: ModelGraph) -> bool:
-    """Whether a part of the loss is the mean of the micro-batches' values."""
+    """True if a part of the loss is the mean of the micro-batches' values."""
     return SHARE in model.sources.values()
 
 
@@ -93,7 +93,7 @@ def _addend(node: fx.Node, others: list[tuple[fx.Node, fx.Node]]) -> fx.Node | N
 
 
 def _holds_targets(node: fx.Node) -> bool:
-    """Whether one of the values that `node` adds up is a loss over targets, possibly scaled."""
+    """True if one of the values that `node` adds up is a loss over targets, possibly scaled."""
     while (scaled := _scaled(node)) is not None:
         node = scaled
     if node.target in (operator.add, operator.iadd, torch.add):

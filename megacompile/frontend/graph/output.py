@@ -38,7 +38,7 @@ class OutputStructure:
 
     @property
     def records_routers(self) -> bool:
-        """Whether router logits were requested when the model was captured."""
+        """True if router logits were requested when the model was captured."""
         return any(role == "part" and key in _OF_ROUTERS for key, role in self.fields)
 
     def rebuild(self, loss: Tensor | None, logits: Tensor | None, **further: Any) -> Any:
@@ -88,7 +88,7 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
 
 
 def has_rows_of_tokens(model: ModelGraph, position: int) -> bool:
-    """Whether the graph's result at `position` has a row for each token: [batch, length, ...], not [batch, classes]."""
+    """True if the graph's result at `position` has a row for each token: [batch, length, ...], not [batch, classes]."""
     shapes = [node.meta["example_value"].shape for node, source in model.sources.items() if source.kind == "batch"]
     lengths = [shape[1] for shape in shapes if len(shape) > 1 and isinstance(shape[1], torch.SymInt)]
     result = model.results[position]
@@ -119,7 +119,7 @@ def _role(value: Tensor, trained: bool) -> str | None:
 
 
 def _whole_batch_makes(model: ModelGraph, position: int | None, trained: bool) -> bool:
-    """Whether a result is computed from all of the batch. If nothing reads the labels, the loss was probably forgotten."""
+    """True if a result is computed from all of the batch. If nothing reads the labels, the loss was probably forgotten."""
     if position is None or model.results[position].meta["example_value"].requires_grad != trained:
         return False
     return all(any(user not in model.sources for user in node.users)  # not its sizes alone

@@ -91,7 +91,7 @@ def _piece(experts: nn.Module, first: int, stop: int) -> nn.Module:
 
 
 def divisible(experts: nn.Module) -> bool:
-    """Whether a module consists of experts that transformers can run apart: each of its parameters is one tensor [experts,
+    """True if a module consists of experts that transformers can run apart: each of its parameters is one tensor [experts,
     ...] of its own. Such modules declare a weight's layout (`is_transposed`); only recent ones declare whether tokens may be
     sent to other experts (`_is_expert_parallel`)."""
     own = [p for p in experts._parameters.values() if p is not None]
@@ -212,7 +212,7 @@ class _Cut:
         return dict.fromkeys(n for n in self.nodes if n in found)
 
     def _is_handed(self, node: fx.Node) -> bool:
-        """Whether a value of an earlier stage comes from the call before. Every call may read other inputs directly."""
+        """True if a value of an earlier stage comes from the call before. Every call may read other inputs directly."""
         return node not in self.sizes and (node not in self.sources or self.sources[node].kind == "carried")
 
     def _handed_on(self, stage: int) -> list[fx.Node]:

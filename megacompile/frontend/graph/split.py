@@ -75,19 +75,19 @@ def _possible(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sourc
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node changes its first input in place."""
+    """True if a node changes its first input in place."""
     name = called_name(node)
     in_place = name.startswith("i") and hasattr(operator, name[1:]) and getattr(operator, name, None) is node.target
     return in_place or name == "setitem" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_changed(node: fx.Node) -> bool:
-    """Whether a value is changed in place and has other readers: all of them would have to move along."""
+    """True if a value is changed in place and has other readers: all of them would have to move along."""
     return len(node.users) > 1 and any(writes(user) and user.args[0] is node for user in node.users)
 
 
 def _changes_another(node: fx.Node) -> bool:
-    """Whether a node changes a value in place that may come from another call: any value that is not a constant."""
+    """True if a node changes a value in place that may come from another call: any value that is not a constant."""
     return writes(node) and bool(node.all_input_nodes[0].all_input_nodes)
 
 
@@ -106,7 +106,7 @@ def _with_inputs(nodes: Collection[fx.Node], possible: Mapping[fx.Node, int]) ->
 
 
 def _is_total(node: fx.Node) -> bool:
-    """Whether a value's size is the same for all batches."""
+    """True if a value's size is the same for all batches."""
     value = node.meta.get("example_value")
     return isinstance(value, Tensor) and not any(isinstance(size, torch.SymInt) for size in value.shape)
 
@@ -364,7 +364,7 @@ def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any]
 
 
 def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
-    """Whether a node is copied into each section that reads it: arithmetic on sizes, since no call hands an int to another;
+    """True if a node is copied into each section that reads it: arithmetic on sizes, since no call hands an int to another;
     and views of weights (such as a transpose that Dynamo moved out of a layer), since a call reads its weights itself."""
     if node in model.sources:
         return False

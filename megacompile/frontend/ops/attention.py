@@ -183,7 +183,7 @@ def _window_of(module: nn.Module) -> int:
 
 
 def _fits(mask: Tensor | None, query: Tensor) -> bool:
-    """Whether a mask covers each pair of the query's positions, for all of its heads at once or for each head."""
+    """True if a mask covers each pair of the query's positions, for all of its heads at once or for each head."""
     batch, heads, length, _ = query.shape
     return mask is not None and mask.dim() == 4 and mask.shape[1] in (1, heads) and (
         mask.shape[0], *mask.shape[2:]) == (batch, length, length)

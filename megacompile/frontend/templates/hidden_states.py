@@ -112,7 +112,7 @@ def _first(returned: Any) -> Any:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two fakes are the same view of one storage. (A slice of all positions is a different tensor.)"""
+    """True if two fakes are the same view of one storage. (A slice of all positions is a different tensor.)"""
     return (a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.shape == b.shape and a.stride() == b.stride()
             and a.storage_offset() == b.storage_offset())
 
@@ -176,7 +176,7 @@ def batch_name(tensor: str) -> str:
 
 
 def of_tokens(name: str) -> bool:
-    """Whether a name in a batch is that of a tensor that a function takes."""
+    """True if a name in a batch is that of a tensor that a function takes."""
     return name.startswith(_OF_TOKENS)
 
 

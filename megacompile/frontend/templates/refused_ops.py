@@ -59,7 +59,7 @@ def _unknown_size(node: fx.Node) -> bool:
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an aten op draws random numbers. Attention ops are tagged as random for their dropout argument even if
+    """True if a call of an aten op draws random numbers. Attention ops are tagged as random for their dropout argument even if
     it is 0."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False

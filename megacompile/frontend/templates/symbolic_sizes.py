@@ -69,7 +69,7 @@ class SymbolicSizes:
 
     @property
     def are_fixed(self) -> bool:
-        """Whether something asked for a symbol's number, so that the traced or compiled code only holds for the hint."""
+        """True if something asked for a symbol's number, so that the traced or compiled code only holds for the hint."""
         return any(self._environment.simplify(own) != own for own in self._own.values())
 
     def written(self, size: int | torch.SymInt) -> Size:

@@ -116,7 +116,7 @@ def _runnable(positions: tuple[int, ...], dtypes: tuple[torch.dtype, ...], compi
 
 
 def _is_ours(error: AssertionError) -> bool:
-    """Whether the failed assertion came from an op of ours that compiled code called."""
+    """True if the failed assertion came from an op of ours that compiled code called."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals["__name__"]).partition(".")[0] == __package__.partition(".")[0]
 

@@ -164,7 +164,7 @@ def _likenesses(run: _Run, stack: LayerStack) -> list[int]:
 
 
 def _same_but_shorter(short: _Run, whole: _Run) -> bool:
-    """Whether a model without its last layers calls the same before its layers, in each layer, and after them."""
+    """True if a model without its last layers calls the same before its layers, in each layer, and after them."""
     after = short.after()
     return (short.before() == whole.before() and after is not None and after == whole.after() and all(
         short.layer(position) == whole.layer(position) and short.stretches[position] == whole.stretches[position]
@@ -180,14 +180,14 @@ class _Names:
     distance: int
 
     def same_text(self, one: str, two: str) -> bool:
-        """Whether texts of the two layers are equal, but for the layers' own names, which PEFT stores in each adapter. A module
+        """True if texts of the two layers are equal, but for the layers' own names, which PEFT stores in each adapter. A module
         inside the model does not know the names of the modules around it, so only the last two parts count: layers.1."""
         from_, to = (f".{'.'.join(name.split('.')[-2:])}." for name in (self.one, self.two))
         return one == two or f".{one}.".replace(from_, to) == f".{two}."
 
 
 def _same_attributes(layer: nn.Module, other: nn.Module, names: _Names) -> bool:
-    """Whether two layers of the same build have the same attributes. Numbers may differ as the positions of the layers do, and
+    """True if two layers of the same build have the same attributes. Numbers may differ as the positions of the layers do, and
     texts as their names do."""
     return all(_same(vars(one), vars(two), names) for one, two in zip(layer.modules(), other.modules(), strict=True))
 

@@ -130,7 +130,7 @@ def _value(module: nn.Module, name: str) -> Any:
 
 
 def _has_line(cls: type, line: Line) -> bool:
-    """Whether a line is one of a class."""
+    """True if a line is one of a class."""
     if getattr(sys.modules.get(cls.__module__), "__file__", None) != line.file:
         return False
     try:

@@ -68,19 +68,19 @@ def remove_hooks_of_whole(model: nn.Module) -> None:
 
 
 def collects_outputs(hook: Any) -> bool:
-    """Whether a forward hook is transformers' own, which collects a module's outputs."""
+    """True if a forward hook is transformers' own, which collects a module's outputs."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def asks_for_gradients(hook: Any) -> bool:
-    """Whether a forward hook is the one that `enable_input_require_grads` of transformers or PEFT installs, as
+    """True if a forward hook is the one that `enable_input_require_grads` of transformers or PEFT installs, as
     `gradient_checkpointing_enable` does. torch.utils.checkpoint needs it above frozen embeddings. The recomputation of
     streamed layers does not, and no gradient of a parameter depends on it."""
     return "make_inputs_require_grad" in getattr(hook, "__qualname__", "")
 
 
 def _collects(module: nn.Module) -> bool:
-    """Whether transformers' decorator `capture_outputs` is around a module's forward."""
+    """True if transformers' decorator `capture_outputs` is around a module's forward."""
     forward: Any = type(module).forward
     while forward is not None:
         if getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.output_capturing":
@@ -90,7 +90,7 @@ def _collects(module: nn.Module) -> bool:
 
 
 def _records_routers(hook: Any) -> bool:
-    """Whether a forward hook is transformers' own that collects router logits, recognized by their name in its closure."""
+    """True if a forward hook is transformers' own that collects router logits, recognized by their name in its closure."""
     return any(cell.cell_contents == ROUTERS for cell in getattr(hook, "__closure__", None) or ())
 
 
@@ -110,7 +110,7 @@ def capture_shape(key: CaptureKey) -> tuple[int, int]:
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether `model` follows transformers' conventions (`config`, `set_attn_implementation`)."""
+    """True if `model` follows transformers' conventions (`config`, `set_attn_implementation`)."""
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
@@ -222,7 +222,7 @@ def _fake_shape(tensor: torch.Tensor, tokens: torch.Size, size: tuple[int, int],
 
 
 def of_rows(tensor: torch.Tensor, tokens: torch.Size) -> bool:
-    """Whether a batch argument has values for rows instead of tokens: [batch], or floats of another shape than `tokens`."""
+    """True if a batch argument has values for rows instead of tokens: [batch], or floats of another shape than `tokens`."""
     if not tensor.dim() or (tensor.shape[0] != tokens[0] and not is_images(tensor)) or tensor.is_complex():
         return False
     return tensor.dim() == 1 or (tensor.is_floating_point() and tensor.shape[:2] != tokens[:2])

@@ -181,7 +181,7 @@ def stack_candidates(model: nn.Module) -> dict[str, int]:
 
 
 def share_weights(stack: LayerStack) -> bool:
-    """Whether a parameter is part of several layers."""
+    """True if a parameter is part of several layers."""
     parameters = [id(parameter) for layer in stack.layers for parameter in layer.parameters()]
     return len(parameters) > len(set(parameters))
 

@@ -65,7 +65,7 @@ def _looped_products(module: nn.Module) -> tuple[str, Any] | None:
 
 
 def loop_is_an_op() -> bool:
-    """Whether the loop in which transformers multiplies such weights while it is traced is an op of its own, as it is since
+    """True if the loop in which transformers multiplies such weights while it is traced is an op of its own, as it is since
     version 5.23."""
     from transformers.integrations import moe  # noqa: F401  # registers the op
 

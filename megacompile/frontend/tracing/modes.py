@@ -1,4 +1,4 @@
-"""Whether a captured graph also holds where it was not captured: in evaluation mode, for one sequence, for one token.
+"""True if a captured graph also holds where it was not captured: in evaluation mode, for one sequence, for one token.
 
 Models are captured in training mode at sizes of at least 2. A branch on `self.training` leaves no trace in the graph, and a
 branch on a size of 1 leaves no guard, since symbolic sizes are assumed to be 2 or more. So before such a call is first served,
@@ -46,7 +46,7 @@ class RecordedCall(NamedTuple):
 
 
 def alike(some: Sequence[RecordedCall], others: Sequence[RecordedCall], exact: bool) -> bool:
-    """Whether these are the same operations in the same order; with the same whole numbers only if `exact`."""
+    """True if these are the same operations in the same order; with the same whole numbers only if `exact`."""
     return [each[exact] for each in some] == [each[exact] for each in others]
 
 

@@ -184,7 +184,7 @@ def _traced(
 
 
 def _need_own_traces(graph: ModelGraph, calls: Sequence[LayerCall]) -> bool:
-    """Whether a layer runs more than once, or reads a weight or a buffer that another layer or the model reads too. Then Dynamo
+    """True if a layer runs more than once, or reads a weight or a buffer that another layer or the model reads too. Then Dynamo
     may give each later layer the tensor of the first one: when it reuses a region, it does not check which tensors it was
     traced with."""
     layers = {call.node for call in calls}
@@ -229,7 +229,7 @@ class Validity:
             return torch_calls(fake_model, model_arguments(batch, key.images), options)
 
     def _holds(self, training: bool, size: tuple[int, int]) -> bool:
-        """Whether the model computes the same in a mode and for a batch of [batch, length] `size`."""
+        """True if the model computes the same in a mode and for a batch of [batch, length] `size`."""
         key = dataclasses.replace(self.key, evaluating=not training)
         exact = size == self.size  # else some whole numbers are sizes
         expected = self.calls if self.calls is not None else self.called(self.key, self.size)

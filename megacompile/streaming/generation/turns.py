@@ -47,9 +47,8 @@ class TurningLayer:
 
 
 def turning_layers(model: nn.Module, names: Sequence[str], layouts: Mapping[str, TileLayout]) -> list[TurningLayer]:
-    """The layers that can take turns, of those with these `names`, in the order in which the model runs them. `layouts`: the
-    host tiles. A layer that runs twice cannot take turns, nor can weights that other parts of the model have too: they stay on
-    the device."""
+    """The layers among `names` that can take turns, in the order in which the model runs them. `layouts`: the host tiles. A
+    layer that runs twice cannot take turns. Weights that other parts of the model share stay on the device."""
     holders: dict[int, set[str]] = {}
     for full, p in nn.Module.named_parameters(model, remove_duplicate=False):
         holders.setdefault(id(p), set()).add(next((name for name in names if full.startswith(f"{name}.")), ""))
@@ -65,15 +64,15 @@ def turning_layers(model: nn.Module, names: Sequence[str], layouts: Mapping[str,
 
 
 def staying_layers(layers: Sequence[TurningLayer], budget_bytes: int) -> list[TurningLayer]:
-    """As many layers as `budget_bytes` hold beside the slots of the others, evenly spread, so that copies of the others have
-    time. `budget_bytes` hold at least the slots."""
+    """The layers that stay on the device: as many as fit in `budget_bytes` beside the slots of the others. They are evenly
+    spread, so that copies of the others have time. `budget_bytes` must hold at least the slots."""
     largest = max(layer.bytes for layer in layers)
     count = min((budget_bytes - slot_bytes(turns_program(layers))) // largest, len(layers) - 1)
     return [layers[number * len(layers) // count] for number in range(count)]
 
 
 def turns_program(layers: Sequence[TurningLayer]) -> Program:
-    """The program of one call of a model in which these layers take turns. Its slots say what they take on the device."""
+    """The program of one call of a model in which these layers take turns. Its slots give the device memory that they take."""
     turning = [CallSpec(layer.name, "layer", "native", tuple(tile.name for tile in layer.tiles)) for layer in layers]
     calls = [CallSpec("before", "prologue", "native", ()), *turning, CallSpec("after", "epilogue", "native", ())]
     tiles = {tile.name: tile for layer in layers for tile in layer.tiles}
@@ -91,9 +90,8 @@ def copied_bytes(program: Program) -> int:
 
 
 class LayerTurns:
-    """Runs a program of `turns_program` for each call of the model. State: the `run` of the current call, None before the
-    first; how many of its compute instructions are behind the caller; and the number of bytes that were copied for the calls
-    so far."""
+    """Runs a program of `turns_program` for each call of the model. State: the `run` of the current call (None before the
+    first), the number of its compute instructions that were executed, and the bytes copied so far."""
 
     def __init__(self, program: Program, backend: Backend, store: Store) -> None:
         self.program, self._backend, self._store = program, backend, store
@@ -107,11 +105,12 @@ class LayerTurns:
 
     @property
     def layers(self) -> list[str]:
-        """The layers that take turns, by name, in their order."""
+        """The layers that take turns, by name, in the order in which they run."""
         return [call.name for call in self.program.calls if call.role == "layer"]
 
     def views(self, model: nn.Module) -> dict[int, Tensor]:
-        """For the parameters of `model` that are in slots, by their `id`: the part of the slot, like the parameter."""
+        """Maps the `id` of each parameter of `model` that is in a slot to its part of the slot, a view of the parameter's
+        shape."""
         parameters, found = dict(nn.Module.named_parameters(model, remove_duplicate=False)), dict[int, Tensor]()
         for node in find(self.program.section(_SECTION), "prefetch"):
             layout = self._store.whole(argument(node, "tile")).layout
@@ -120,21 +119,21 @@ class LayerTurns:
         return found
 
     def attach(self, model: nn.Module) -> None:
-        """Has the layers of a model, whose parameters are the slots' views, wait for their weights."""
+        """Makes the layers of a model wait for their weights. The layers' parameters are views of the slots."""
         for name in self.layers:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(_calls(self.enter, name), prepend=True)
             module.register_forward_hook(_calls(self.leave, name), always_call=True)
 
     def skip_call(self) -> None:
-        """Copies the weights of all layers as a call of the model would, and computes nothing."""
+        """Copies the weights of all layers, as a call of the model does, but computes nothing."""
         self.stop()
         self._start()
         self._advance(len(self._compute))
 
     def stop(self) -> None:
-        """Stops copies, and waits for those that are under way. The next call of the model copies its weights anew: those of
-        the host may have changed."""
+        """Stops copies, and waits for those that have begun. The next call of the model copies its weights again, since the
+        host's may have changed."""
         if self._run is not None:
             run, self._run = self._run, None
             self._executor.abandon(run)
@@ -151,7 +150,7 @@ class LayerTurns:
                                                       by_caller=Lane.COMPUTE), 0
 
     def enter(self, layer: str) -> None:
-        """Before a layer is computed: returns once its weights are in its slots."""
+        """Waits until a layer's weights are in its slots. Called before the layer is computed."""
         position = self._position(layer)
         if position is None:  # the first call, or one that ended before its last layer
             self.stop()
@@ -161,7 +160,7 @@ class LayerTurns:
         self._advance(position)
 
     def leave(self, layer: str) -> None:
-        """After a layer was computed: its slots may be written."""
+        """Marks a layer's slots as writable. Called after the layer was computed."""
         if self._run is None:
             return
         self._backend.enter([])  # what the layer has issued to the caller's stream comes before the events
@@ -173,17 +172,16 @@ class LayerTurns:
             self._start()
 
     def _position(self, layer: str) -> int | None:
-        """Where this layer is computed, among the instructions that are left; None if it is not."""
+        """The index of this layer's forward among the remaining instructions; None if there is none."""
         if self._run is None:
             return None
         return next((n for n in range(self._done, len(self._compute))
                      if op_of(self._compute[n]).name == "forward" and argument(self._compute[n], "call") == layer), None)
 
     def _advance(self, position: int) -> None:
-        """Waits for events and fires events up to this instruction. Others are the model's own work.
-
-        The host waits, not the device's queue: transformers' offloaded cache copies keys and values on a stream of its own,
-        which is right only if the device is at most a little behind the host."""
+        """Waits for and fires the events up to this instruction. All other instructions are the model's own work. The host
+        waits, not the device's queue. transformers' offloaded cache copies keys and values on its own stream, which is only
+        correct if the device is at most a little late."""
         assert self._run is not None
         lanes = {"wait": Lane.CPU, "record": Lane.COMPUTE}
         try:
@@ -197,7 +195,7 @@ class LayerTurns:
 
 
 def _calls(act: Callable[[str], None], layer: str) -> Callable[..., None]:
-    """A hook that compiled code calls as it is."""
+    """A hook that compiled code calls without tracing it."""
 
     @torch.compiler.disable
     def hook(*_: Any) -> None:

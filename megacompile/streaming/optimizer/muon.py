@@ -66,7 +66,7 @@ _SPLIT = Check("None, or the sizes of the parts in rows", lambda value: value is
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one matrix, or of a parameter of several, at one step. `shape`: of the parameter."""
+    """The options at one step of one matrix, or of a parameter that holds several. `shape`: of the parameter."""
 
     lr: float
     ratio: str
@@ -152,7 +152,7 @@ MATRICES = MatrixRule(
 
 
 def _is_matrix(model: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
-    """Two-dimensional weights of modules other than embeddings, and stacks of matrices (of experts)."""
+    """True for two-dimensional weights of modules other than embeddings, and for stacks of matrices (of experts)."""
     owner, _, own_name = name.rpartition(".")
     if min(shape[-2:], default=0) < 2:
         return False
@@ -219,7 +219,8 @@ class Muon(StreamedOptimizer):
     @classmethod
     def states_of(cls, group: Mapping[str, Any], names: Iterable[str], model: nn.Module,
                   tiling: Tiling) -> dict[str, ElementState]:
-        """A matrix whose blocks of 8-bit state would be divided between it and the next one has bf16 moments in their place."""
+        """The state of each parameter. A matrix has bf16 moments instead of 8-bit ones if a block of the 8-bit state would
+        straddle it and the next matrix."""
         if tiling.ranks > 1:
             raise UnsupportedError("Muon updates whole matrices, but each of several ranks has only a part: use AdamW, or "
                                    "train on one GPU")
