@@ -27,7 +27,7 @@ MOST_SIZE_CLASSES = 26
 
 
 class Family(StrEnum):
-    """Families of slots. A value is the letters that the names of the family's slots begin with."""
+    """Families of slots. The value is the prefix of the slots' names."""
 
     WEIGHTS = "W"
     GRADIENTS = "G"  # reduced
@@ -71,7 +71,7 @@ class SlotName:
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def parse(cls, text: str) -> SlotName | None:
-        """The name that prints as `text`; None if it is not the name of a slot."""
+        """The name that prints as `text`; None if `text` is not the name of a slot."""
         found = _NAME.fullmatch(text)
         if found is None:
             return None
@@ -80,7 +80,7 @@ class SlotName:
 
     @property
     def resident(self) -> bool:
-        """True if what is in the slot outlives sections."""
+        """True if the slot's contents outlive sections."""
         return self.family in RESIDENT_FAMILIES
 
 
@@ -98,7 +98,7 @@ SLOT_KINDS: Mapping[str, tuple[str, ...]] = {
 @functools.cache
 def lanes_that(access: Access, kind: str, several_ranks: bool = False) -> frozenset[Lane]:
     """The lanes that have an op which may access a place of this kind (`place_kind`). Other sections may use any of them. The
-    lane `collective` counts only where `several_ranks`, of one host or of several, run programs together."""
+    lane `collective` counts only if `several_ranks`, of one host or of several, run programs together."""
     found = set()
     for op in OPS.values():
         if op.only_waits or (op.lane == Lane.COLLECTIVE and not several_ranks):

@@ -26,13 +26,13 @@ SHARD_SLOTS = 2
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """Which graphs of a model a batch needs.
+    """Selects the graphs of a model that a batch needs.
 
-    `further`: names of the batch arguments beyond those of every batch (a mask, positions that restart within a row); a mask of
-    pairs with its dtype and shape ("mask: bool [B, 1, T, T]"). `evaluating`: the graphs of evaluation mode, where they differ
+    `further`: names of the batch arguments beyond those of every batch (a mask, positions that restart within a row). A mask of
+    pairs includes its dtype and shape ("mask: bool [B, 1, T, T]"). `evaluating`: the graphs of evaluation mode, if they differ
     from training mode. `without_adapters`: PEFT's adapters are switched off. `images`: images per sequence, for a model that
-    takes images. `traced_length`: the tokens of a sequence that the model was traced with, if its code does something else for
-    this length than for the usual one; 0: the usual one."""
+    takes images. `traced_length`: the number of tokens of the traced sequence, if the model's code behaves differently at this
+    length than at the usual one; 0: the usual one."""
 
     further: tuple[str, ...] = ()
     evaluating: bool = False

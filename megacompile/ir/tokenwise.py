@@ -57,7 +57,7 @@ class NotTokensError(Exception):
 
 
 class Layout:
-    """Where the values of a graph have their tokens. `symbols`: the symbols of its shapes -> B and T."""
+    """The positions of tokens in the values of a graph. `symbols`: the symbols of its shapes -> B and T."""
 
     def __init__(self, symbols: dict[sympy.Symbol, sympy.Symbol]) -> None:
         self.symbols = symbols
@@ -102,12 +102,12 @@ def is_gemm(node: fx.Node) -> bool:
 
 
 def is_scaled(node: fx.Node) -> bool:
-    """True if a node is a product in float8, of its first two arguments with the scales that follow."""
+    """True if a node is a product in float8 of its first two arguments, with the scales that follow."""
     return str(packet(node)) == "megacompile.scaled_mm"
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if a node is a view of memory that exists."""
+    """True if a node is a view of existing memory."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     return getattr(node.target, "is_view", False) or packet(node) is aten._unsafe_view
@@ -123,7 +123,7 @@ def packet(node: fx.Node) -> Any:
 
 
 def role(node: fx.Node, roles: dict[fx.Node, str], layout: Layout) -> str | None:
-    """TOKENWISE, SUM, or None for a node that needs all tokens, or has none. `roles`: those of earlier nodes."""
+    """TOKENWISE, SUM, or None for a node that needs all tokens or has none. `roles`: of earlier nodes."""
     if node.op != "call_function" or not tensors(node):
         return None
     if is_view(node) and not any(used in roles for used in node.all_input_nodes):
@@ -145,7 +145,7 @@ def role(node: fx.Node, roles: dict[fx.Node, str], layout: Layout) -> str | None
 
 def across_tokens(graph: fx.Graph, symbols: dict[sympy.Symbol, sympy.Symbol]) -> fx.Node | None:
     """The first op of a functional graph that is not known to treat each token alone, or that computes with the number of
-    tokens. None if there is none: then results for a token depend on that token alone."""
+    tokens. None if there is none. Then results for a token depend only on that token."""
     layout, roles = Layout(symbols), dict[fx.Node, str]()
     for node in graph.nodes:
         if found := role(node, roles, layout):
@@ -231,7 +231,7 @@ def _aligned(node: fx.Node, layout: Layout) -> bool:
 
 
 def _keeps(op: Any, mixed: Sequence[int | None], node: fx.Node, layout: Layout) -> bool:
-    """True if none of the dimensions in `mixed` is the dimension of the tokens."""
+    """True if the dimension of the tokens is not in `mixed`."""
     # Dimensions are the input's; those of a stack are the result's.
     value = tensors(node)[0] if op in (aten.stack, aten.select_backward) else tensors(node.all_input_nodes[0])[0]
     dim = layout.dim(value)
@@ -280,7 +280,7 @@ def _gemm(node: fx.Node, layout: Layout) -> str | None:
 
 
 def _scaled(node: fx.Node, layout: Layout) -> str | None:
-    """A product in float8. A scale has tokens if it is of rows that are tokens."""
+    """The role of a product in float8. A scale has tokens if its rows are tokens."""
     a, b, scale_a, scale_b, bias = (_dim(x, layout) for x in node.args[:5])
     if (a, b) == (0, None) and scale_a in (None, 0) and (scale_b, bias) == (None, None):
         return TOKENWISE

@@ -255,7 +255,7 @@ class StepState:
 
     # ---------------------------------------------------------------- events of a step
     def backward_began(self, shape: CompiledShape, batch: Batch, adds: bool = False) -> None:
-        """A backward begins. `adds`: to the gradients of earlier backwards."""
+        """Records that a backward begins. `adds`: to the gradients of earlier backwards."""
         self._trained, self._unfinished = shape, None
         self._batches = (*(self._batches if adds else ()), batch)
 

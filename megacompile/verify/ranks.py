@@ -70,7 +70,7 @@ def _gathered(graph: fx.Graph) -> Iterator[Fault]:
 
 
 def _summed(graph: fx.Graph, exchanges: Sequence[str]) -> Iterator[Fault]:
-    """Accumulators: contributions, then each of the `exchanges` once, in this order, then `reduce`."""
+    """Checks accumulators: contributions, then each of the `exchanges` once, in this order, then `reduce`."""
     done: dict[fx.Node, list[fx.Node]] = {}  # accumulators -> their exchanges so far
     for node in nodes(graph):
         op = op_of(node).name

@@ -174,8 +174,8 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
 
 
 def _turns(program: Program, plan: Plan, arriving: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The order of updates, each with the tile whose arrival it follows. That is the plan's order, but where a tile needs a
-    slab and all are taken, one that waits in a slab is updated first. `arriving`: tiles in the order of arrival."""
+    """The order of updates, each with the tile whose arrival it follows. It is the plan's order, except that a tile waiting in
+    a slab is updated first if another tile needs a slab and all are taken. `arriving`: tiles in the order of arrival."""
     boundary, classes = boundary_tiles(program.calls), layer_size_classes(program)
     order = [tile for tile in plan.update_order or arriving if tile in arriving]
     group = {tile: -1 if tile in boundary else classes.get(tile, 0) for tile in arriving}  # tiles that take turns in slabs

@@ -52,8 +52,8 @@ def run(program: Program, plan: Plan) -> Program:
 
 def _release(graph: fx.Graph, plan: Plan) -> None:
     """Releases every value after its last use, except values that later sections read, events, and values without memory.
-
-    Gradients that are offloaded straight into the tile have no slot and need no release; what stays on the device has none."""
+    Gradients that are offloaded straight into the tile have no slot and need no release. What stays on the device has no
+    release."""
     build = Builder(graph, name)
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes(graph):
@@ -93,9 +93,9 @@ _UPDATED_THERE = {"weights": Family.UPDATED_WEIGHTS, "state": Family.UPDATED_STA
 
 
 class _Places:
-    """Assigns slots in one section. State: for each group of slots that take turns (named by its first slot), how many are made
-    and which are free, in the order in which they became free; the slot of each value; and `stashes`, the slots in which an
-    earlier section left checkpoints, by call and micro-batch."""
+    """Assigns slots in one section. State: for each group of slots that take turns (named by its first slot), the number of
+    slots made, and the free slots in the order in which they became free; the slot of each value; and `stashes`, the slots in
+    which an earlier section left checkpoints, by call and micro-batch."""
 
     def __init__(self, program: Program, plan: Plan, sizes: dict[SlotName, int],
                  stashes: dict[tuple[str, int], SlotName]) -> None:
@@ -139,7 +139,7 @@ class _Places:
         return self._take_in_size_order(node) if kind == "weights" else self._take(SlotName(family, boundary=True), 1)
 
     def _take(self, first: SlotName, count: int) -> SlotName:
-        """A slot from the group of `first`: one that was never used, or else the one that has been free for longest."""
+        """A slot from the group of `first`: an unused one, or else the one that has been free for longest."""
         if self.made[first] < count:
             self.made[first] += 1
             return replace(first, number=self.made[first] - 1)
@@ -147,8 +147,8 @@ class _Places:
         return self.free[first].pop(0)
 
     def _take_in_size_order(self, node: fx.Node) -> SlotName:
-        """The tiles of one boundary call are on the device together: the largest of each call take turns in WB0, the next
-        largest in WB1. `prefetch` holds the tiles of one call at a time, so the slot is free."""
+        """A slot for a tile of a boundary call, whose tiles are on the device together. The largest tile of each call uses WB0,
+        the next largest WB1. `prefetch` holds the tiles of one call at a time, so the slot is free."""
         call = next(argument(user, "call") for user in node.users if argument(user, "call"))
         tiles = [t for t in self.program.call(call).tiles if t in self.boundary and not self.plan.placement(t).resident]
         tiles.sort(key=lambda t: -self.program.tiles[t].weight_bytes)

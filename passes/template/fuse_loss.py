@@ -153,7 +153,7 @@ def _keeps_last_dimension(node: fx.Node) -> bool:
 
 
 def _with_last(sizes: tuple[Any, ...], width: int) -> tuple[Any, ...]:
-    """A reshape's sizes, for `hidden` of this width instead of the logits."""
+    """A reshape's sizes, with this width of `hidden` instead of the vocabulary as the last size."""
     if isinstance(sizes[-1], (tuple, list)):
         return (*sizes[:-1], (*sizes[-1][:-1], width))
     return (*sizes[:-1], width)

@@ -219,8 +219,8 @@ class Muon(StreamedOptimizer):
     @classmethod
     def states_of(cls, group: Mapping[str, Any], names: Iterable[str], model: nn.Module,
                   tiling: Tiling) -> dict[str, ElementState]:
-        """The state of each parameter. A matrix has bf16 moments instead of 8-bit ones if a block of the 8-bit state would
-        straddle it and the next matrix."""
+        """The stored state of the parameters, by name. Parameters that `_is_matrix` accepts have the state of the matrix rule.
+        It has bf16 moments instead of 8-bit ones if a block of 8-bit state would span two matrices."""
         if tiling.ranks > 1:
             raise UnsupportedError("Muon updates whole matrices, but each of several ranks has only a part: use AdamW, or "
                                    "train on one GPU")

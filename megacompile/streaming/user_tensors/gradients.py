@@ -60,7 +60,7 @@ def move(tensor: Tensor, elsewhere: Tensor, memory: Tensor) -> None:
 
 
 def _forget(memory: Tensor) -> None:
-    """Frees memory that is no longer needed."""
+    """Does nothing. A finalizer that calls it keeps the memory alive until then."""
 
 
 #: Sampled elements per gradient. Most rows of an embedding's gradient are zero.
