@@ -49,12 +49,12 @@ def host_checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -
 
 
 def planned_calls(captured: CapturedModel, tiling: Tiling, plan: Plan) -> tuple[CallSpec, ...]:
-    """The calls as schedules see them under a plan."""
+    """The calls in the form of schedules, under a plan."""
     return tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length, plan.lengths)
 
 
 def _largest_wave(plan: Plan) -> list[tuple[int, int]]:
-    """Rows and length of the micro-batches of a wave that needs as much memory as any: the first one. Where lengths differ, its
+    """Rows and length of the micro-batches of the wave that needs the most memory: the first. If lengths differ, its
     micro-batches have as many tokens as the largest ones of all waves."""
     count, sizes = len(plan.wave(0)), plan.sizes
     if plan.waves == 1 or not plan.lengths:
@@ -63,7 +63,7 @@ def _largest_wave(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _largest(plan: Plan) -> list[tuple[int, int]]:
-    """Rows and length of the micro-batches of which one needs most: the first, or where lengths differ, each."""
+    """Rows and length of the micro-batches that may need the most memory: the first, or each if lengths differ."""
     return [*dict.fromkeys(plan.sizes)] if plan.lengths else [plan.sizes[0]]
 
 
@@ -177,9 +177,9 @@ class _Stack:
 
 
 def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
-    """The peak of a forward and its backward. It is one of these moments: the last forwards; the loss (or the outputs that the
-    caller gets, and the epilogue's backward); the first backward of layers that kept their residuals; that of layers that are
-    recomputed; that of the prologue. `fused`: templates run compiled."""
+    """The peak of a forward and its backward. It is at one of these moments: the last forwards; the loss (or the outputs that
+    the caller gets, and the epilogue's backward); the first backward of layers that keep their residuals, of layers that are
+    recomputed, or of the prologue. `fused`: templates run compiled."""
     calls = tiling.differentiated(captured.calls)
     stack = _Stack(captured, plan, calls, captured.calls[1:len(captured.calls) - 1 - len(calls)])
     outputs, joined = ([], 0) if plan.output == "loss" else _outputs(captured, plan)
@@ -219,7 +219,7 @@ def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str
 
 
 def _workspace(stack: _Stack, outputs: Sequence[int], joined: int, fused: bool) -> dict[str, int]:
-    """Bytes of the op that needs most, by moment."""
+    """Bytes of the op that needs the most, by moment."""
     plan, block = stack.plan, stack.plan.checkpoint_interval
     epilogue = stack.captured.calls_for(plan.output)[-1].template
 
@@ -263,8 +263,8 @@ def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dic
 
 
 def _complete(tiling: Tiling) -> list[set[str]]:
-    """The tiles whose gradients are complete with the backward of each call but the prologue. Several ranks and hosts add up
-    their accumulators beside the backward of the next call."""
+    """The tiles whose gradients are complete after the backward of each call but the prologue. Several ranks and hosts add up
+    their accumulators during the backward of the next call."""
     found: list[set[str]] = []
     for tiles in tiling.tiles_of.values():
         found.append(set(tiles).difference(*found))
@@ -291,7 +291,7 @@ def _given(captured: CapturedModel, plan: Plan) -> int:
 
 
 def _outputs(captured: CapturedModel, plan: Plan) -> tuple[list[int], int]:
-    """Bytes of the epilogue's outputs for each micro-batch, and of those of the whole batch where they are joined, with
+    """Bytes of the epilogue's outputs for each micro-batch, and of the outputs of the whole batch if they are joined, with
     shorter rows padded to the longest; else 0."""
     template = captured.templates[captured.calls_for(plan.output)[-1].template]
 
@@ -315,7 +315,7 @@ def _sum(tiling: Tiling, tiles: set[str]) -> int:
 
 
 def _peak(captured: CapturedModel, template: str, variant: str, plan: Plan, fused: bool) -> int:
-    """Peak bytes of a variant for the micro-batch that needs most."""
+    """Peak bytes of a variant for the micro-batch that needs the most."""
     found = captured.templates[template]
     return max(cost.peak_bytes(found, found.variant(variant, found.chunk(rows, plan.token_chunk), plan.residuals), rows, length,
                                fused) for rows, length in _largest(plan))

@@ -115,9 +115,9 @@ def source_digest() -> str:
 # A question contains templates as digests of their joint graphs, with all shapes in B and T; variants, costs and residuals
 # follow from these. Memory that was found free, not given by the user, is kept apart from the question.
 def question(space: SearchSpace, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
-    """What the search for the plan of a training step depends on, as JSON values. None where plans are not kept: if there is no
-    search, if compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or with the user's own passes, which may read
-    anything."""
+    """Everything that the search for the plan of a training step depends on, as JSON values. None if plans are not kept: there
+    is no search, compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or the user's own passes, which may read
+    anything, run."""
     captured, tiling, config, simulator = space.captured, space.tiling, space.config, space.simulator
     if (simulator is None or not space.keep_residuals or inductor_config.force_disable_caches
             or config.passes != PIPELINE or config.template_passes != TEMPLATE_PIPELINE):
@@ -143,7 +143,7 @@ def question(space: SearchSpace, batch: int, length: int, update: str, whole_ste
 
 
 def free_memory(space: SearchSpace) -> dict[str, int]:
-    """Bytes that plans may take where no budget was given, of "device" and "host" memory."""
+    """Bytes that plans may take if no budget was given, of "device" and "host" memory."""
     config = space.config
     there = {} if config.device_memory is not None else {"device": space.device_bytes}
     return there if config.host_memory is not None else there | {"host": space.host_bytes_left}

@@ -20,7 +20,7 @@ from megacompile.compat.hugging_face import replaced
 @contextlib.contextmanager
 def native_branches(model: nn.Module) -> Iterator[None]:
     """A context in which the code of `model`'s modules sees that it is not exported, as in a native run. Functions of
-    transformers that it calls, such as masks and kernels, make their own query."""
+    transformers that it calls, such as masks and kernels, query this separately."""
     own = {type(module).__module__ for module in model.modules()}
     with contextlib.ExitStack() as patches:
         for name in own:
