@@ -57,7 +57,7 @@ def _shown_by(show: Callable[[str], None]) -> Watch:
 
 
 def step_text(step: Step, before: str, after: str) -> str:
-    """A step's name, what it reads and makes, and how the state's text differs after it."""
+    """A step's name, what it reads and makes, and how it changes the state's text."""
     gives = ", ".join(dict.fromkeys((*step.gives, *step.changes))) or "nothing: a check"
     changed = [line[:STEP_WIDTH] for line in difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
                if not line.startswith(("---", "+++", "@@"))]
@@ -66,7 +66,7 @@ def step_text(step: Step, before: str, after: str) -> str:
 
 
 def report(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:
-    """The sections of `explain_capture`, a blank line between them."""
+    """The sections of `explain_capture`, separated by blank lines."""
     return "\n\n".join([_summary(model, captured, tiling), _calls(captured, tiling), _templates(captured),
                         _tiles(captured, tiling), "\n".join(_remarks(model, captured, tiling))])
 
@@ -90,7 +90,7 @@ def _some(names: Sequence[str], most: int = 5) -> str:
 
 
 def _runs(calls: Sequence[Call], tiling: Tiling) -> Iterator[list[Call]]:
-    """Calls that follow each other with one template and tiles of the same sizes."""
+    """Consecutive calls with one template and tiles of the same sizes."""
 
     def kind(call: Call) -> Any:
         return call.template, [(x.weight_bytes, x.trainable) for x in _layouts(call, tiling)]

@@ -90,8 +90,8 @@ class Schedule:
         return self.outlook().text()
 
     def outlook(self, host_memory: int | float | str | None = None) -> Outlook:
-        """True if the plan fits, how fast it would be, and its alternatives. `host_memory`: bytes or text such as "256GiB";
-        None: the amount that was planned for. Raises what `durations` raises."""
+        """The prospects of training: whether the plan fits, how fast it would be, and its alternatives. `host_memory`: bytes or
+        text such as "256GiB"; None: the amount that was planned for. Raises what `durations` raises."""
         planner = self.planner
         if planner.simulator is None:
             durations = self.durations()

@@ -89,7 +89,7 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
                 del given["forward"]
 
     def _evaluates_tokens(self) -> bool:
-        """True if TRL can evaluate the model, which it does by values of each token, without a loss of the user."""
+        """True if TRL can evaluate the model. It does so by values of each token, which excludes a loss of the user."""
         captured = check_model(self.model).captured
         return captured.heads is not None and not captured.token_loss and not captured.output.records_routers
 

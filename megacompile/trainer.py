@@ -256,14 +256,14 @@ class Trainer(transformers.Trainer):
         return num_items_in_batch * (1 if self.args.average_tokens_across_devices else self.args.world_size)
 
     def steps_are_whole(self) -> bool:
-        """True if steps run as one program. That requires that the loss is the model's own and nothing changes it."""
+        """True if steps run as one program. The loss must be the model's own, and nothing may change it."""
         multiplied = (self.router_loss_of_each_process and self.args.average_tokens_across_devices and self.args.world_size > 1
                       and check_model(self.model).captured.is_averaged)
         return (self.whole_steps and type(self).compute_loss in self.own_losses and self.compute_loss_func is None
                 and self.label_smoother is None and isinstance(self.model_wrapped, StreamedModule) and not multiplied)
 
     def metrics_of_evaluations(self) -> Sequence[str]:
-        """What each evaluation logs beside the loss and times, as far as this class knows."""
+        """The names of the values that each evaluation logs beside the loss and times, as far as this class knows."""
         return ()
 
     # ---------------------------------------------------------------- checkpoints
@@ -300,14 +300,14 @@ class Trainer(transformers.Trainer):
         super().log(logs, *args, **kwargs)
 
     def _reads_ahead(self) -> bool:
-        """True if a step follows in this epoch, whose batches come as the loader gives them. A subclass may take them from an
-        iterator of its own."""
+        """True if a step follows in this epoch, and its batches come as the loader gives them. A subclass may take them from
+        another iterator."""
         control = self.control
         return (self.state.global_step < self.state.max_steps and not control.should_epoch_stop
                 and not control.should_training_stop and type(self).get_batch_samples is Trainer.get_batch_samples)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """The estimate of transformers."""
+        """transformers' estimate."""
         name = getattr(self.model, "main_input_name", "input_ids")
         return 6 * inputs[name].numel() * self._count_parameters() if name in inputs else 0
 
@@ -324,7 +324,7 @@ class Trainer(transformers.Trainer):
 def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) -> bool:
     """True if joining the batches would change what the model computes. It would for an auxiliary loss, which Trainer adds up
     batch by batch; if rows of a batch affect each other; and if padding would show: a value is computed from all positions of a
-    batch, or tokens are chosen by their values."""
+    batch, or tokens are selected by their values."""
     if captured.is_averaged or captured.across_rows or captured.totals:
         return True
     lengths = {each.shape[1:2] for batch in batches for each in batch.values() if isinstance(each, Tensor)}

@@ -212,7 +212,7 @@ class _Save:
                                       "folder") from error
 
     def _join(self, rank_group: RankGroup) -> None:
-        """Settles with the other ranks what each of them writes, and where."""
+        """Agrees with the other ranks on what each of them writes, and where."""
         # As they are now: a model that is closed meanwhile empties its own.
         tiles, randoms = {name: replace(tile) for name, tile in self.store.tiles.items()}, [self.random]
         self.of_ranks: ReadTiles | None = None
@@ -319,7 +319,7 @@ class _Save:
             self.error = error
 
     def _exchanged(self, value: Any) -> list[Any]:
-        """The values of all ranks. If one of them has failed, all have."""
+        """The values of all ranks. If one rank has failed, raises on all of them."""
         if self.ranks is None:
             return [value]
         failure = None if self.error is None else (_reason(self.error), _remedy(self.error))
@@ -359,6 +359,6 @@ class _Throttle:
             self.bytes += count
 
     def wait(self, snapshot: Snapshot) -> None:
-        """Sleeps until the average rate is below the limit, unless an update waits."""
+        """Sleeps until the average rate is below the limit. Does not sleep while an update waits."""
         if self.rate is not None and (ahead := self.bytes / self.rate - (time.monotonic() - self.begun)) > 0:
             snapshot.pause(ahead)

@@ -115,8 +115,8 @@ def caching_in(folder: Path | None) -> Iterator[None]:
 
 def newest_folder() -> Path | None:
     """The folder of compiled code, made if absent: the newest one for these versions, this processor and our ops' code. It
-    holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder. Each rank of
-    a host has its own, since compiled code names its device, and a rank cannot use a folder that another one is filling."""
+    holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder. Each rank of a
+    host has a separate folder: compiled code names its device, and a rank cannot use a folder that another one is filling."""
     digest = version_digest()  # a file of ours that cannot be read must not turn the cache off silently
     try:
         versions = cache_directory() / "compiled" / (digest + _of_rank())
@@ -142,7 +142,7 @@ def _next(folder: Path) -> Path:
 
 
 def _of_rank() -> str:
-    """The end of the folder's name for this process, empty for the first rank of a host."""
+    """The suffix of the folder's name for this process, empty for the first rank of a host."""
     rank = os.environ.get("LOCAL_RANK", "0")
     return f"-{rank}" if rank.isdecimal() and int(rank) else ""
 

@@ -141,7 +141,7 @@ def placed(file: str | Path, row: int | None = None) -> Iterator[None]:
 
 
 def _kind(path: Path) -> str:
-    """The ending of a file's name that says its format, without that of compression."""
+    """The suffix of a file's name that gives its format, ignoring the suffix of compression."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 

@@ -143,7 +143,7 @@ def _losses(settings: Settings, done: int) -> list[float]:
 
 
 def _save(model: Any, prepared: Preparation) -> None:
-    """Saves the model and its tokenizer in the folder that the run has for it."""
+    """Saves the model and its tokenizer in the run's folder for it."""
     assert prepared.target is not None
     model.save_pretrained(prepared.target)
     if isinstance(prepared.tokenizer, PretrainedTokenizer) and rank_in_job() == 0:
@@ -152,7 +152,7 @@ def _save(model: Any, prepared: Preparation) -> None:
 
 
 def _of_rank(rows: Rows, indices: Sequence[int], padding: Padding) -> Batch:
-    """This rank's share of the rows of a step. A rank without any gets a row that counts for nothing."""
+    """This rank's share of the rows of a step. A rank without rows gets one that counts for nothing."""
     own = indices[rank_in_job()::process_count()]
     batch = collate(rows, own or indices[:1], padding)
     if not own:

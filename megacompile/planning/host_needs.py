@@ -1,5 +1,5 @@
-"""True if training a model fits host memory: from its parameters alone, before anything is traced, loaded or planned; and with
-the state that an optimizer keeps, before it is made."""
+"""Checks whether training a model fits host memory: from its parameters alone, before anything is traced, loaded or planned;
+and with the state of an optimizer, before it is made."""
 from __future__ import annotations
 
 import itertools

@@ -1,8 +1,7 @@
-"""Chooses a plan for a batch: the fastest in simulation of those that fit, or the preferred one where rates are unknown.
+"""Chooses a plan for a batch: the fastest in simulation of those that fit, or the preferred one if rates are unknown.
 
-A plan has the largest micro-batch and the smallest checkpoint interval that fit the device. Memory that is left goes to waves,
-to layers that keep residuals (all, or only attention's results) and to tiles that are updated on the device.
-"""
+A plan has the largest micro-batch and the smallest checkpoint interval that fit the device. The remaining memory goes to waves,
+to layers that keep residuals (all, or only attention's results) and to tiles that are updated on the device."""
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,4 @@
-"""True if a device can multiply in float8, whether a model has products for it, and which ones these are."""
+"""Checks whether a device can multiply in float8, whether a model has products for it, and which ones these are."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator

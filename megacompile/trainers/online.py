@@ -28,8 +28,8 @@ _BASE = ".base_layer."
 @torch.no_grad()
 def sent_weights(model: Any, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The weights of a streamed model on a device, one at a time, by their names in the model without an adapter. Tied weights
-    come once. A layer with an adapter comes merged, as PEFT merges it; the merge is made on a copy of the layer, so the model's
-    own weights stay as they are. On the meta device they have shapes and dtypes alone. Waits for the update in flight. Raises
+    come once. A layer with an adapter comes merged, as PEFT merges it. The merge is made on a copy of the layer, so the model's
+    own weights do not change. On the meta device they have only shapes and dtypes. Waits for the update in flight. Raises
     `TornError` if the weights are not all of one step."""
     model.megacompile.whole()
     adapted = _adapted_layers(model)
@@ -58,7 +58,8 @@ def refuse_codes(model: nn.Module) -> None:
 
 
 class _AdaptedLayers:
-    """The layers of a PEFT model that have an adapter, by name, and what its names add to those of the model without one."""
+    """The layers of a PEFT model that have an adapter, by name, and the prefix that PEFT adds to the names of the model without
+    one."""
 
     def __init__(self, model: Any) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -115,8 +116,8 @@ def sends_weights(trainer: ModuleType) -> Iterator[None]:
 
 
 class OnlineTrainer(trainer.Trainer):
-    """A base before one of TRL's trainers. `theirs`: that trainer. `name`: as in the names of its folders. `settings`: its
-    class of arguments, by name in trl."""
+    """A base to put before one of TRL's trainers. `theirs`: that trainer. `name`: as in the names of its folders. `settings`:
+    its class of arguments, by name in trl."""
 
     theirs: ClassVar[type]
     name: ClassVar[str]

@@ -60,7 +60,7 @@ _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
 
 def check_arguments(args: Any, streamed: Streamed) -> None:
     """Raises `UnsupportedError` if TrainingArguments request something that a streamed model does not support, and
-    `ArgumentError` for an optimizer that there is not."""
+    `ArgumentError` for an unknown optimizer."""
     for asked, reason in _REFUSED:
         if asked(args, streamed):
             raise UnsupportedError(reason)
@@ -95,7 +95,7 @@ def check_metric(trainer: Any, logged: Sequence[str]) -> None:
 
 
 def optimizer_asked(args: Any) -> tuple[type[StreamedOptimizer], dict[str, Any]]:
-    """The class and the options of the optimizer in TrainingArguments: the one that `optim_args` names, else `optim`. Raises
+    """The class and the options of the optimizer in TrainingArguments: the one named by `optim_args`, else by `optim`. Raises
     `ArgumentError`."""
     optim = _word(args.optim)
     name, options = named_in_text(args.optim_args)

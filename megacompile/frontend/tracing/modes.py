@@ -1,11 +1,10 @@
-"""True if a captured graph also holds where it was not captured: in evaluation mode, for one sequence, for one token.
+"""Checks whether a captured graph also holds where it was not captured: in evaluation mode, for one sequence, for one token.
 
 Models are captured in training mode at sizes of at least 2. A branch on `self.training` leaves no trace in the graph, and a
-branch on a size of 1 leaves no guard, since symbolic sizes are assumed to be 2 or more. So before such a call is first served,
-the model runs again in that mode or at that size, on fakes, and must perform the same operations. There are two ways to know
-them: `torch_calls` come from a plain run on fakes, in a tenth of the time of a trace; `operations` come from a trace. Equal
-calls settle the question. If they differ, or cannot be known, traces are compared.
-"""
+branch on a size of 1 leaves no guard, since symbolic sizes are assumed to be 2 or more. So before the first such call, the
+model runs again in that mode or at that size, on fakes, and must perform the same operations. There are two ways to find them:
+`torch_calls` come from a plain run on fakes, in a tenth of the time of a trace; `operations` come from a trace. Equal calls
+settle the question. If they differ, or cannot be known, traces are compared."""
 from __future__ import annotations
 
 import inspect
