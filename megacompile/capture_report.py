@@ -1,4 +1,4 @@
-"""What a capture found in a model, as text: the first thing to read if a model does not stream as expected."""
+"""The results of a capture, as text: the first thing to read if a model does not stream as expected."""
 from __future__ import annotations
 
 import difflib
@@ -31,7 +31,7 @@ STEP_LINES, STEP_WIDTH = 24, 160
 
 def explain_capture(model: nn.Module, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
                     show_steps: Callable[[str], None] | None = None, **options: Any) -> str:
-    """What was found in a model, as text to print: its stack and those beside it, calls, templates, tiles, ties, what is
+    """The results of a capture, as text to print: the stack and those beside it, calls, templates, tiles, ties, what is
     frozen, what the loss is, and the conditions that the graphs assume.
 
     For a streamed model: what runs. For any other, on the meta device too: what `stream` with these arguments would find.

@@ -144,7 +144,7 @@ class Trainer(transformers.Trainer):
     whole_steps: bool = True
     #: Implementations of `compute_loss` that return the model's own loss, the one that a whole step computes.
     own_losses: tuple[Any, ...] = (transformers.Trainer.compute_loss,)
-    #: Whether the router loss counts once for each process, as with `transformers.Trainer.compute_loss`, which multiplies the
+    #: True if the router loss counts once for each process, as with `transformers.Trainer.compute_loss`, which multiplies the
     #: whole loss by the number of processes.
     router_loss_of_each_process: bool = True
 
@@ -206,7 +206,7 @@ class Trainer(transformers.Trainer):
 
     # ---------------------------------------------------------------- steps
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the class that it derives from."""
+        """Trains, as the base class does."""
         try:
             with self._long_lived:
                 return super().train(*args, **kwargs)
@@ -251,8 +251,8 @@ class Trainer(transformers.Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _loss_denominator(self, num_items_in_batch: Any) -> Any:
-        """What divides the loss of a whole step, a sum over all processes. With `average_tokens_across_devices=False`, Trainer
-        counts the items of this process alone, and the mean of the losses of all processes is trained."""
+        """The divisor of the loss of a whole step, which is a sum over all processes. With `average_tokens_across_devices=False`,
+        Trainer counts only the items of this process, and the mean of the losses of all processes is trained."""
         return num_items_in_batch * (1 if self.args.average_tokens_across_devices else self.args.world_size)
 
     def steps_are_whole(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the lanes of several ranks exchange: weights and gradients between the ranks of a host, sums of gradients between hosts.
+"""Exchanges between ranks: weights and gradients between the ranks of a host, sums of gradients between hosts.
 
 Three groups, since two lanes use them at the same time: the lane `collective` exchanges weights, gradients and norms on the
 device with the ranks of this host, and sums with the ranks of other hosts that have the same shard (NCCL, or gloo on CPUs); the

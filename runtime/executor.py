@@ -30,7 +30,7 @@ from megacompile.runtime.operations import OPERATIONS
 from megacompile.system.linux import yield_to_others
 
 _POLL_S = 0.05  # how soon a waiting lane notices that another has failed
-#: How long `close` waits for lanes to stop after another rank has failed, in seconds. A device may wait for that rank forever.
+#: Seconds that `close` waits for lanes to stop after another rank has failed. A device may wait for that rank forever.
 _STOPPING_S = 5.0
 _LOWERED = "_megacompile_instructions"  # attribute of a section
 

@@ -1,4 +1,4 @@
-"""What ops work on: one run of a section, and the host memory that this rank copies and updates."""
+"""The state that ops read and write: one run of a section, and the host memory that this rank copies and updates."""
 from __future__ import annotations
 
 import threading

@@ -1,4 +1,4 @@
-"""Which ranks of a job share a host's memory, and which ranks of other hosts have the same shard.
+"""The ranks of a job that share a host's memory, and the ranks of other hosts that have the same shard.
 
                  local 0   local 1
     host node0   rank 0    rank 1       the ranks of a host share one copy of the model, each with a shard of it

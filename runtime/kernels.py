@@ -1,4 +1,4 @@
-"""What the runtime knows about a template: a callable, the source of each input, the destination of each gradient."""
+"""A template as the runtime sees it: a callable, the source of each input, the destination of each gradient."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

@@ -91,9 +91,9 @@ class Mailbox:
 # connection that does not begin with the token is closed.
 _TOKEN_BYTES = 32
 _NUMBER = struct.Struct("<q")
-#: What the listener answers to the right token.
+#: The listener's answer to the right token.
 _WELCOME = b"megacompile"
-#: How long connecting may take, and the answer to a token, in seconds.
+#: Seconds that connecting may take, and the answer to a token.
 _CONNECT_S, _ANSWER_S = 60.0, 10.0
 
 #: Port and token of a listener, the token in hexadecimal.
@@ -180,7 +180,7 @@ def _make_ready(connection: socket.socket) -> None:
 
 
 # --------------------
-# How callers exchange short values: through shared memory on a host, and by the first rank of each host between hosts.
+# Callers exchange short values through shared memory on a host, and by the first rank of each host between hosts.
 #
 # A value goes through a mailbox of its host. The first rank of each host sends its host's values to the others and leaves the
 # values of all hosts in a second mailbox. No rank but the first of a host waits for a network.

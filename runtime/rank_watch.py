@@ -30,7 +30,7 @@ from megacompile.runtime.hosts import Hosts
 ROW_BYTES, TOLD_BYTES = 4096, 256
 _TEXT, _NUMBER = 40, 8
 _FINISHED, _FAILED, _LENGTH, _REACHED, _GONE = range(5)
-#: What has become of a process that cannot go on.
+#: States of a process that cannot go on.
 ENDED, STOPPED, SILENT = 1, 2, 3
 _WORDS = {ENDED: "has ended", STOPPED: "was stopped by a signal",
           SILENT: "has stopped answering (it, its machine or the network is down)"}
@@ -169,10 +169,10 @@ class StatusBoard:
 # The first rank of the first host hears of all hosts and tells them of each other. What a host has told is copied to the board
 # of this one (`StatusBoard`), where every wait looks. A process that ends closes its connection. One that is stopped, or whose
 # machine or network is down, is silent: after `SILENCE_S` it counts as gone.
-#: How often hosts tell each other that they are there, and for how long one may be silent, in seconds. Together with the time
-#: that a process takes to end, this is less than half a minute.
+#: Seconds between two messages of a host, and the longest silence of a host. Together with the time that a process takes to
+#: end, this is less than half a minute.
 PERIOD_S, SILENCE_S = 1.0, 20.0
-#: How long a rank waits until what it has to say was sent, in seconds.
+#: Seconds that a rank waits until its message was sent.
 _FLUSH_S = 2.0
 #: A message begins with one of these, in eight bytes.
 _OPEN, _CLOSED = (state.to_bytes(8, "little") for state in (0, 1))
@@ -323,13 +323,13 @@ class HostWatch:
 # - Another rank's process has ended or was stopped. A rank that has failed and still runs may have a checkpoint to complete.
 # - The caller's thread stands at the same place: it is inside one call, or in a loop around one.
 # - The device has an exchange to finish. It has none in a rank that evaluates or saves alone after the others have finished.
-#: How often the thread looks, in seconds, and at how many looks in a row a caller may stand still. Less than half a minute
-#: passes from the other rank's end to the end of this process. Looks are counted and not seconds, because a job that was
-#: stopped and goes on must not have waited.
+#: Seconds between two looks of the thread, and the number of consecutive looks at which a caller may stand still. Less than
+#: half a minute passes from the other rank's end to the end of this process. Looks are counted instead of seconds, so that the
+#: time in which a job is stopped does not count.
 DEVICE_PERIOD_S, LOOKS = 1.0, 8
 #: The looks for a caller that an error has told: it may upload logs, or read a loss that never comes.
 LOOKS_IF_TOLD = 300
-#: How long the device may take to say whether it has exchanges to finish, in seconds.
+#: Seconds that the device may take to answer whether it has exchanges to finish.
 _ANSWER_S = 5.0
 
 

@@ -37,15 +37,15 @@ T = TypeVar("T")
 #: For how long callers that wait for each other do not sleep, in seconds. Where updates occupy all cores, a sleep takes
 #: milliseconds.
 _AWAKE_S = 2e-3
-#: How long a wait sleeps between two looks, in seconds: at first, and at most.
+#: Seconds that a wait sleeps between two looks: at first, and at most.
 _FIRST_S, _LONGEST_S = 2e-5, 1e-3
 #: Bytes of host memory that are sent to other hosts at a time.
 _CHUNK_BYTES = 1 << 26
-#: How often a wait looks at the board, in seconds.
+#: Seconds between two looks of a wait at the board.
 _LOOK_S = 0.05
-#: How long data that a rank has sent may take to arrive, in seconds.
+#: Seconds that data from a rank may take to arrive.
 _ARRIVING_S = 0.2
-#: How long a process may take to end once it has closed its connections, in seconds.
+#: Seconds that a process may take to end once it has closed its connections.
 _ENDING_S = 5.0
 #: The limit of groups that wait for as long as the others work.
 _UNLIMITED = timedelta(seconds=10**6)

@@ -43,7 +43,7 @@ builtin_linear: Any = torch._C._nn.linear
 set_grad_enabled: Any = torch._C._set_grad_enabled
 #: Reads the arguments of `Module.to` as PyTorch does.
 parse_to: Any = torch._C._nn._parse_to
-#: Whether the current backward was called with retain_graph, and whether it will run a node. Both only within a backward.
+#: True if the current backward was called with retain_graph; true if it will run a node. Call both only within a backward.
 graph_is_kept: Any = torch._C._autograd._get_current_graph_task_keep_graph
 node_will_run: Any = torch._C._will_engine_execute_node
 #: Let an op differentiate in its own implementation, where autograd is switched off.

@@ -122,9 +122,9 @@ def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
 #: Maximum size of a field in a CSV file, in characters. Python's own limit is 128 Ki.
 _LARGEST_FIELD = 1 << 30
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-#: How `datasets` names a file on the Hub.
+#: The form of a file name on the Hub in `datasets`.
 _HUB_FILE = re.compile(r"hf://datasets/(?P<name>[^/]+/[^/@]+)@(?P<revision>[^/]+)/(?P<file>.+)")
-#: What options of how to read a data set do not include.
+#: Fields that are not options for reading a data set.
 _OF_EVERY_CONFIG = ("name", "version", "data_dir", "data_files", "description", "features")
 #: Names of files, or of their folders, that belong to a split.
 _TRAINED, _HELD_OUT = (re.compile(rf"(^|[^a-z])({names})([^a-z]|$)", re.IGNORECASE) for names in (

@@ -71,7 +71,7 @@ def detect(row: Row) -> Format:
 
 
 def inner_rows(row: Row) -> str:
-    """What to do if an object is not a row, but holds the rows under a key. Empty if it does not look like that."""
+    """The remedy if an object is not a row, but holds the rows under a key. Empty if it does not look like that."""
     key = next((key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
     return "" if key is None else f"; if the rows are those under the key {key}, keep only that array"
 

@@ -184,7 +184,7 @@ def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: in
 
 
 def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) -> Padding:
-    """How to pad batches. Prints the reason if the model's batches cannot be packed."""
+    """The padding of batches. Prints the reason if the model's batches cannot be packed."""
     if rows.begins is None and rows.lengths.unique().numel() == 1:
         return Padding()  # nothing to pack
     repacking = model.megacompile.streamed.captures.repacking

@@ -33,7 +33,7 @@ from megacompile.system.progress import under_way
 
 
 # --------------------
-# What a model does with a batch argument. A plain run on fakes answers this in a small part of a capture's time.
+# Finds how a model uses a batch argument. A plain run on fakes answers this in a small part of a capture's time.
 class _Uses(TorchDispatchMode):
     """State: `counted`, whether any op computes other than bool tensors from the mask itself."""
 

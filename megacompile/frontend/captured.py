@@ -56,7 +56,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """What the model reads from a batch, and what it computes across the batch's rows.
+    """The arguments that the model reads from a batch, and its computations across the batch's rows.
 
     `forward_arguments`: the names of all arguments of the model's forward. `batch_inputs`: those that are read from a batch, in
     their positional order. `labels`: those that only the loss reads. `same_logits_without_labels`: a forward without labels

@@ -1,4 +1,4 @@
-"""How a capture runs: a list of named steps over one state, each with its inputs and outputs declared and printable.
+"""Runs a capture: a list of named steps over one state, each with its inputs and outputs declared and printable.
 
 A step's inputs are the parameters of its function, by name; `gives` names its outputs, and `changes` what it rewrites in place.
 All of them are attributes of `CaptureState`. `megacompile/frontend/steps.py` has the list.
@@ -75,7 +75,7 @@ class CaptureState(Given):
     fake_model: nn.Module
     batch: dict[str, Tensor]
     stack: LayerStack
-    # What rewriting the graph found.
+    # Results of rewriting the graph.
     output: OutputStructure
     positions: list[int]
     image_positions: tuple[ImagePositions, ...]
@@ -96,7 +96,7 @@ class CaptureState(Given):
     calls: tuple[Call, ...]
     layers_mix: str
     heads: Heads | None
-    # What is known of the model.
+    # Facts about the model.
     layer_facts: LayerFacts
     batch_facts: BatchFacts
     attention_facts: AttentionFacts

@@ -21,7 +21,7 @@ Source = Annotated[str, typer.Argument(
 
 @dataclass(frozen=True)
 class Opening:
-    """How a model is opened."""
+    """The options for opening a model."""
 
     adapter: Annotated[Path | None, typer.Option(
         exists=True, file_okay=False, help="Directory of a LoRA adapter (PEFT) for the model.")] = None

@@ -1,4 +1,4 @@
-"""How tokens are chosen, and where an answer ends."""
+"""Options of sampling, and the ends of answers."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ All ranks run one program, so each rank's rows are padded to the most rows and t
 rows would otherwise wait for the others, so this costs no time. Added rows repeat the rank's first row, without targets. Added
 tokens come after a row's own, where no other token sees them.
 
-Packed rows of which only the loss is read are packed again, as one batch, and divided among the ranks: a rank's rows may be
+If only the loss of packed rows is read, they are packed again, as one batch, and divided among the ranks: a rank's rows may be
 computed by another one. All ranks then have the same number of rows, with little padding. Where only some ranks can pack their
 rows, none does.
 

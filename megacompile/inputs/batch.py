@@ -27,7 +27,7 @@ from megacompile.ir.plan import CaptureKey
 # -------------------- Refuses tokens without an embedding, and labels without a logit
 #
 # On a GPU, a kernel that reads one would make the device useless to the process.
-#: How classes of transformers end whose integer labels are classes, of a row or of a token.
+#: Suffixes of transformers classes whose integer labels are classes, of a row or of a token.
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
 

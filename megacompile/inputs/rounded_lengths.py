@@ -30,8 +30,8 @@ from megacompile.losses import IGNORED
 
 #: Arguments that only some batches have. Zeros are right for padding: no mask shows it, and position 0 begins a sequence.
 MASK, POSITIONS = "attention_mask", "position_ids"
-#: What most models assume for an argument that is left out: the values of a row, by its length. Whether a model does is a fact
-#: of the model (`CapturedModel.is_implied`).
+#: The values that most models assume for a missing argument: those of a row, by its length. `CapturedModel.is_implied` tells
+#: whether a model does.
 USUALLY_IMPLIED: dict[str, Callable[[int], Tensor]] = {
     MASK: functools.partial(torch.ones, dtype=torch.long), POSITIONS: torch.arange}
 

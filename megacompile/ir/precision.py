@@ -1,4 +1,4 @@
-"""How products of decoder layers are rounded: the recipe of the template pass `float8`, as data.
+"""The rounding of products of decoder layers: the recipe of the template pass `float8`, as data.
 
     format    largest value    mantissa bits
     e4m3      448              3
@@ -28,7 +28,7 @@ _CHOICES = {"scaling": ("tensor", "row"), "gradients": tuple(FORMATS), "weight_g
 
 @dataclass(frozen=True)
 class Float8:
-    """Which products of a model's layers are computed in float8, and how their operands are scaled.
+    """Selects the products of a model's layers that are computed in float8, and the scaling of their operands.
 
     Attributes:
         scaling: "tensor": one scale for each operand. "row": a scale for each row of the first operand and each column of the

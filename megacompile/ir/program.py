@@ -53,7 +53,7 @@ from megacompile.ir.precision import Float8
 
 
 # --------------------
-# What follows from which tiles each call reads: the layers that have a backward, and the tiles at the boundary.
+# Facts that follow from the tiles of each call: the layers that have a backward, and the tiles at the boundary.
 class Reader(Protocol):
     """The part of `CallSpec` that tells which tiles a call reads."""
 

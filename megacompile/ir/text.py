@@ -47,7 +47,7 @@ _EXPECTED = {
     "number": "a whole number below 2**63", "numbers": "a tuple of whole numbers",
     "value": "the name of a node above", "values": "a tuple of names of nodes above",
     "value or values": "the name of a node above, or a tuple of them"}
-#: What each parameter of an op holds.
+#: The kind of value of each parameter of an op.
 KINDS = {
     **dict.fromkeys(("tile", "template", "call", "key", "into", "place", "access", "lane"), "text"),
     **dict.fromkeys(("tiles", "on_disk"), "texts"),

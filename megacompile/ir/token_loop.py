@@ -189,7 +189,7 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 # --------------------
-# Which tokens of a micro-batch a head computes: those with a target come first, and the others may be left out.
+# Selects the tokens of a micro-batch that a head computes: those with a target come first, the others may be skipped.
 #
 # Prompts and padding have no target. The host must know how many tokens have one before it launches kernels. To read the number
 # from the device, it would have to wait until the device has computed all layers. So the number comes from the batch.

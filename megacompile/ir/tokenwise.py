@@ -1,4 +1,4 @@
-"""Which ops of a template's graph treat each token alone, and which sum over tokens.
+"""Classifies the ops of a template's graph: those that treat each token alone, and those that sum over tokens.
 
 A value *has tokens* if exactly one of its dimensions has the size T, or B x T. Symbolic shapes say so, so that no dimension
 qualifies by coincidence. An op is *tokenwise* if it computes every token of its results from that token of its inputs alone. It

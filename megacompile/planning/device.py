@@ -1,4 +1,4 @@
-"""Which device models are streamed to, and how much of its memory plans may take, for `stream` and `schedule`."""
+"""The device that models are streamed to, and the memory of it that plans may take, for `stream` and `schedule`."""
 from __future__ import annotations
 
 import os
@@ -43,7 +43,7 @@ def free_device_bytes(device: torch.device, hardware: Hardware | None = None) ->
 
 
 # --------------------
-# Which processes train together: those of torch.distributed's default group, or of a job that torchrun has started.
+# The processes that train together: those of torch.distributed's default group, or of a job that torchrun has started.
 def process_count() -> int:
     """The number of processes in the default group, or in the job that started this process."""
     if dist.is_available() and dist.is_initialized():

@@ -93,7 +93,7 @@ def state_table(rows: Sequence[StateRow], tokens: int, host_budget: int) -> str:
                         colalign=("left", "left", "left", "right", "right", "left", "right")))
 
 
-#: How many sizes of micro-batches that fit are listed for each checkpoint interval. Smaller ones are only slower.
+#: Number of listed micro-batch sizes that fit, for each checkpoint interval. Smaller ones are only slower.
 SIZES_EACH = 2
 #: Families of slots in host memory.
 _SLABS = (Family.WEIGHT_SLABS, Family.GRADIENT_SLABS, Family.STATE_SLABS, *OF_A_FORWARD)
@@ -150,7 +150,7 @@ def _alike(plan: Plan, other: Plan) -> bool:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What to expect of training under a plan, before anything runs.
+    """The prospects of training under a plan, before anything runs.
 
     Attributes:
         candidates: the plan and its alternatives, the fastest first, those that do not fit last.

@@ -53,7 +53,7 @@ class StateChoice:
         return dtype.itemsize * (1 if self.on_arrival else 2) + self.state.bytes(dtype)
 
 
-#: What an optimizer keeps if nothing else is asked for.
+#: The default state of an optimizer.
 EXACT = StateChoice()
 
 
@@ -89,7 +89,7 @@ def with_choice(tiling: Tiling, choice: StateChoice) -> Tiling:
 
 
 # --------------------
-# Which tiles have their moments on disk: those that the user names, or the fewest that let training fit host memory.
+# Chooses the tiles whose moments are on disk: those that the user names, or the fewest that let training fit host memory.
 #
 # The tiles are spread evenly over the order of updates, so that the disk reads and writes while the host updates the others.
 # Tiles of layers come first: boundary tiles are the largest, and each would need a slab of its size.

@@ -197,7 +197,7 @@ def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str
     hidden = {name: sum(cost.output_bytes(layer, *size) for size in sizes) for name, layer in stack.kinds.items()}
     residuals = {name: sum(cost.residual_bytes(layer, *size, plan.residuals) for size in sizes)
                  for name, layer in stack.kinds.items()}
-    # What the first layer gets: the batch and the prologue's output. `on_the_way`: the value that passes from layer to layer.
+    # The inputs of the first layer: the batch and the prologue's output. `on_the_way`: the value between two layers.
     on_the_way = max(hidden.values())
     first = (_given(stack.captured, plan) + on_the_way
              + sum(cost.output_bytes(stack.captured.templates["prologue"], *size) for size in sizes))

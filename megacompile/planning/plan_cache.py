@@ -34,7 +34,7 @@ from megacompile.sizes import LONGEST_NAME
 # KEY is a digest of the question that the search answers (`plan_cache.py`) and of our source code. A plan is a few kilobytes of
 # choices; programs are made from it and verified as from a new plan. `free` is the memory that the search found free where the
 # user gave no budget. That is never the same twice, so a plan is reused where about as much memory is free.
-#: How many plans are kept, those that were used last.
+#: The largest number of stored plans. The least recently used ones are dropped.
 MOST_PLANS = 256
 #: By which share free memory may differ from that of the search. Host memory rarely decides.
 ALIKE: Mapping[str, float] = {"device": 0.01, "host": 0.125}
@@ -43,11 +43,11 @@ _LONGEST = 1 << 22
 
 _count = schema.whole(0, 2**31 - 1)
 _name = schema.must(lambda value: type(value) is str and len(value) < LONGEST_NAME, "a name")
-#: What a field of `Plan` may be in a file, by its annotation; `Plan` itself checks values and combinations.
+#: The rule for a field of `Plan` in a file, by its annotation; `Plan` itself checks values and combinations.
 _RULES: Mapping[str, schema.Rule] = {
     "int": _count, "bool": schema.flag, "str": _name, "tuple[str, ...]": schema.sequence(_name),
     "tuple[int, ...]": schema.sequence(_count)}
-#: The same for each of `Plan.values`.
+#: The rule for each of `Plan.values`.
 FIELDS: Mapping[str, schema.Rule] = {
     **{each.name: _RULES[str(each.type)] for each in fields(Plan) if each.name != "placements"},
     **dict.fromkeys(LISTS, _RULES["tuple[str, ...]"])}

@@ -67,14 +67,14 @@ def _options(space: SearchSpace, batch: int, length: int, update: str) -> list[s
     return [f"leave out {name}={value!r}" for name, value in given.items() if hinders(name)]
 
 
-#: By this factor a plan must be faster to replace one that computes less, since simulations are not exact.
+#: A plan replaces one that computes less if it is faster by this factor, since simulations are not exact.
 WORTH = 1.003
-#: By this factor a later plan must be faster than one that updates the same tiles on the device as earlier plans. Else a batch
+#: A later plan must be faster by this factor than one that updates the earlier plans' tiles on the device. Otherwise a batch
 #: of another size would move their state to the host, and all later steps would be planned again, with fewer tiles there.
 WORTH_MOVING = 1.1
-#: Numbers of slabs for gradients that are tried, for updates on arrival.
+#: Numbers of slabs for gradients to try, for updates on arrival.
 _SLABS = (2, 3, 4, 6, 8, 10)
-#: The same for moments on disk.
+#: Numbers of slabs to try for moments on disk.
 _STATE_SLABS = (1, 2, 3, 4, 6, 8)
 
 

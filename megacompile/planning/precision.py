@@ -14,7 +14,7 @@ from megacompile.predict.hardware import Hardware
 
 #: The first compute capability with products in float8: Ada's. Hopper has 9.0.
 FIRST_CAPABILITY = (8, 9)
-#: How many products that stay as they are, for the same reason, are listed by name.
+#: Number of products that stay in their dtype for the same reason that are listed by name.
 _LISTED = 6
 _REMEDY = "leave precision out, or use precision='float8-emulated', which rounds the same way but is slower"
 

@@ -1,4 +1,4 @@
-"""How fast a plan is, before anything runs: its simulated program, and a cheap lower bound."""
+"""Predicts the speed of a plan: by its simulated program, and by a cheap lower bound."""
 from __future__ import annotations
 
 import functools
@@ -22,7 +22,7 @@ from megacompile.weights.tiling import Tiling
 #: rates are the least certain, since everything on the host shares its memory. So a plan that lower rates would hurt must gain
 #: more.
 CAUTION = 0.95
-#: The same where steps have rows of uneven length: a step with few tokens hides less of the host's updates than the one that a
+#: `CAUTION` for steps with rows of uneven length: a step with few tokens hides less of the host's updates than the one that a
 #: plan is made for.
 UNEVEN_CAUTION = 0.75
 #: If at least this share of a step waits for the host's updates, and the disk of these, another order of updates is tried.

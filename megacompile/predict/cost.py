@@ -119,7 +119,7 @@ def _emulated_bytes(rows: int, summed: int, columns: int) -> int:
     return 4 * (rows * columns + max(rows * summed + summed * columns, rows * columns))
 
 
-#: What our own ops hold in addition to their results: (node, size, device type) -> bytes.
+#: Memory that our ops hold in addition to their results: (node, size, device type) -> bytes.
 WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
     torch.ops.megacompile.attention.default: partial(_attention_workspace, backward=False),
     torch.ops.megacompile.attention_backward.default: partial(_attention_workspace, backward=True),
@@ -280,7 +280,7 @@ def _evaluated(template: Template, size: str, batch: int, length: int, *options:
 
 
 # --------------------
-# What a kernel compiler fuses in a template's graph: which values exist in memory, and which values they are computed from.
+# The fusions of a kernel compiler in a template's graph: the values that exist in memory, and their inputs.
 #
 # Matrix products and attention are separate kernels. The ops between them form stages, each of which is one fused kernel. Cheap
 # values are computed again wherever they are read. A value is *stored* if a reduction makes it, if a separate kernel reads it,

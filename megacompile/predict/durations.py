@@ -1,4 +1,4 @@
-"""How long each node of a program takes alone, in seconds: the work of templates and the bytes of tiles over a machine's rates.
+"""The duration of each node of a program alone, in seconds: work of templates and bytes of tiles over a machine's rates.
 `simulate.py` adds how lanes slow each other down."""
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from megacompile.runtime.frame import CarriedEvents
 #: The lanes that the caller's loop waits for: after a backward all, until gradients are in host memory; after a whole step only
 #: compute, for the loss.
 _WAITS_FOR = {"backward": tuple(Lane), "backward_accumulate": tuple(Lane), "train_step": (Lane.COMPUTE,)}
-#: The same for a backward that updates on arrival and leaves no gradients to read: the loop waits only for compute.
+#: `_WAITS_FOR` for a backward that updates on arrival and leaves no gradients to read: the loop waits only for compute.
 _WAITS_ON_ARRIVAL = {**_WAITS_FOR, "backward": (Lane.COMPUTE,)}
 
 #: Ops that run in a lane and take no time.
@@ -55,7 +55,7 @@ class Item:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How the seconds of a step are spent.
+    """The distribution of a step's seconds.
 
     Attributes:
         step_s: seconds of a step.

@@ -1,4 +1,4 @@
-"""What a forward holds until its backward: kept activations, and buffers for checkpoints in host memory."""
+"""The memory that a forward holds until its backward: kept activations, and buffers for checkpoints in host memory."""
 from __future__ import annotations
 
 import weakref

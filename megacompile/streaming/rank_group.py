@@ -1,6 +1,6 @@
-"""What a streamed model does together with other ranks: agreements before sections that all ranks run, and waits for updates.
+"""The ranks that train one model: agreements before sections that all ranks run, and waits for updates.
 
-A process that trains alone agrees with itself, and waits for nobody.
+With a single process, agreements and waits return at once.
 """
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from megacompile.errors import DiskError, RankError
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import host_memory
 
-#: What direct accesses are multiples of: the page, which is at least the block of any drive.
+#: Direct accesses are multiples of this size: the page, which is at least the block of any drive.
 BLOCK = 4096
 #: Bytes of one system call. A drive reaches its rate with a few of them at a time.
 CHUNK = 1 << 23

@@ -29,7 +29,7 @@ class Decay(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What a run trains."""
+    """The kind of training in a run."""
 
     FULL = "full fine-tuning"
     LORA = "LoRA"

@@ -1,4 +1,4 @@
-"""What TRL's trainers of online reinforcement learning, GRPO and RLOO, share when their policy is streamed."""
+"""Code shared by TRL's trainers of online reinforcement learning, GRPO and RLOO, with a streamed policy."""
 from __future__ import annotations
 
 import contextlib

@@ -67,7 +67,7 @@ def check_arguments(args: Any, streamed: Streamed) -> None:
     optimizer_asked(args)
 
 
-#: What Trainer logs of each evaluation, without `compute_metrics`.
+#: The values that Trainer logs for each evaluation, without `compute_metrics`.
 _EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 #: Methods that may log more, and the modules whose methods are known not to, or say what they log.
 _LOGGING = ("evaluate", "evaluation_loop", "prediction_step", "compute_loss", "log")

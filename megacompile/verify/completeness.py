@@ -223,7 +223,7 @@ def sent_home(program: Program) -> Iterator[Fault]:
     tiles, there, consumed = trainable(program, program.tiles), updated_there(program), consumed_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
         if name not in program.sections:
-            # Where the backward itself updates, gradients are consumed: there is nothing to add to.
+            # If the backward itself updates, it consumes gradients, so none are left to add to.
             if "forward" in program.sections and name != "train_step" and not updates_on_arrival(program):
                 yield Fault(f"the program has a forward and no {name}", "add the section")
             continue

@@ -1,4 +1,4 @@
-"""How frozen weights are stored in four or eight bits, and their values.
+"""Formats of frozen weights in four or eight bits, and the values of their codes.
 
     format        bytes per weight    values
     FourBits      0.516               16 of a table, times a scale for each block of 64 weights. Scales are 8-bit codes

@@ -29,7 +29,7 @@ from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 # --------------------
 # Weights in files -> codes in tiles. Those that bitsandbytes has quantized are copied; others are rounded while they are read.
 _STATE = ".quant_state.bitsandbytes__"
-#: What is read of the state that bitsandbytes stores of a four-bit weight. Other entries are ignored.
+#: The entries that are read from bitsandbytes' state of a four-bit weight. Others are ignored.
 _FLAT = {"shape": schema.sequence(schema.whole(1, 2**31)), "blocksize": schema.whole(1, 2**20)}
 _NESTED = {**_FLAT, "nested_blocksize": schema.whole(1, 2**20), "nested_offset": schema.finite()}
 

@@ -37,7 +37,7 @@ from megacompile.ir.program import (
 
 name, requires, provides = "synchronize", "place", "synchronize"
 
-#: How far each lane is known to be: position in the section, per lane.
+#: The known progress of each lane: position in the section, per lane.
 Known = dict[Lane, int]
 
 

@@ -128,7 +128,7 @@ class TileShard(CopiedInRuns):
         return found
 
 
-#: What one rank copies and updates of a tile.
+#: The part of a tile that one rank copies and updates.
 Share = HostTile | TilePart | TileShard
 
 

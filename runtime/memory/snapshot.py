@@ -241,7 +241,7 @@ class Snapshot:
 # Each tile of a checkpoint is written by one rank, and each rank updates a shard of every tile. So before its update, a rank
 # also waits for the writers of others. A writer's own rank runs the same update, which makes it copy the tile: nobody waits
 # long.
-#: How long a wait sleeps between two looks at the tile, and how often it looks at the other ranks, in seconds.
+#: Seconds between two looks of a wait at the tile, and at the other ranks.
 _PAUSE_S, _LOOK_S = 5e-4, 0.05
 
 

@@ -48,7 +48,7 @@ class ElementState:
         return len(self.moments) * (self.format.value_bytes + (4 / BLOCK if self.format.scaled else 0.0))
 
 
-#: What AdamW keeps if nothing else is asked for.
+#: AdamW's default state.
 ADAMW_STATE = ElementState()
 #: The state of a frozen parameter.
 NO_STATE = ElementState((), FLOAT32, exact=False)

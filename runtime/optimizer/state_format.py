@@ -1,4 +1,4 @@
-"""How optimizer state is stored: the moments' formats, and what is kept of an FP32 master.
+"""Storage of optimizer state: the formats of moments, and the remainder of an FP32 master.
 
     format      bytes of a moment     rounding
     float32     4                     none

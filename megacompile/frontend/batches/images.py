@@ -32,7 +32,7 @@ from megacompile.frontend.tracing.model_graph import ModelGraph
 # Images of any size: models of transformers take them as patches [patches of all images, n] and sizes [images, 3]. In the
 # graphs both are aligned with tokens (`patch_encoder.py`), and so are the positions that the model computes from them.
 # --------------------
-# What an encoder of patches returns and holds, found by running it on fakes: an op in a graph does not show it.
+# Finds the results and memory of an encoder of patches by running it on fakes, since an op in a graph does not show them.
 #: Features along each side of the image that the survey uses.
 _SIDE = 4
 

@@ -1,4 +1,4 @@
-"""Which values of a model's graph need a gradient if layer calls share a region or run under `torch.no_grad()`.
+"""Finds the values of a model's graph that need a gradient, if layer calls share a region or run under `torch.no_grad()`.
 
 Dynamo shares one region among all calls that compute the same, even if their inputs or weights need different gradients, or
 they run in different grad modes. Each call is differentiated alone, in its own grad mode. So values made without a gradient

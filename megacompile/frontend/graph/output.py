@@ -1,4 +1,4 @@
-"""What a model returns: taken apart into loss and logits once, and rebuilt around new ones in every step."""
+"""The return value of a model: taken apart into loss and logits once, and rebuilt around new ones in every step."""
 from __future__ import annotations
 
 import dataclasses

@@ -251,7 +251,7 @@ def _every_pair(mask_function: Any, attention_mask: Tensor | None, batch: int, l
 
 #: (dimensions, dtype) of segments.
 _SEGMENTS = 2, torch.int32
-#: What rows hold -> the attention implementation that a model is captured with. Under "pairs", transformers makes no mask:
+#: Content of rows -> the attention implementation that a model is captured with. Under "pairs", transformers makes no mask:
 #: every layer uses the batch's, with or without a window. A query that sees nothing (padding on the left) gives zeros in
 #: transformers' "sdpa", and the mean of all values in its "eager".
 FORMS = {"causal": "megacompile", "packed": "megacompile_packed", "padded": "megacompile_padded",

@@ -191,9 +191,9 @@ def _values(node: fx.Node) -> Iterator[Tensor]:
 
 
 # --------------------
-# Which inputs attention's segments are computed from. Some models do not pass position_ids to their mask functions: their
-# attention runs across the sequences of a packed row, as it does natively.
-_SEGMENTS = 7  # which argument of the op
+# Finds the inputs from which attention's segments are computed. Some models do not pass position_ids to their mask functions.
+# Their attention runs across the sequences of a packed row, as it does natively.
+_SEGMENTS = 7  # the position of the op's argument
 
 
 def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Template]) -> list[str]:

@@ -124,8 +124,8 @@ def _portable_attention(target: TargetLike) -> Iterator[None]:
 
 
 # --------------------
-# What a captured graph assumes of a batch: the symbols of its sizes, and conditions on them with the source lines that caused
-# them.
+# The assumptions of a captured graph about a batch: the symbols of its sizes, and conditions on them with the source lines
+# that caused them.
 @dataclasses.dataclass(frozen=True)
 class Condition:
     """A sympy condition on B and T, and " at file:line (code)" of the model's code that requires it, or ""."""

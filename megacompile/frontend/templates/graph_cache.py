@@ -30,7 +30,7 @@ from megacompile.compat.core import FakeTensorMode, HigherOrderOperator, LazyGra
 from megacompile.compat.symbols import known_of
 from megacompile.errors import MegacompileError
 
-#: How many graphs are kept, those that were used last: a model has about ten for each kind of batch.
+#: The largest number of stored graphs; the least recently used are dropped. A model has about ten for each kind of batch.
 MOST_GRAPHS = 1024
 #: The most bytes of a file. A longer one is not kept.
 _LONGEST = 1 << 26
@@ -40,7 +40,7 @@ _LIBRARIES = frozenset({"aten", "prims", "prim", "megacompile", "transformers"})
 _MODULES = frozenset({"torch", "operator", "_operator", "builtins", "math"})
 #: Operators whose code is in the graph.
 _HIGHER_ORDER = frozenset({"autograd_function_apply", "tag_activation_checkpoint", "wrap"})
-#: What nodes keep of AOT's metadata, whether the graph comes from the disk or not.
+#: The entries of AOT's metadata that nodes keep, whether or not the graph comes from the disk.
 _META = ("val", "partitioner_tag", "seq_nr", "stack_trace", "recompute", "ac_graph_id", "has_backward_hook", "is_gradient_acc",
          "autograd_backward")
 

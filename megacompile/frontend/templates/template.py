@@ -41,7 +41,7 @@ from megacompile.ir.token_loop import token_loops
 
 # --------------------
 # A graph as text that is the same in every process: without addresses, and without the symbols and numbers of one process.
-#: Which argument of an encoder call is the encoder's number.
+#: The position of the encoder's number among the arguments of an encoder call.
 _NUMBERED = {torch.ops.megacompile.encode_patches.default: 4, torch.ops.megacompile.encode_patches_backward.default: 5}
 
 
@@ -86,7 +86,7 @@ KEEPING = frozenset({"forward_saving", "backward"})
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What feeds one positional input of a call.
+    """The source of one positional input of a call.
 
     kind: "parameter" | "buffer" | "batch" | "size" | "carried" | "shared" | "loss_denominator" | "share" | "total" |
         "random".
@@ -113,7 +113,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """How the gradient of template input `input` leaves a backward variant.
+    """The form in which a backward variant returns the gradient of template input `input`.
 
     results: (i,): result i is the gradient; (i, j): the gradient is results[i] @ results[j], two 2-D tensors, so that
     it can be accumulated inside the GEMM; (i, j, k): of all experts, [groups, K, N], results [rows, K] and [rows, N] and

@@ -1,4 +1,4 @@
-"""Which modules are the decoder layers: the stack whose weights stream, and how Dynamo learns about it.
+"""Finds the decoder layers of a model, the stack whose weights stream, and marks them for Dynamo.
 
 A stack is the items of one list or of several. The user names them, a model class registers them, or they are found: the
 `nn.ModuleList` (or `nn.Sequential` of one class) with the most parameters, and similar lists next to it. When each layer runs,

@@ -1,4 +1,4 @@
-"""Which branches a model takes when it asks how it is run: the same in a trace and in a plain run on fakes.
+"""Makes a model take the same branches in a trace and in a plain run on fakes, if it asks how it is run.
 
 Dynamo reports that it exports. transformers then leaves out kernels and shortcuts that only hold for some values, which is
 right for a graph of any batch. But a model's own code also avoids ops that other export formats lack: layers with a gated

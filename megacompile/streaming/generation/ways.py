@@ -16,7 +16,7 @@ from megacompile.streaming.device_copy import Arrangement, Turns
 
 
 # --------------------
-# What a call of `generate` says: its arguments by name, its prompts, and its options, which may be in a configuration.
+# The request of a `generate` call: its arguments by name, its prompts, and its options, which may be in a configuration.
 def by_name(generate: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of a bound `generate`, by name. Raises `TypeError` as the call would."""
     if not args:
@@ -67,7 +67,7 @@ def chooses_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 # -------------------- The device memory that a call of `generate` takes beside the weights
-#: What transformers generates if nothing says how much.
+#: The number of tokens that transformers generates by default.
 NEW_TOKENS = 20
 
 

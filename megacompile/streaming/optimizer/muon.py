@@ -55,8 +55,8 @@ def orthogonal(given: Tensor, coefficients: tuple[float, float, float], steps: i
     return matrix.T if rows > columns else matrix
 
 
-#: How the learning rate depends on a matrix's size. "match_rms_adamw": steps are as large as AdamW's, so that one learning rate
-#: fits all parameters (Liu et al., "Muon is scalable for LLM training", 2025). "original": as Jordan et al. have it.
+#: The dependence of the learning rate on a matrix's size. "match_rms_adamw": steps are as large as AdamW's, so one learning
+#: rate fits all parameters (Liu et al., "Muon is scalable for LLM training", 2025). "original": as Jordan et al. have it.
 _RATIOS = {"match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
            "original": lambda rows, columns: math.sqrt(max(1, rows / columns))}
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -50,7 +50,7 @@ from megacompile.weights.tiling import Tiling
 
 
 # --------------------
-# Which of several optimizers updates a parameter: the one that was made for it last, which takes over its state.
+# The owner of a parameter: the last optimizer that was made for it, which takes over its state.
 class Ownership:
     """State: the `states` of the parameters that an optimizer updates, a parameter that it lost to a newer optimizer, and
     whether its model was closed."""
@@ -236,8 +236,8 @@ def check_saved(optimizer: Any, state_dict: dict[str, Any]) -> tuple[list[dict[s
 
 
 # --------------------
-# What a model keeps for its optimizers: moments in their formats. Changing it changes tiles and plans, so it happens between
-# steps.
+# The state that a model stores for its optimizers: moments in their formats. Changing it changes tiles and plans, so it
+# happens between steps.
 #: The state that an optimizer needs of parameters: (group, names, model, tiling) -> by name.
 StatesOf = Callable[[Mapping[str, Any], Iterable[str], nn.Module, Tiling], Mapping[str, ElementState]]
 
@@ -406,7 +406,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._overlap, self._made, self.ownership = checked_overlap(overlap), False, Ownership(self)
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self.max_grad_norm = max_grad_norm
-        #: Whether the norm is that of all gradients of the model, also of parameters that another optimizer, or none, updates.
+        #: True if the norm covers all gradients of the model, including parameters of other optimizers, or of none.
         self.norm_of_model = False
         self._update: Update | None = None
         super().__init__(params, defaults)

@@ -295,7 +295,7 @@ def base_calls_streamed(model: nn.Module, prepare: Callable[[dict[str, Any]], di
         del inner.forward
 
 
-#: How often a model is captured again for lengths at which its code does something else.
+#: The most captures of a model for lengths at which its code branches differently.
 MOST_LENGTHS = 8
 
 
