@@ -251,7 +251,7 @@ class Trainer(transformers.Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _loss_denominator(self, num_items_in_batch: Any) -> Any:
-        """The divisor of the loss of a whole step, which is a sum over all processes. With `average_tokens_across_devices=False`,
+        """The divisor of a whole step's loss, which is a sum over all processes. With `average_tokens_across_devices=False`,
         Trainer counts only the items of this process, and the mean of the losses of all processes is trained."""
         return num_items_in_batch * (1 if self.args.average_tokens_across_devices else self.args.world_size)
 
