@@ -270,8 +270,8 @@ def compute_alone(streamed: Streamed) -> Iterator[None]:
     OPERATIONS.update(dict.fromkeys(idle, nothing))
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(streamed.backend, "copy", nothing))
-        if streamed.together.ranks is not None:
-            patches.enter_context(mock.patch.object(streamed.together.ranks.exchanges, "gather", nothing))
+        if streamed.rank_group.ranks is not None:
+            patches.enter_context(mock.patch.object(streamed.rank_group.ranks.exchanges, "gather", nothing))
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""What a capture found in a model, as text: the first thing to read if a model does not stream as expected."""
+"""The results of a capture, as text: the first thing to read if a model does not stream as expected."""
 from __future__ import annotations
 
 import difflib
@@ -31,7 +31,7 @@ STEP_LINES, STEP_WIDTH = 24, 160
 
 def explain_capture(model: nn.Module, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
                     show_steps: Callable[[str], None] | None = None, **options: Any) -> str:
-    """What was found in a model, as text to print: its stack and those beside it, calls, templates, tiles, ties, what is
+    """The results of a capture, as text to print: the stack and those beside it, calls, templates, tiles, ties, what is
     frozen, what the loss is, and the conditions that the graphs assume.
 
     For a streamed model: what runs. For any other, on the meta device too: what `stream` with these arguments would find.
@@ -57,7 +57,7 @@ def _shown_by(show: Callable[[str], None]) -> Watch:
 
 
 def step_text(step: Step, before: str, after: str) -> str:
-    """A step's name, what it reads and makes, and how the state's text differs after it."""
+    """A step's name, what it reads and makes, and how it changes the state's text."""
     gives = ", ".join(dict.fromkeys((*step.gives, *step.changes))) or "nothing: a check"
     changed = [line[:STEP_WIDTH] for line in difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
                if not line.startswith(("---", "+++", "@@"))]
@@ -66,7 +66,7 @@ def step_text(step: Step, before: str, after: str) -> str:
 
 
 def report(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:
-    """The sections of `explain_capture`, a blank line between them."""
+    """The sections of `explain_capture`, separated by blank lines."""
     return "\n\n".join([_summary(model, captured, tiling), _calls(captured, tiling), _templates(captured),
                         _tiles(captured, tiling), "\n".join(_remarks(model, captured, tiling))])
 
@@ -90,7 +90,7 @@ def _some(names: Sequence[str], most: int = 5) -> str:
 
 
 def _runs(calls: Sequence[Call], tiling: Tiling) -> Iterator[list[Call]]:
-    """Calls that follow each other with one template and tiles of the same sizes."""
+    """Consecutive calls with one template and tiles of the same sizes."""
 
     def kind(call: Call) -> Any:
         return call.template, [(x.weight_bytes, x.trainable) for x in _layouts(call, tiling)]

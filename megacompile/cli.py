@@ -106,7 +106,7 @@ def _command() -> Callable[[F], F]:
 
 
 def _terminal() -> bool:
-    """Whether the output goes to a terminal, and not to a file or a program."""
+    """True if the output goes to a terminal."""
     return sys.stdout.isatty()
 
 

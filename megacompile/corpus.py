@@ -43,7 +43,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The token ids that a tokenizer of transformers itself puts `before` and `after` a text, such as a beginning-of-sequence
+    """The token ids that a transformers tokenizer itself puts `before` and `after` a text, such as a beginning-of-sequence
     token. Most models were trained with them."""
 
     before: list[int]
@@ -51,7 +51,8 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> SpecialTokens:
-        """Raises `MegacompileError` if the tokenizer encodes a text differently between special tokens."""
+        """The special tokens of a tokenizer. Raises `MegacompileError` if the tokenizer encodes a text differently between
+        special tokens."""
         whole, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
         for start in range(len(whole) - len(bare), -1, -1):
             if whole[start:start + len(bare)] == bare:
@@ -135,7 +136,7 @@ def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> Tensor:
 
 
 def _why_not_text(data: bytes) -> str | None:
-    """Why the bytes are not text, and how to fix that; None if they are text."""
+    """The reason why the bytes are not text, and how to fix that; None if they are text."""
     place = data.find(0)
     if place < 0:
         try:

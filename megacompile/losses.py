@@ -28,7 +28,7 @@ def zero_where_ignored(function: Function) -> Function:
 
 
 def leaves_out_ignored(function: Callable[..., Any]) -> bool:
-    """Whether a function, or what `functools.partial` has wrapped, is declared `zero_where_ignored`."""
+    """True if a function, or what `functools.partial` has wrapped, is declared `zero_where_ignored`."""
     wrapped = isinstance(function, functools.partial) and leaves_out_ignored(function.func)
     return wrapped or getattr(function, "zero_where_ignored", False)
 

@@ -90,8 +90,8 @@ class Schedule:
         return self.outlook().text()
 
     def outlook(self, host_memory: int | float | str | None = None) -> Outlook:
-        """Whether the plan fits, how fast it would be, and its alternatives. `host_memory`: bytes or text such as "256GiB";
-        None: the amount that was planned for. Raises what `durations` raises."""
+        """The prospects of training: whether the plan fits, how fast it would be, and its alternatives. `host_memory`: bytes or
+        text such as "256GiB"; None: the amount that was planned for. Raises what `durations` raises."""
         planner = self.planner
         if planner.simulator is None:
             durations = self.durations()
@@ -153,7 +153,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
     simulator = simulator_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,
-                      taken_bytes=taken, host_bytes=there, simulator=simulator, output=captured.main_output, keeping=True)
+                      taken_bytes=taken, host_bytes=there, simulator=simulator, output=captured.main_output, cached=True)
     if whole_step and not captured.has_loss:
         raise UnsupportedError(f"{type(model).__name__} has no loss, which a whole step needs: leave whole_step out, or pass "
                                "loss=...")

@@ -89,7 +89,7 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
                 del given["forward"]
 
     def _evaluates_tokens(self) -> bool:
-        """Whether TRL can evaluate the model, which it does by values of each token, without a loss of the user."""
+        """True if TRL can evaluate the model. It does so by values of each token, which excludes a loss of the user."""
         captured = check_model(self.model).captured
         return captured.heads is not None and not captured.token_loss and not captured.output.records_routers
 
@@ -112,7 +112,7 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     def _count_tokens(self, inputs: Mapping[str, Any]) -> None:
         mask = inputs.get("attention_mask")
         count = int(mask.sum()) if mask is not None and mask.dim() == 2 else inputs["input_ids"].numel()
-        self._total_train_tokens += sum(check_model(self.model).together.values("counting tokens", count))
+        self._total_train_tokens += sum(check_model(self.model).rank_group.values("counting tokens", count))
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
 

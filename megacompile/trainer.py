@@ -144,7 +144,7 @@ class Trainer(transformers.Trainer):
     whole_steps: bool = True
     #: Implementations of `compute_loss` that return the model's own loss, the one that a whole step computes.
     own_losses: tuple[Any, ...] = (transformers.Trainer.compute_loss,)
-    #: Whether the router loss counts once for each process, as with `transformers.Trainer.compute_loss`, which multiplies the
+    #: True if the router loss counts once for each process, as with `transformers.Trainer.compute_loss`, which multiplies the
     #: whole loss by the number of processes.
     router_loss_of_each_process: bool = True
 
@@ -206,7 +206,7 @@ class Trainer(transformers.Trainer):
 
     # ---------------------------------------------------------------- steps
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the class that it derives from."""
+        """Trains, as the base class does."""
         try:
             with self._long_lived:
                 return super().train(*args, **kwargs)
@@ -238,7 +238,7 @@ class Trainer(transformers.Trainer):
             batches = [without_bounds(type(self.model).__name__, captured, batch) for batch in batches]
         apart = len(batches) > 1 and _are_apart(captured, batches)
         batch = None if apart else join(batches, captured.labels, captured.causal)
-        if not streamed.together.all_agree("training_step", batch is not None) or batch is None:
+        if not streamed.rank_group.all_agree("training_step", batch is not None) or batch is None:
             return torch.stack([self._separate_step(model, each, num_items_in_batch) for each in batches]).sum()
         model.train()
         denominator = self._loss_denominator(num_items_in_batch)
@@ -247,23 +247,23 @@ class Trainer(transformers.Trainer):
     def _separate_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Trainer's own step: forward and backward of one batch. Whatever computes the loss, the mean of the losses of all
         processes is trained, as with DistributedDataParallel."""
-        with check_model(self.model).together.averaging_losses():
+        with check_model(self.model).rank_group.averaging_losses():
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _loss_denominator(self, num_items_in_batch: Any) -> Any:
-        """What divides the loss of a whole step, a sum over all processes. With `average_tokens_across_devices=False`, Trainer
-        counts the items of this process alone, and the mean of the losses of all processes is trained."""
+        """The divisor of a whole step's loss, which is a sum over all processes. With `average_tokens_across_devices=False`,
+        Trainer counts only the items of this process, and the mean of the losses of all processes is trained."""
         return num_items_in_batch * (1 if self.args.average_tokens_across_devices else self.args.world_size)
 
     def steps_are_whole(self) -> bool:
-        """Whether steps run as one program. That requires that the loss is the model's own and nothing changes it."""
+        """True if steps run as one program. The loss must be the model's own, and nothing may change it."""
         multiplied = (self.router_loss_of_each_process and self.args.average_tokens_across_devices and self.args.world_size > 1
                       and check_model(self.model).captured.is_averaged)
         return (self.whole_steps and type(self).compute_loss in self.own_losses and self.compute_loss_func is None
                 and self.label_smoother is None and isinstance(self.model_wrapped, StreamedModule) and not multiplied)
 
     def metrics_of_evaluations(self) -> Sequence[str]:
-        """What each evaluation logs beside the loss and times, as far as this class knows."""
+        """The names of the values that each evaluation logs beside the loss and times, as far as this class knows."""
         return ()
 
     # ---------------------------------------------------------------- checkpoints
@@ -300,14 +300,14 @@ class Trainer(transformers.Trainer):
         super().log(logs, *args, **kwargs)
 
     def _reads_ahead(self) -> bool:
-        """Whether a step follows in this epoch, whose batches come as the loader gives them. A subclass may take them from an
-        iterator of its own."""
+        """True if a step follows in this epoch, and its batches come as the loader gives them. A subclass may take them from
+        another iterator."""
         control = self.control
         return (self.state.global_step < self.state.max_steps and not control.should_epoch_stop
                 and not control.should_training_stop and type(self).get_batch_samples is Trainer.get_batch_samples)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """The estimate of transformers."""
+        """transformers' estimate."""
         name = getattr(self.model, "main_input_name", "input_ids")
         return 6 * inputs[name].numel() * self._count_parameters() if name in inputs else 0
 
@@ -322,9 +322,9 @@ class Trainer(transformers.Trainer):
 
 
 def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether joining the batches would change what the model computes. It would for an auxiliary loss, which Trainer adds up
+    """True if joining the batches would change what the model computes. It would for an auxiliary loss, which Trainer adds up
     batch by batch; if rows of a batch affect each other; and if padding would show: a value is computed from all positions of a
-    batch, or tokens are chosen by their values."""
+    batch, or tokens are selected by their values."""
     if captured.is_averaged or captured.across_rows or captured.totals:
         return True
     lengths = {each.shape[1:2] for batch in batches for each in batch.values() if isinstance(each, Tensor)}

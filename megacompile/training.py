@@ -73,7 +73,8 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
 
 
 def has_weights(source: str | Path) -> bool:
-    """Whether a model has pretrained weights, and not only a config. A model that is not here is assumed to be on the Hub."""
+    """True if a model has pretrained weights, and not only a config. A model that is not on this machine is assumed to be on
+    the Hub."""
     source = Path(source)
     return not source.exists() or (source.is_dir() and any(any(source.glob(pattern)) for pattern in _WEIGHT_FILES))
 
@@ -139,7 +140,7 @@ def _write_at_once(text: str) -> None:
 
 
 def name_of(number: int) -> str:
-    """What people call a signal."""
+    """The usual name of a signal."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -256,8 +257,8 @@ def total_loss(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> tuple[flo
 
 
 def memory(model: Any) -> tuple[int, int]:
-    """(device bytes, host bytes). For a streamed model: the device's peak, and what the host holds. For a plain model: the
-    bytes of its parameters on each."""
+    """(device bytes, host bytes). For a streamed model: the device's peak, and the bytes that the host holds. For a plain
+    model: the bytes of its parameters on each."""
     handle = getattr(model, "megacompile", None)
     if handle is not None:
         stats = handle.stats  # not every device counts its peak; it is at least the size of the slots

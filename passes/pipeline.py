@@ -25,12 +25,12 @@ from megacompile.verify.verifier import verify
 
 # -------------------- How many nodes a program has of each op, and how many bytes each of its sections copies
 def op_counts(program: Program) -> Counter[str]:
-    """How many nodes of each op all sections have."""
+    """The number of nodes of each op in all sections."""
     return Counter(op_of(node).name for graph in program.sections.values() for node in nodes(graph))
 
 
 def summary(program: Program) -> str:
-    """A row for each section: its nodes, how many of each op, its events, and the bytes that it copies in each direction."""
+    """A row for each section: its nodes, the number of each op, its events, and the bytes that it copies in each direction."""
     rows = []
     for name, graph in program.sections.items():
         counts = Counter(op_of(node).name for node in nodes(graph))
@@ -71,7 +71,7 @@ def insert_before(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]
 
 
 def replace_pass(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]:
-    """The pipeline with these passes, or none, in place of the one called `name`. Raises `MegacompileError` if there is no such
+    """The pipeline with these passes, or none, instead of the one called `name`. Raises `MegacompileError` if there is no such
     pass."""
     at = _position(pipeline, name)
     return (*pipeline[:at], *passes, *pipeline[at + 1:])
@@ -131,7 +131,7 @@ def _each(pipeline: Any, option: str, words: Sequence[str]) -> Iterator[Any]:
 # --------------------
 # Runs passes in order: checks what each requires, keeps every stage, verifies after every pass, logs what changed.
 class Pass(Protocol):
-    """A module (or object) with a name, the stage it needs, the stage it makes, and a pure `run`."""
+    """A module (or object) with a name, the stage that it needs, the stage that it makes, and a pure `run`."""
 
     @property
     def name(self) -> str: ...
@@ -162,8 +162,8 @@ class Compiled:
         return next(reversed(self.stages.values()))
 
     def resized(self, model: Program, plan: Plan) -> Compiled:
-        """What the pipeline makes of `model`, which differs from this program's only in its sizes, under a plan with as many
-        micro-batches and the same choices. Sizes of slots must not depend on those of micro-batches."""
+        """The result of the pipeline for `model`, which differs from this program's model only in its sizes, under a plan with
+        as many micro-batches and the same choices. Sizes of slots must not depend on the sizes of micro-batches."""
         made = {stage: program.evolve(calls=model.calls, micro_batches=plan.micro_batches)
                 for stage, program in self.stages.items()}
         return Compiled(made | {model.stage: model}, self.log)
@@ -172,8 +172,8 @@ class Compiled:
 def compile_program(model: Program, plan: Plan, pipeline: Sequence[Pass],
                     say: Callable[[str], None] | None = None, verify_stages: bool = True) -> Compiled:
     """Runs the pipeline (`check_pipeline`) over a program of stage "model". Raises `ProgramError`, naming the pass, if a stage
-    is unsound. `verify_stages` False: for a program like another one whose stages were verified. Then the program that will run
-    is verified, and the stages before it only if it is unsound, to name the pass."""
+    is unsound. `verify_stages` False: for a program that resembles one whose stages were verified. Then only the program that
+    will run is verified. If it is unsound, the stages before it are verified too, to name the pass."""
     if not verify_stages:
         compiled = _run_all(model, plan, pipeline, say, check=lambda program: None)
         try:
@@ -207,8 +207,8 @@ def _run_all(model: Program, plan: Plan, pipeline: Sequence[Pass], say: Callable
 
 
 def run_pass(each: Pass, program: Program, plan: Plan) -> Program:
-    """The program that a pass returns, unverified. Raises `MegacompileError` if that is not a program of the stage that the
-    pass provides. An exception from the pass itself gets a note with the pass's name."""
+    """The program that a pass returns, unverified. Raises `MegacompileError` if it is not a program of the stage that the pass
+    provides. An exception from the pass itself gets a note with the pass's name."""
     try:
         made = each.run(program, plan)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the lanes of several ranks exchange: weights and gradients between the ranks of a host, sums of gradients between hosts.
+"""Exchanges between ranks: weights and gradients between the ranks of a host, sums of gradients between hosts.
 
 Three groups, since two lanes use them at the same time: the lane `collective` exchanges weights, gradients and norms on the
 device with the ranks of this host, and sums with the ranks of other hosts that have the same shard (NCCL, or gloo on CPUs); the
@@ -49,7 +49,7 @@ _STAGED, _READ, _WRITTEN, _ADDED = range(0, 8, 2)  # channels of signals: one fo
 
 class Peers(Protocol):
     """Memory of the same size on every rank, and signals between ranks, in the order of the current stream. A wait takes the
-    signal. A signal that was not taken yet is waited for before it is put again."""
+    signal. Putting a signal again first waits until the previous one was taken."""
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> Tensor: ...
 
@@ -59,8 +59,8 @@ class Peers(Protocol):
 
 
 class PeerCopies:
-    """The exchanges of one rank. Every rank makes the same ones, in the same order. State: how many chunks were gathered, and
-    how many were added up."""
+    """The exchanges of one rank. Every rank makes the same exchanges, in the same order. State: how many chunks were gathered,
+    and how many were added up."""
 
     def __init__(self, peers: Peers, rank: int, size: int, half_bytes: int = HALF_BYTES) -> None:
         self.rank, self.size = rank, size
@@ -88,8 +88,8 @@ class PeerCopies:
                 self._peers.put_signal(other, _READ + half)
 
     def reduce_scatter(self, flat: Tensor) -> None:
-        """Adds up `flat`, fp32 [size * n], over the ranks. This rank's n elements hold the sums afterwards: its own values,
-        then those of the other ranks in their order."""
+        """Adds up `flat`, fp32 [size * n], over the ranks. Afterwards this rank's n elements hold the sums: its own values,
+        then those of the other ranks in rank order."""
         parts = flat.view(self.size, -1)
         own = parts[self.rank]
         room = self._half // (4 * (self.size - 1)) // _ALIGNED * _ALIGNED
@@ -116,7 +116,7 @@ class PeerCopies:
         return self._peers.get_buffer(rank, (count,), torch.uint8, half * self._half)
 
     def _inbox(self, rank: int, half: int, source: int, room: int) -> Tensor:
-        """fp32 [room]: where `source` writes in another rank's memory."""
+        """fp32 [room]: the part of another rank's memory that `source` writes."""
         part = (source - rank) % self.size - 1
         return self._peers.get_buffer(rank, (room,), torch.float32, (2 + half) * self._half // 4 + part * room)
 
@@ -138,10 +138,9 @@ def signal_bytes(ranks: int) -> int:
 
 
 class StreamSignals:
-    """`Peers` (see `peer_copies.py`) over memory of PyTorch's symmetric memory. Signals are in its first bytes, which are zeros
-    on every rank before the first signal; data follow at `data_start`.
-
-    State: how many signals were put to each rank, and taken from each, by channel."""
+    """`Peers` (see `peer_copies.py`) over PyTorch's symmetric memory. Its first bytes are the signals, which are zeros on every
+    rank before the first signal. Data follow at `data_start`. State: how many signals were put to each rank, and taken from
+    each, by channel."""
 
     def __init__(self, memory: Tensor, handle: Any, rank: int, size: int) -> None:
         self.rank, self.size, self._handle, self._device = rank, size, handle, memory.device
@@ -207,8 +206,8 @@ class Exchanges:
         return 0 if self._copies is None else PEER_MEMORY_BYTES
 
     def connect(self, peer_copies: bool | None, agree: Callable[[bool], bool]) -> None:
-        """Connects the devices, which takes some hundred MiB of device memory that budgets must not count as free: for copies,
-        where they can reach each other's memory (`peer_copies` None) or because the user has said so, and for NCCL, which
+        """Connects the devices. This takes some hundred MiB of device memory, which budgets must not count as free. Connects
+        them for copies if they can reach each other's memory (`peer_copies` None) or if the user says so, and for NCCL, which
         connects them in its first collective of a kind. `agree`: whether all ranks say yes. Raises `UnsupportedError` if copies
         are asked for and not possible."""
         if self.device.type == "cuda" and peer_copies is not False:
@@ -235,7 +234,7 @@ class Exchanges:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Gives back the memory for exchanges by copies."""
+        """Frees the memory for exchanges by copies."""
         self._copies = None
 
     # ---------------------------------------------------------------- within a host
@@ -252,8 +251,8 @@ class Exchanges:
         self._finish(all_gather(whole, shard.clone(), self._lane, wait=False))
 
     def reduce_scatter(self, flat: Tensor) -> None:
-        """Adds up `flat`, fp32 [size * n], over the ranks of this host. This rank's n elements hold the sums afterwards; the
-        others hold nothing of use. The sums are taken in the order of the ranks on a CPU, in that of `PeerCopies` or of NCCL on
+        """Adds up `flat`, fp32 [size * n], over the ranks of this host. Afterwards this rank's n elements hold the sums, and
+        the others are undefined. The order of the sums is that of the ranks on a CPU, and that of `PeerCopies` or of NCCL on
         CUDA."""
         if self._copies is not None:
             self._copies.reduce_scatter(flat)
@@ -271,11 +270,11 @@ class Exchanges:
             own.add_(part)
 
     def join_norms(self, norms: Tensor) -> None:
-        """Norms of shards, fp32 [n] on the device -> norms of whole gradients, the same bits on every rank."""
+        """Norms of shards, fp32 [n] on the device -> norms of whole gradients, with the same bits on every rank."""
         self._join(norms, self._lane)
 
     def join_host_norms(self, norms: Tensor) -> None:
-        """As `join_norms`, in host memory and in the lane cpu."""
+        """Like `join_norms`, in host memory and in the lane cpu."""
         self._join(norms, self._host)
 
     def _join(self, norms: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -285,7 +284,7 @@ class Exchanges:
 
     # ---------------------------------------------------------------- between hosts
     def all_reduce(self, flat: Tensor) -> None:
-        """Adds up this rank's shard of `flat`, fp32 [size * n], over the hosts: the same bits on every host."""
+        """Adds up this rank's shard of `flat`, fp32 [size * n], over the hosts, with the same bits on every host."""
         own = self._own(flat)
         if self.device.type == "cuda":  # NCCL adds up each element once, and sends the sum to all
             dist.all_reduce(own, group=self._across)

@@ -30,19 +30,19 @@ from megacompile.runtime.operations import OPERATIONS
 from megacompile.system.linux import yield_to_others
 
 _POLL_S = 0.05  # how soon a waiting lane notices that another has failed
-#: How long `close` waits for lanes to stop after another rank has failed, in seconds. A device may wait for that rank forever.
+#: Seconds that `close` waits for lanes to stop after another rank has failed. A device may wait for that rank forever.
 _STOPPING_S = 5.0
 _LOWERED = "_megacompile_instructions"  # attribute of a section
 
 
 class AbortedError(Exception):
-    """Raised in a lane whose run, or one before it, has failed in another lane."""
+    """Raised in a lane if its run, or an earlier one, has failed in another lane."""
 
 
 @dataclass
 class Failure:
-    """The first failure. Runs before it finish, so that a failing forward does not tear an update in flight; it and all later
-    runs stop. `recover` frees the failed run's values, since tracebacks may keep the run alive."""
+    """The first failure. Earlier runs finish, so that a failing forward does not tear an update in flight. The failed run and
+    all later ones stop. `recover` frees the failed run's values, since tracebacks may keep the run alive."""
 
     run: int
     error: BaseException
@@ -52,11 +52,11 @@ class Failure:
 
     @property
     def is_own(self) -> bool:
-        """Whether an instruction has failed in a lane of this process, for a reason of its own."""
+        """True if an instruction has failed in a lane of this process, and no other rank caused it."""
         return self.node is not None and not isinstance(self.error, StallError)
 
     def raised(self) -> LaneError:
-        """The error that the caller gets."""
+        """The error for the caller."""
         if isinstance(self.error, LaneError):  # its message is complete
             return self.error
         if self.node is None:
@@ -71,7 +71,7 @@ class Failure:
 
 class Executor:
     """Runs sections on the lanes of a backend. `delay` is called before every instruction (tests delay lanes with it).
-    `check_others` is called while a caller waits: it raises `RankError` if lanes wait for a rank that has failed."""
+    `check_others` is called while a caller waits. It raises `RankError` if lanes wait for a rank that has failed."""
 
     def __init__(self, backend: Backend, delay: Callable[[Lane], None] | None = None,
                  stall_timeout_s: float | None = None, check_others: Callable[[], None] | None = None) -> None:
@@ -90,8 +90,8 @@ class Executor:
 
     # ---------------------------------------------------------------- submission, in the caller's thread
     def submit(self, section: fx.Graph, frame: Frame, name: str = "", by_caller: Lane | None = None) -> Run:
-        """Hands a section to the lanes; `name` is for messages. `by_caller`: the lane whose instructions the caller issues in
-        its own thread (`issue`). Raises the failure of an earlier section."""
+        """Hands a section to the lanes. `name`: for messages. `by_caller`: the lane whose instructions the caller issues in its
+        own thread (`issue`). Raises the failure of an earlier section."""
         self.check()
         instructions = {lane: each for lane, each in self._lower(section).items() if lane != by_caller}
         events: dict[fx.Node, Event | None] = {}
@@ -122,8 +122,8 @@ class Executor:
         return run
 
     def _lower(self, section: fx.Graph) -> dict[Lane, list[fx.Node]]:
-        """The instructions of each lane. They are kept on the section: a table here would keep alive every section that ever
-        ran, since nodes point to their section."""
+        """The instructions of each lane. They are stored on the section. Nodes point to their section, so a table here would
+        keep every section alive."""
         lanes: dict[Lane, list[fx.Node]] | None = getattr(section, _LOWERED, None)
         if lanes is None:
             lanes = {}
@@ -135,7 +135,7 @@ class Executor:
         return lanes
 
     def wait(self, events: Iterable[threading.Event]) -> None:
-        """Waits in the caller's thread. Ctrl-C stops the lanes before it is raised."""
+        """Waits in the caller's thread. On Ctrl-C, stops the lanes before it raises."""
         try:
             for event in events:
                 while not event.wait(_POLL_S):
@@ -148,7 +148,7 @@ class Executor:
 
     def idle(self, sooner: threading.Event | None = None) -> None:
         """Waits until every lane has executed everything submitted so far (failed or not), or lanes hang, or the event `sooner`
-        is set. Raises nothing."""
+        is set. Never raises."""
         if os.getpid() != self._process:
             return  # a forked process has the queues but not the threads that empty them
         marks = []
@@ -196,7 +196,7 @@ class Executor:
             raise self.failure.raised()
 
     def check_own(self) -> None:
-        """Raises the failure of a lane, unless it is another rank's. That rank may have ended only because of this one."""
+        """Raises the failure of a lane, unless another rank caused it. That rank may have ended only because of this one."""
         if self.failure is not None and self.failure.is_own:
             self.idle()  # as in `check`
             if (failure := self.failure).is_own:
@@ -206,14 +206,13 @@ class Executor:
         return self.failure is not None and run.number >= self.failure.run
 
     def abandon(self, run: Run) -> None:
-        """Stops the lanes before the rest of a run, and waits for what they have begun. Forgets an earlier failure."""
+        """Skips the rest of a run, and waits for the instructions that have begun. Forgets an earlier failure."""
         self.fail(Failure(run.number, AbortedError(), None, None))
         self.recover()
 
     def recover(self) -> None:
-        """After a failure: waits for all lanes and the device, and forgets carried events, since everything is done now.
-
-        If the device cannot be synchronized it is lost: from then on `check` raises the reason."""
+        """Recovers from a failure: waits for all lanes and the device, and forgets carried events, since everything is done. If
+        the device cannot be synchronized it is lost. From then on `check` raises the reason."""
         self.idle()
         if self.hangs:
             return
@@ -228,12 +227,10 @@ class Executor:
 
     def close(self, then: Callable[[], None] | None = None) -> None:
         """Ends the lanes once they have executed everything, then calls `then`, which may free the memory that they used.
-
         Returns when that is done. In one of its own lanes (where garbage collection may find a forgotten model) it returns at
-        once, and another thread does the work: the lane cannot wait for itself.
-
-        Does nothing in a forked process, which has neither the lanes nor their memory, or if lanes hang. If another rank has
-        failed, it waits a few seconds for lanes to stop after their instruction, and does nothing else."""
+        once, and another thread does the work, since a lane cannot wait for itself. Does nothing in a forked process, which has
+        neither the lanes nor their memory, and nothing if lanes hang. If another rank has failed, it only waits a few seconds
+        for lanes to stop after their instruction."""
         if os.getpid() != self._process:
             return
         if self.hangs:
@@ -253,8 +250,8 @@ class Executor:
             then()
 
     def _stop(self) -> None:
-        """Ends the lanes that stop in time. A thread that returns from PyTorch while the interpreter ends is unwound, and that
-        ends the process with an abort."""
+        """Ends the lanes that stop in time. A thread that returns from PyTorch at interpreter exit is unwound, which aborts the
+        process."""
         limit = time.monotonic() + _STOPPING_S
         for lane, thread in self._threads.items():
             self._queues[lane].put(None)
@@ -306,7 +303,7 @@ class Executor:
                 run.frame.values[node] = OPERATIONS[op](run.frame, node)
 
     def fail(self, failure: Failure) -> None:
-        """Records a failure. Lanes may fail at the same time in several runs; the earliest run's failure counts."""
+        """Records a failure. Lanes may fail at the same time in several runs. The failure of the earliest run counts."""
         with self._failing:
             if self.failure is None or failure.run < self.failure.run:
                 self.failure = failure
@@ -322,7 +319,7 @@ class Executor:
 
 def _work(executor: weakref.ref[Executor], backend: Backend, lane: Lane,
           jobs: queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]) -> None:
-    """A lane's thread. While idle it holds no strong reference to the executor, so that a forgotten model can be freed."""
+    """A lane's thread. While idle it holds no strong reference to the executor, so a forgotten model can be freed."""
     with contextlib.ExitStack() as stack:
         entered = False
         while (job := jobs.get()) is not None:
@@ -356,9 +353,8 @@ if TYPE_CHECKING:
 
 
 class Watchdog:
-    """State: the instruction that each busy lane has begun, and what the last look saw.
-
-    `timeout_s`: seconds without any lane beginning an instruction after which lanes hang; None: no limit."""
+    """State: the instruction that each busy lane has begun, and the state at the last look. `timeout_s`: lanes hang if none
+    begins an instruction for so many seconds; None: no limit."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
@@ -367,7 +363,7 @@ class Watchdog:
         self._still_s = 0.0
 
     def look(self, passed_s: float) -> bool:
-        """Called by a waiting thread, `passed_s` seconds after its last look. Whether the timeout has passed."""
+        """Called by a waiting thread, `passed_s` seconds after its last look. Returns whether the timeout has passed."""
         if self.timeout_s is None:
             return False
         begun = list(self.begun.values())
@@ -378,7 +374,7 @@ class Watchdog:
         return self._still_s > self.timeout_s
 
     def error(self, lanes: Iterable[Lane]) -> StallError:
-        """The error for the caller: where each lane is."""
+        """The error for the caller, which shows the position of each lane."""
         lines = [f"no lane has begun an instruction for {self.timeout_s:g} s, and the model cannot be used any more: start a "
                  "new process and load the last checkpoint (stall_timeout of stream() is how long to wait)"]
         begun = dict(self.begun)
@@ -391,7 +387,7 @@ class Watchdog:
 
 
 def _stands(lane: Lane, run: Run, node: fx.Node) -> list[str]:
-    """The line of a lane, and, if it waits for an event, the line of the event."""
+    """The line of a lane. If the lane waits for an event, also the line of the event."""
     lines = [f"{lane:<8} stands at  {print_node(node)}  of {run.section}"]
     if op_of(node).name == "wait":
         (event,) = operands(node, "event")
@@ -408,8 +404,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, frozen=True)
 class Executed:
-    """An instruction that ran. `run` counts sections in the order of submission. `begun` and `ended` are time stamps.
-    For a `wait` both are its end, and `waits_for` is the event that it waited for."""
+    """An instruction that ran. `run` counts sections in the order of submission. `begun` and `ended` are time stamps. For a
+    `wait` both are its end, and `waits_for` is the event."""
 
     run: int
     section: str
@@ -427,7 +423,7 @@ class Recorder:
         self.recorded: dict[Event, Executed] = {}  # the last instruction that an event covers
 
     def begin(self, lane: Lane, node: fx.Node) -> Any:
-        """Called before an instruction is issued. The stamp of its start, for `end`."""
+        """Called before an instruction is issued. Returns the stamp of its start, for `end`."""
         return None if op_of(node).name in ("record", "wait") else self.timestamps.stamp(lane)
 
     def end(self, run: Run, lane: Lane, node: fx.Node, begun: Any) -> None:

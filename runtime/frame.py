@@ -1,4 +1,4 @@
-"""What ops work on: one run of a section, and the host memory that this rank copies and updates."""
+"""The state that ops read and write: one run of a section, and the host memory that this rank copies and updates."""
 from __future__ import annotations
 
 import threading
@@ -53,7 +53,7 @@ class Frame:
 
 
 def own_bytes(tile: Share, memory: Tensor) -> Tensor:
-    """The bytes of a slot of a whole tile that this rank copies and updates."""
+    """The bytes of a whole tile's slot that this rank copies and updates."""
     size = tile.layout.dtype.itemsize
     return memory[tile.held.start * size:tile.held.stop * size]
 
@@ -78,7 +78,7 @@ def sums_of(tile: Share) -> Tensor:
 
 # -------------------- A section on its way through the lanes, and the events that order lanes and sections
 class Event:
-    """Fires when its lane has issued everything that it covers; `device` is then the device's own event."""
+    """Fires when its lane has issued everything that it covers. `device`: the device's own event."""
 
     def __init__(self) -> None:
         self.issued = threading.Event()
@@ -95,20 +95,20 @@ E = TypeVar("E")
 @dataclass
 class CarriedEvents(Generic[E]):
     """For each place and lane: the kind of the last access, and an event that covers it. Kept across sections. The executor and
-    the simulator each use an event type of their own."""
+    the simulator use different event types."""
 
     table: dict[str, dict[Lane, tuple[Access, E]]] = field(default_factory=dict)
 
     def enter(self, place: str, access: Access, lane: Lane) -> E | None:
-        """The event of the lane's last access, if that access could conflict; None if there was none."""
+        """The event of the lane's last access if that access could conflict; None if there was none."""
         past = self.table.get(place, {}).get(lane)
         if past is None or (access == Access.WRITE and past[0] != Access.WRITE):
             return None
         return past[1]
 
     def leave(self, left: Iterable[tuple[str, Access, Lane, E]]) -> None:
-        """Takes over a section's events. A write was ordered after all earlier accesses to its place, so it replaces them; a
-        read is added."""
+        """Stores a section's events. A write was ordered after all earlier accesses to its place, so it replaces them. A read
+        is added."""
         left = list(left)
         for place in {place for place, access, _, _ in left if access == Access.WRITE}:
             self.table[place] = {}

@@ -1,4 +1,4 @@
-"""Which ranks of a job share a host's memory, and which ranks of other hosts have the same shard.
+"""The ranks of a job that share a host's memory, and the ranks of other hosts that have the same shard.
 
                  local 0   local 1
     host node0   rank 0    rank 1       the ranks of a host share one copy of the model, each with a shard of it
@@ -46,8 +46,8 @@ def rows_of(mesh: Any) -> Rows:
 
 @dataclass(frozen=True)
 class Hosts:
-    """`rows`: the ranks of each host, in order; rank 0 is the first of the first. `names`: those of the hosts. `rank`: this
-    process. `beside`: how many of the hosts are on one machine, at most."""
+    """`rows`: the ranks of each host, in order; rank 0 is the first rank of the first host. `names`: of the hosts. `rank`: this
+    process. `beside`: the largest number of hosts on one machine."""
 
     rows: Rows
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Hosts:
 
     @property
     def local(self) -> int:
-        """The number of this process among the ranks of its host, which is that of its shard."""
+        """The number of this process among the ranks of its host, which is also the number of its shard."""
         return self.here.index(self.rank)
 
     @property
@@ -80,29 +80,29 @@ class Hosts:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """The ranks with this process's shard, one of each host."""
+        """The ranks with this process's shard, one on each host."""
         return tuple(row[self.local] for row in self.rows)
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each host, which speaks for it."""
+        """The first rank of each host, which communicates for it."""
         return tuple(row[0] for row in self.rows)
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the first of its host."""
+        """True if this process is the first rank of its host."""
         return self.local == 0
 
     def host_of(self, rank: int) -> int:
         return next(number for number, row in enumerate(self.rows) if rank in row)
 
     def where(self, rank: int) -> str:
-        """The host of a rank for a message; "" if there is one host."""
+        """The host of a rank, for a message; "" if there is one host."""
         return f" on host {self.names[self.host_of(rank)]}" if self.count > 1 else ""
 
 
 def arranged(identities: Sequence[Identity], rank: int, meshes: Sequence[Rows | None]) -> Hosts:
-    """The hosts of a job. `identities` and `meshes`: those of all ranks, in order; a mesh of None leaves it to the identities.
+    """The hosts of a job. `identities` and `meshes`: of all ranks, in rank order. If a mesh is None, the identities decide.
     Raises `UnsupportedError` for hosts that cannot train together."""
     given = meshes[0]
     if any(mesh != given for mesh in meshes):

@@ -1,4 +1,4 @@
-"""What the runtime knows about a template: a callable, the source of each input, the destination of each gradient."""
+"""A template as the runtime sees it: a callable, the source of each input, the destination of each gradient."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,8 @@ from megacompile.runtime.memory.arena import Accumulators, Weights
 
 @dataclass(frozen=True)
 class Activation:
-    """The result of a compute op: outputs (a backward's are the gradients of its carried inputs), residuals, a loss. Residuals
-    end before outputs where they are cleared."""
+    """The result of a compute op: outputs (in a backward, the gradients of its carried inputs), residuals, a loss. Residuals
+    may be cleared before outputs."""
 
     outputs: tuple[Tensor, ...]
     residuals: list[Any] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Kernel:
 
 @dataclass
 class Batch:
-    """The batch on the device, by micro-batch, and everything else that a section needs from its caller."""
+    """The batch on the device, by micro-batch, and everything else that a section gets from its caller."""
 
     micro_batches: Sequence[Mapping[str, Tensor]]
     constants: Mapping[str, Tensor]
@@ -78,14 +78,14 @@ class Batch:
     computed_tokens: int = 0
 
     def release(self) -> None:
-        """Holds no tensors from now on."""
+        """Drops all tensors."""
         self.micro_batches = self.totals = self.output_gradients = ()
         self.constants, self.results = {}, {}
         self.loss_denominator = self.shares = self.random = self.scale = None
 
 
 def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], inputs: tuple[Activation, ...]) -> list[Any]:
-    """The positional arguments of a kernel. An input whose batch argument is absent (labels, for example) is None."""
+    """The positional arguments of a kernel. An input is None if its batch argument is absent (labels, for example)."""
     values: list[Any] = []
     for source in kernel.inputs:
         match source.kind:
@@ -117,7 +117,7 @@ def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], in
 
 
 def accumulate(kernel: Kernel, results: tuple[Any, ...], accumulators: tuple[Accumulators, ...]) -> None:
-    """Adds a backward's parameter gradients to the FP32 accumulators, matrices inside their GEMM."""
+    """Adds a backward's parameter gradients to the FP32 accumulators. Matrices are added inside their GEMM."""
     for gradient in kernel.parameter_gradients:
         into = accumulators[gradient.tile].views[gradient.position]
         match [results[i] for i in gradient.results]:

@@ -33,8 +33,8 @@ MOST_BYTES = LETTER_BYTES - _HEAD.size
 
 
 class Mailbox:
-    """`memory`: uint8 [ranks * 2 * letter_bytes], zeros, shared. `rank`: this process; None: one that only reads. State: how
-    many rounds this process has begun."""
+    """`memory`: uint8 [ranks * 2 * letter_bytes], zeros, shared. `rank`: this process; None: a process that only reads. State:
+    how many rounds this process has begun."""
 
     def __init__(self, memory: Tensor, rank: int | None, letter_bytes: int = LETTER_BYTES) -> None:
         self.rank, self.letter_bytes, self._round = rank, letter_bytes, 0
@@ -51,7 +51,7 @@ class Mailbox:
         self._round += 1
 
     def put(self, value: bytes) -> None:
-        """Begins a round with this rank's value. Only the size of a value that is too long is told."""
+        """Begins a round with this rank's value. If the value is too long, puts only its size."""
         assert self.rank is not None, "a reader puts nothing"
         self.begin()
         told = value if len(value) <= self.most_bytes else b""
@@ -70,7 +70,7 @@ class Mailbox:
         return (size, told) if checksum == self._checksum(size, told) else None
 
     def all(self) -> list[tuple[int, bytes]] | None:
-        """What `get` returns for each rank; None if one of them has not begun this round."""
+        """The result of `get` for each rank; None if one of them has not begun this round."""
         found = []
         for rank in range(self._ranks):
             if (letter := self.get(rank)) is None:
@@ -91,9 +91,9 @@ class Mailbox:
 # connection that does not begin with the token is closed.
 _TOKEN_BYTES = 32
 _NUMBER = struct.Struct("<q")
-#: What the listener answers to the right token.
+#: The listener's answer to the right token.
 _WELCOME = b"megacompile"
-#: How long connecting may take, and the answer to a token, in seconds.
+#: Seconds that connecting may take, and the answer to a token.
 _CONNECT_S, _ANSWER_S = 60.0, 10.0
 
 #: Port and token of a listener, the token in hexadecimal.
@@ -115,7 +115,7 @@ class Listener:
         self.door: Door = self._socket.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
 
     def accepted(self, count: int) -> dict[int, socket.socket]:
-        """The connections of `count` processes, by the number that each gives. Ends listening. Raises `RankError` if one does
+        """The connections of `count` processes, by the number that each sends. Ends listening. Raises `RankError` if one does
         not come in time."""
         found: dict[int, socket.socket] = {}
         limit = time.monotonic() + _CONNECT_S
@@ -134,7 +134,7 @@ class Listener:
         return found
 
     def _number_of(self, connection: socket.socket) -> int | None:
-        """The number that a process gives after the token; None for another token."""
+        """The number that a process sends after the token; None for another token."""
         with contextlib.suppress(OSError):
             connection.settimeout(_ANSWER_S)
             given = _received(connection, _TOKEN_BYTES + _NUMBER.size)
@@ -165,7 +165,7 @@ def connected(addresses: Sequence[str], door: Door, number: int) -> socket.socke
 
 
 def _received(connection: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises `OSError` if the connection ends before."""
+    """Receives exactly `count` bytes. Raises `OSError` if the connection ends earlier."""
     found = b""
     while len(found) < count:
         if not (part := connection.recv(count - len(found))):
@@ -180,7 +180,7 @@ def _make_ready(connection: socket.socket) -> None:
 
 
 # --------------------
-# How callers exchange short values: through shared memory on a host, and by the first rank of each host between hosts.
+# Callers exchange short values through shared memory on a host, and by the first rank of each host between hosts.
 #
 # A value goes through a mailbox of its host. The first rank of each host sends its host's values to the others and leaves the
 # values of all hosts in a second mailbox. No rank but the first of a host waits for a network.
@@ -199,13 +199,13 @@ def _answer_bytes(hosts: Hosts) -> int:
 
 
 def pieces(hosts: Hosts) -> dict[str, int]:
-    """Bytes of the shared memory that `Letters` need, by piece."""
+    """The sizes in bytes of the pieces of shared memory that `Letters` needs."""
     return {"mailbox": RANK_BYTES * hosts.ranks} | ({"answers": 2 * _answer_bytes(hosts)} if hosts.count > 1 else {})
 
 
 class Letters:
-    """`memory`: with the `pieces`. `leaders`: a group of the first ranks of all hosts, in this process if it is one of them.
-    `wait(poll)` returns what `poll` returns once that is not None; `finish(work)` waits for a collective. Both raise
+    """`memory`: has the `pieces`. `leaders`: a group of the first ranks of all hosts, if this process is one of them.
+    `wait(poll)` returns the result of `poll` once that is not None. `finish(work)` waits for a collective. Both raise
     `RankError`."""
 
     def __init__(self, hosts: Hosts, memory: SharedMemory, leaders: dist.ProcessGroup | None,
@@ -216,7 +216,7 @@ class Letters:
             self._answers = Mailbox(memory.piece("answers"), 0 if hosts.leads else None, _answer_bytes(hosts))
 
     def exchanged(self, value: bytes) -> list[bytes] | None:
-        """The values of all ranks, in their order; None if one of them is too long. Raises `RankError`."""
+        """The values of all ranks, in rank order; None if one of them is too long. Raises `RankError`."""
         self._box.put(value)
         letters = self._wait(self._box.all)
         if self._hosts.count > 1:
@@ -226,7 +226,7 @@ class Letters:
         return [told for _, told in letters]
 
     def _of_all_hosts(self, letters: list[Letter]) -> list[Letter]:
-        """The letters of all ranks in their order, from those of this host."""
+        """The letters of all ranks in rank order, given those of this host."""
         if self._hosts.leads:
             own = torch.frombuffer(bytearray(_packed(letters)), dtype=torch.uint8)
             received = torch.empty(self._hosts.count * own.numel(), dtype=torch.uint8)

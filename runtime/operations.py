@@ -42,7 +42,7 @@ from megacompile.runtime.update import Update
 def visit(backend: Backend, rule: Rule, memory: Tensor, tile: Share, segments: Sequence[Segment],
           gradient_scale: float) -> None:
     """Updates a tile with the same bits as `host_update.update`. `memory`: uint8, on the device. `segments`: of the host tile.
-    Returns once the last copy is issued to h2d; the host has the tile's new weights and state when that lane has finished the
+    Returns once the last copy is issued to h2d. The host has the tile's new weights and state when that lane has finished the
     copy."""
     weights, split = tile.home.layout.flat(tile.home.weights), tile.home.remainder is not None
     for start, (segment, moments) in _at_home(tile, segments):
@@ -53,7 +53,7 @@ def visit(backend: Backend, rule: Rule, memory: Tensor, tile: Share, segments: S
 
 def visit_matrices(backend: Backend, rule: MatrixRule, memory: Tensor, tile: Share, segments: Sequence[Segment],
                    gradient_scale: float) -> None:
-    """As `visit`, for segments that are whole matrices. `memory` holds the largest matrix (`TileLayout.visit_bytes`)."""
+    """Like `visit`, for segments that are whole matrices. `memory` holds the largest matrix (`TileLayout.visit_bytes`)."""
     split = tile.home.remainder is not None
     for start, (segment, _) in _at_home(tile, segments):
         for part, *shape in matrices_of(rule, segment):
@@ -72,8 +72,8 @@ def _at_home(tile: Share, segments: Sequence[Segment]) -> list[tuple[int, Pair]]
 @contextmanager
 def _away(backend: Backend, memory: Tensor, tile: Share, part: Segment,
           start: int) -> Iterator[tuple[list[Tensor], Moments, Tensor]]:
-    """A chunk on the device: gradients, weights, the remainder if there is one, moments and scales; its moments at home; and
-    the rest of the memory. The chunk is copied there at the beginning, and all but the gradients are copied back at the end."""
+    """A context with a chunk on the device: gradients, weights, the remainder if there is one, moments and scales; its moments
+    at home; and the rest of the memory. Copies the chunk to the device on entry, and all but the gradients back on exit."""
     home, layout = tile.home, tile.home.layout
     assert home.gradients is not None, f"{layout.name} has no gradients"
     elements = slice(start + part.start, start + part.stop)
@@ -156,7 +156,7 @@ def _clip(frame: Frame, node: fx.Node) -> float:
 
 
 def _norms(frame: Frame, update: Update, name: str, memory: Tensor | None = None) -> dict[str, float]:
-    """Norms of the gradients that count, by parameter: those of the host tile, or those in `memory`, a slab."""
+    """Norms of the gradients that count, by parameter: from the host tile, or from `memory`, a slab."""
     tile = frame.store[name]
     norms = (norms_of(tile) if memory is None else tile.layout.norms(memory)).tolist()
     return {tile.layout.slices[position].name: norms[position] for position in update.counted.get(name, ())}
@@ -184,8 +184,8 @@ def _update(frame: Frame, node: fx.Node) -> None:
 
 
 def _update_weights(frame: Frame, node: fx.Node) -> None:
-    """With a rule whose moments cannot be updated later, this is the whole update, and nothing is left for `update_moments`:
-    not even to write moments, whose slab is needed for others."""
+    """Updates a tile's weights. If the rule's moments cannot be updated later, does the whole update, and writes moments on
+    disk at once, since other tiles need their slab. Then `update_moments` has nothing to do."""
     tile, update = frame.store[argument(node, "tile")], _updating(frame)
     if argument(node, "tile") not in update.halfway:
         _update_on_host(frame, node, tile, moments=_in_slab(frame, node, tile),
@@ -204,8 +204,8 @@ def _update_from_sum(frame: Frame, node: fx.Node) -> None:
 
 
 def _read_state(frame: Frame, node: fx.Node) -> Tensor:
-    """Skips the read when a failed step is completed and the tile needs none: the slab may still hold moments that could not be
-    written, of this tile or of another."""
+    """Reads moments from the disk. Skips the read if the tile needs none when a failed step is completed: the slab may still
+    hold moments that could not be written, of this tile or of another."""
     tile, update = frame.store[argument(node, "tile")], _updating(frame)
     slab = frame.memory(argument(node, "into"))[:tile.home.layout.disk_bytes]
     done = tile.layout.name in update.halfway and any(op_of(user).name == "update_weights" for user in node.users)
@@ -240,7 +240,7 @@ def _file_of(tile: Share) -> MomentFile:
 def _update_on_host(frame: Frame, node: fx.Node, tile: Share, gradients: Gradients | Tensor | None = None,
                     part: Part = Part.WHOLE, moments: Sequence[Tensor] | None = None) -> None:
     """Updates a tile on the host. `gradients`: a slab; or [elements] of the host tile, such as its sums; None: the host tile's
-    gradients. `moments`: this share's, in a slab, from which they are still to be written; None: the host tile's."""
+    gradients. `moments`: of this share, in a slab, still to be written from there; None: the host tile's."""
     update, home, name = _updating(frame), tile.home, tile.layout.name
     slab = gradients if isinstance(gradients, Gradients) else None
     if update.on_arrival and gradients is not home.sums and name in update.segments:
@@ -328,8 +328,8 @@ def _store_state(frame: Frame, node: fx.Node) -> None:
 
 
 def _state(tile: Share, state: State, moments: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Parts of a tile's state in its slot, and the same parts in host memory: None where the host has none. `moments`: those
-    of the host tile."""
+    """Parts of a tile's state in its slot, and the same parts in host memory (None if the host has none). `moments`: of the
+    host tile."""
     home = tile.home
     if state.remainder is not None:
         for here, there in tile.runs:
@@ -533,8 +533,8 @@ def _fetch_gradients(frame: Frame, node: fx.Node) -> Gradients:
 
 
 def _result(frame: Frame, node: fx.Node) -> None:
-    """Adds values to the caller's results under a key. A loss is added without its gradients, and with an event: the caller
-    need not wait for the backward."""
+    """Adds values to the caller's results under a key. A loss is added without its gradients, and with an event, so that the
+    caller need not wait for the backward."""
     found = frame.batch.results.setdefault(argument(node, "key"), [])
     found += [value if value.loss is None else Activation((), loss=value.loss) for value in frame.read(node, "values")]
     if argument(node, "key") == "loss":
@@ -559,7 +559,7 @@ def _stash(frame: Frame, node: fx.Node) -> HostCheckpoint:
 
 
 def _stashed(frame: Frame, node: fx.Node) -> HostCheckpoint:
-    """The buffer of a checkpoint. It may not be filled yet; the copy to the device waits for that."""
+    """The buffer of a checkpoint. It may not be filled yet. The copy to the device waits for that."""
     return frame.host[argument(node, "into")]
 
 
@@ -573,7 +573,7 @@ def _fetch(frame: Frame, node: fx.Node) -> Activation:
 
 
 def _release(frame: Frame, node: fx.Node) -> None:
-    """Drops the value: its own memory goes back to the allocator."""
+    """Drops the value. Its memory returns to the allocator."""
     frame.values.pop(operands(node, "value")[0], None)
 
 

@@ -30,7 +30,7 @@ from megacompile.runtime.hosts import Hosts
 ROW_BYTES, TOLD_BYTES = 4096, 256
 _TEXT, _NUMBER = 40, 8
 _FINISHED, _FAILED, _LENGTH, _REACHED, _GONE = range(5)
-#: What has become of a process that cannot go on.
+#: States of a process that cannot go on.
 ENDED, STOPPED, SILENT = 1, 2, 3
 _WORDS = {ENDED: "has ended", STOPPED: "was stopped by a signal",
           SILENT: "has stopped answering (it, its machine or the network is down)"}
@@ -66,7 +66,7 @@ class StatusBoard:
                                     "began: its output says why") from None
 
     def trouble(self, failures: bool = True) -> str:
-        """What has happened to another rank, or "". Without `failures`: only if its process cannot go on."""
+        """The trouble of another rank as text, or "". Without `failures`: only if its process cannot go on."""
         own = self._numbers[self.rank][_FAILED]
         others = [other for other in range(len(self.processes)) if other != self.rank]
         gone = next(((other, gone) for other in others if (gone := self._gone(other))), None)
@@ -81,7 +81,7 @@ class StatusBoard:
         return ""
 
     def _gone(self, rank: int) -> int:
-        """What has become of another rank's process that cannot go on; 0: nothing that is known."""
+        """The state of another rank's process if it cannot go on; 0 if nothing is known."""
         descriptor = self._descriptors.get(rank)
         if descriptor is None:
             return self._numbers[rank][_GONE]
@@ -108,7 +108,7 @@ class StatusBoard:
         numbers[_FAILED] += 1
 
     def reached(self) -> None:
-        """This rank has reached one more agreement."""
+        """Records that this rank has reached one more agreement."""
         self._numbers[self.rank][_REACHED] += 1
 
     def late_ranks(self) -> str:
@@ -118,23 +118,23 @@ class StatusBoard:
         return f" for rank {', '.join(late)}" if late else ""
 
     def finished(self, updates: int) -> None:
-        """This rank's lanes have finished so many updates."""
+        """Records how many updates this rank's lanes have finished."""
         self._numbers[self.rank][_FINISHED] = updates
 
     def all_finished(self, updates: int) -> bool:
-        """Whether every rank of this host has finished so many updates."""
+        """True if every rank of this host has finished at least this many updates."""
         return all(self._numbers[rank][_FINISHED] >= updates for rank in self._here)
 
     # ---------------------------------------------------------------- between hosts
     def told(self) -> bytes:
-        """What hosts tell each other: the first `TOLD_BYTES` of each row. The rows of this host say what has become of their
+        """The message between hosts: the first `TOLD_BYTES` of each row. The rows of this host include the state of their
         processes."""
         for other in self._descriptors:
             self.mark(other, self._gone(other))
         return b"".join(row[:TOLD_BYTES] for row in self._rows)
 
     def take(self, told: bytes, ranks: Sequence[int]) -> bool:
-        """Copies the rows of some ranks of another host from what that host has told. Whether there is new trouble."""
+        """Copies the rows of some ranks of another host from that host's message. Returns whether there is new trouble."""
         trouble = False
         for rank in ranks:
             row, here = told[rank * TOLD_BYTES:(rank + 1) * TOLD_BYTES], self._numbers[rank]
@@ -146,12 +146,12 @@ class StatusBoard:
         return trouble
 
     def mark(self, rank: int, gone: int) -> None:
-        """Notes what has become of a process, unless something is known already."""
+        """Records the state of a process, unless one is already recorded."""
         if gone and not self._numbers[rank][_GONE]:
             self._numbers[rank][_GONE] = gone
 
     def any_gone(self) -> bool:
-        """Whether any rank is noted as one that cannot go on."""
+        """True if any rank is recorded as unable to go on."""
         return any(numbers[_GONE] for numbers in self._numbers)
 
     def close(self) -> None:
@@ -169,10 +169,10 @@ class StatusBoard:
 # The first rank of the first host hears of all hosts and tells them of each other. What a host has told is copied to the board
 # of this one (`StatusBoard`), where every wait looks. A process that ends closes its connection. One that is stopped, or whose
 # machine or network is down, is silent: after `SILENCE_S` it counts as gone.
-#: How often hosts tell each other that they are there, and for how long one may be silent, in seconds. Together with the time
-#: that a process takes to end, this is less than half a minute.
+#: Seconds between two messages of a host, and the longest silence of a host. Together with the time that a process takes to
+#: end, this is less than half a minute.
 PERIOD_S, SILENCE_S = 1.0, 20.0
-#: How long a rank waits until what it has to say was sent, in seconds.
+#: Seconds that a rank waits until its message was sent.
 _FLUSH_S = 2.0
 #: A message begins with one of these, in eight bytes.
 _OPEN, _CLOSED = (state.to_bytes(8, "little") for state in (0, 1))
@@ -180,8 +180,8 @@ _OPEN, _CLOSED = (state.to_bytes(8, "little") for state in (0, 1))
 
 @dataclass
 class _Peer:
-    """A rank that this process talks to. `outgoing`, `incoming`: parts of messages. `heard`: when it has said something.
-    `closed`: it has closed its model, and says nothing any more. `lost`: nothing can be heard from it."""
+    """A rank that this process talks to. `outgoing`, `incoming`: parts of messages. `heard`: the time of its last message.
+    `closed`: it has closed its model, and sends nothing more. `lost`: the connection is lost."""
 
     rank: int
     connection: socket.socket
@@ -193,8 +193,8 @@ class _Peer:
 
 
 class HostWatch:
-    """`connections`: to each rank that this process talks to. State: the peers, how many rounds of messages were begun, and
-    whether it is asked to close, and closed."""
+    """Exchanges messages with other hosts. `connections`: to each rank that this process talks to. State: the peers, how many
+    rounds of messages were begun, and whether it was asked to close, and has closed."""
 
     def __init__(self, board: StatusBoard, hosts: Hosts, connections: Mapping[int, socket.socket]) -> None:
         self.board, self.hosts = board, hosts
@@ -212,7 +212,7 @@ class HostWatch:
         self._thread.start()
 
     def flush(self) -> None:
-        """Tells the other hosts what the board says now. Returns when that was sent, or after a while."""
+        """Sends the current board to the other hosts. Returns when that was sent, or after a while."""
         with self._changed:
             wanted, limit = self._rounds + 2, time.monotonic() + _FLUSH_S  # a round that has begun may have looked before
             while self._thread.is_alive() and time.monotonic() < limit and (
@@ -222,7 +222,7 @@ class HostWatch:
 
     def close(self) -> None:
         """Tells the other hosts that this model is closed. The board is not read any more. The thread and the connections stay
-        until the others have closed it too: if this process ends before, they must see it."""
+        until the others have closed the model too. If this process ends earlier, they must notice."""
         with self._changed:
             self._closing = True
             self._ask.send(b"!")
@@ -253,7 +253,8 @@ class HostWatch:
             peer.connection.close()
 
     def _tell(self) -> None:
-        """Begins a round: sends the board to every peer that has taken the message before. Nothing once this is closed."""
+        """Begins a round: sends the board to every peer that has taken the previous message. Does nothing once this is
+        closed."""
         if self._closed:
             return
         closing = self._closing
@@ -267,7 +268,7 @@ class HostWatch:
             self._changed.notify_all()
 
     def _put(self, peer: _Peer) -> None:
-        """Sends as much as the connection takes."""
+        """Sends as much as the connection accepts."""
         try:
             while peer.outgoing:
                 peer.outgoing = peer.outgoing[peer.connection.send(peer.outgoing):]
@@ -279,7 +280,7 @@ class HostWatch:
         self._selector.modify(peer.connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outgoing else 0), peer)
 
     def _take(self, peer: _Peer) -> bool:
-        """Reads what a peer has told. Whether there is new trouble."""
+        """Reads a peer's messages. Returns whether there is new trouble."""
         try:
             data = peer.connection.recv(1 << 20)
         except BlockingIOError:
@@ -300,13 +301,13 @@ class HostWatch:
         return trouble
 
     def _told_of_by(self, peer: int) -> list[int]:
-        """The ranks that a peer tells of: those of its host, or of all other hosts if it is the first rank of all."""
+        """The ranks that a peer reports on: those of its host, or of all other hosts if it is the first rank of all."""
         rows = self.hosts.rows
         told_of = rows if peer == rows[0][0] else [rows[self.hosts.host_of(peer)]]
         return [rank for row in told_of if self.hosts.rank not in row for rank in row]
 
     def _lose(self, peer: _Peer, gone: int) -> None:
-        """Nothing can be heard from a peer any more. It may have ended because another rank had, of which it has told."""
+        """Marks the connection to a peer as lost. The peer may have ended because of another rank, which it has reported."""
         peer.lost = True
         self._selector.unregister(peer.connection)
         if not self.board.any_gone():
@@ -322,21 +323,21 @@ class HostWatch:
 # - Another rank's process has ended or was stopped. A rank that has failed and still runs may have a checkpoint to complete.
 # - The caller's thread stands at the same place: it is inside one call, or in a loop around one.
 # - The device has an exchange to finish. It has none in a rank that evaluates or saves alone after the others have finished.
-#: How often the thread looks, in seconds, and at how many looks in a row a caller may stand still. Less than half a minute
-#: passes from the other rank's end to the end of this process. Looks are counted and not seconds, because a job that was
-#: stopped and goes on must not have waited.
+#: Seconds between two looks of the thread, and the number of consecutive looks at which a caller may stand still. Less than
+#: half a minute passes from the other rank's end to the end of this process. Looks are counted instead of seconds, so that the
+#: time in which a job is stopped does not count.
 DEVICE_PERIOD_S, LOOKS = 1.0, 8
 #: The looks for a caller that an error has told: it may upload logs, or read a loss that never comes.
 LOOKS_IF_TOLD = 300
-#: How long the device may take to say whether it has exchanges to finish, in seconds.
+#: Seconds that the device may take to answer whether it has exchanges to finish.
 _ANSWER_S = 5.0
 
 
 class DeviceWatch:
-    """`trouble()`: what has become of another rank's process, or "". `busy()`: whether the device has exchanges to finish.
-    `caller()`: the identifier of the thread that calls the model. `told()`: whether an error has told that thread that the
-    ranks cannot go on. `end`: what to do with the cause. State: where the caller stood at the last look, and for how many looks
-    it has stood there."""
+    """Ends this process if its caller waits inside CUDA for a rank that has ended. `trouble()`: what has happened to another
+    rank's process, or "". `busy()`: whether the device has exchanges to finish. `caller()`: the identifier of the thread that
+    calls the model. `told()`: whether an error has told that thread that the ranks cannot go on. `end`: what to do with the
+    cause. State: the caller's position at the last look, and for how many looks it has not moved."""
 
     def __init__(self, trouble: Callable[[], str], busy: Callable[[], bool], caller: Callable[[], int],
                  told: Callable[[], bool], end: Callable[[str, int], None] | None = None) -> None:
@@ -351,13 +352,13 @@ class DeviceWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. It calls nothing afterwards. The thread itself may close it, if it collects a forgotten model."""
+        """Ends the thread. Afterwards it calls nothing. The thread itself may close it, if it collects a forgotten model."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def look(self) -> str:
-        """What has become of another rank, if the caller has waited for it long enough, or ""."""
+        """What has happened to another rank, if the caller has waited for it long enough; else ""."""
         cause, stands = self._trouble(), self._stands()
         self._looks = self._looks + 1 if cause and stands == self._stood else 0
         self._stood = stands
@@ -365,7 +366,7 @@ class DeviceWatch:
         return cause if enough and self._is_busy() else ""
 
     def _stands(self) -> list[tuple[CodeType, int]]:
-        """Where the caller stands: the code and the instruction of each of its frames."""
+        """The caller's position: the code and the instruction of each of its frames."""
         frame = sys._current_frames().get(self._caller())
         return [] if frame is None else [(each.f_code, each.f_lasti) for each, _ in traceback.walk_stack(frame)]
 
@@ -384,7 +385,7 @@ class DeviceWatch:
 
 
 def end_process(cause: str, caller: int) -> None:
-    """Prints the place of the caller's thread and the cause, and ends this process with code 1."""
+    """Prints the position of the caller's thread and the cause, and ends this process with code 1."""
     try:
         frame = sys._current_frames().get(caller)
         place = "" if frame is None else "".join(traceback.format_stack(frame))
@@ -404,7 +405,7 @@ LIMIT_S = 15.0
 
 @functools.cache
 def limit_exit(seconds: float = LIMIT_S) -> None:
-    """From now on, this process ends so many seconds after its script has: by itself, or by SIGALRM."""
+    """Makes this process end at most this many seconds after its script: by itself, or by SIGALRM."""
     atexit.register(_limit, seconds)
 
 

@@ -37,15 +37,15 @@ T = TypeVar("T")
 #: For how long callers that wait for each other do not sleep, in seconds. Where updates occupy all cores, a sleep takes
 #: milliseconds.
 _AWAKE_S = 2e-3
-#: How long a wait sleeps between two looks, in seconds: at first, and at most.
+#: Seconds that a wait sleeps between two looks: at first, and at most.
 _FIRST_S, _LONGEST_S = 2e-5, 1e-3
 #: Bytes of host memory that are sent to other hosts at a time.
 _CHUNK_BYTES = 1 << 26
-#: How often a wait looks at the board, in seconds.
+#: Seconds between two looks of a wait at the board.
 _LOOK_S = 0.05
-#: How long data that a rank has sent may take to arrive, in seconds.
+#: Seconds that data from a rank may take to arrive.
 _ARRIVING_S = 0.2
-#: How long a process may take to end once it has closed its connections, in seconds.
+#: Seconds that a process may take to end once it has closed its connections.
 _ENDING_S = 5.0
 #: The limit of groups that wait for as long as the others work.
 _UNLIMITED = timedelta(seconds=10**6)
@@ -83,7 +83,7 @@ class Ranks:
         self._own_groups = self._groups  # writers of checkpoints add theirs, and end them
 
     def _group(self, groups: Iterable[Sequence[int]], backend: str, limit: timedelta) -> dist.ProcessGroup | None:
-        """The one of several groups of ranks that this rank is in; None if it is in none, or alone in one. All callers make all
+        """The group that this rank is in, of several groups; None if it is in none, or alone in one. All callers make all
         groups together."""
         own = None
         for ranks in groups:
@@ -95,7 +95,7 @@ class Ranks:
         return own
 
     def connect_host(self) -> None:
-        """Connects the processes: the board and the letters of this host, and what hosts tell each other. Raises
+        """Connects the processes: the board and the letters of this host, and the messages between hosts. Raises
         `RankError`."""
         hosts = self.hosts
         processes = self.agree("stream", os.getpid())
@@ -109,8 +109,8 @@ class Ranks:
             self._watch = HostWatch(board, hosts, linked)
 
     def _linked(self) -> dict[int, socket.socket]:
-        """This rank's connections to the first ranks of other hosts: of the first of all to the others, and of each of them to
-        that one. Raises `RankError`."""
+        """This rank's connections to the first ranks of other hosts. The first rank of all is connected to each of the others.
+        Raises `RankError`."""
         first, *others = self.hosts.leaders
         if not others:
             return {}
@@ -126,15 +126,15 @@ class Ranks:
         return found
 
     def updated(self) -> None:
-        """Called by the last op of an update: this rank's shards in host memory are those of the update."""
+        """Called by the last op of an update, when this rank's shards in host memory are updated."""
         self.finished += 1
         if self.board is not None:
             self.board.finished(self.finished)
 
     # ---------------------------------------------------------------- in the caller's thread
     def agree(self, doing: str, value: Any = None) -> list[Any]:
-        """Waits until all ranks call this, and returns their values in the order of the ranks: tensors, numbers, text, and
-        tuples, lists and dicts of them. Raises `RankError` if another rank does something else, has failed or has ended."""
+        """Waits until all ranks call this, and returns their values in rank order: tensors, numbers, text, and tuples, lists
+        and dicts of them. Raises `RankError` if another rank does something else, has failed or has ended."""
         self._caller = threading.get_ident()
         if self.board is not None:
             self.board.reached()
@@ -147,11 +147,11 @@ class Ranks:
         return [given for _, given in found]
 
     def agree_on(self, doing: str, what: str, value: Any) -> None:
-        """As `agree`. Raises `RankError` unless all ranks give the same value, which is `what` it is for a message."""
+        """Like `agree`. Raises `RankError` unless all ranks give the same value. `what` names it in messages."""
         self.require_equal(what, self.agree(doing, value))
 
     def require_equal(self, what: str, values: Sequence[Any]) -> None:
-        """Raises `RankError` unless all ranks have the same value, which is `what` it is for a message."""
+        """Raises `RankError` unless all ranks have the same value. `what` names it in messages."""
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise RankError(f"rank {rank} has another {what} than rank 0: start all ranks with the same model, options and "
@@ -159,7 +159,7 @@ class Ranks:
 
     def wait_for_updates(self) -> None:
         """Waits until every rank of this host has finished all updates that were submitted here. Then the tiles in host memory
-        are whole. Raises `RankError`."""
+        are complete. Raises `RankError`."""
         if (board := self.board) is not None:
             self._wait(lambda: board.all_finished(self.submitted))
 
@@ -190,8 +190,8 @@ class Ranks:
                                 "do, or raise stall_timeout, and start the job again from the last checkpoint")
 
     def new_group(self) -> dist.ProcessGroup:
-        """A group for a thread of every rank that exchanges values beside the callers. All callers make it together. The thread
-        may wait for as long as the others work."""
+        """A group for a thread of every rank that exchanges values concurrently with the callers. All callers make it together.
+        The thread may wait as long as the others work."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_UNLIMITED)
         self._groups += (group,)
         return group
@@ -203,7 +203,7 @@ class Ranks:
             end(group)
 
     def exchange(self, value: Any, group: dist.ProcessGroup, patient: bool = False) -> list[Any]:
-        """The values of all ranks, in their order. Raises `RankError` if another rank has ended or has failed, or after
+        """The values of all ranks, in rank order. Raises `RankError` if another rank has ended or has failed, or after
         `timeout_s`. `patient`: only if another rank has ended or was stopped."""
         data = torch.frombuffer(bytearray(_written(value)), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)
@@ -216,13 +216,13 @@ class Ranks:
         return [_read(part[:size].numpy()) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def _exchange_among_callers(self, value: Any) -> list[Any]:
-        """As `exchange`, by letters if no value is too long for them: on a host no other thread must wake up, which takes
-        milliseconds while updates occupy all cores."""
+        """Like `exchange`, by letters if no value is too long for them. On one host letters wake up no other thread, which
+        takes milliseconds while updates occupy all cores."""
         told = None if self._letters is None else self._letters.exchanged(_written(value))
         return self.exchange(value, self._callers) if told is None else [_read(each) for each in told]
 
     def _wait_for(self, poll: Callable[[], T | None]) -> T:
-        """What `poll` returns once that is not None. Raises `RankError`."""
+        """The result of `poll` once it is not None. Raises `RankError`."""
         found: list[T] = []
 
         def there() -> bool:
@@ -234,7 +234,7 @@ class Ranks:
         return found[0]
 
     def shared_memory(self, sizes: Mapping[str, int], doing: str = "stream") -> SharedMemory:
-        """Memory that all ranks of this host map, made by the first of them. Each rank must give the same sizes. `doing`: as in
+        """Memory that all ranks of this host map. The first rank makes it. Each rank must give the same sizes. `doing`: as in
         `agree`."""
         memory = SharedMemory(sizes) if self.hosts.leads else None
         address = self.agree(doing, None if memory is None else memory.address)[self.hosts.here[0]]
@@ -243,7 +243,7 @@ class Ranks:
         return memory
 
     def send_to_all_hosts(self, memory: Tensor) -> None:
-        """Replaces a tensor, uint8 [n] in host memory, by that of the rank with the same shard on the first host. Raises
+        """Replaces a tensor, uint8 [n] in host memory, by the tensor of the rank with the same shard on the first host. Raises
         `RankError`."""
         assert self._between_hosts is not None, "one host"
         for start in range(0, len(memory), _CHUNK_BYTES):
@@ -267,14 +267,14 @@ class Ranks:
                             "the last checkpoint") from error
 
     def _name_the_rank_that_ends(self, patient: bool) -> None:
-        """Raises `RankError` as soon as another rank has ended. A process closes its connections a while before."""
+        """Raises `RankError` as soon as another rank has ended. A process closes its connections some time before it ends."""
         limit = time.monotonic() + _ENDING_S
         while time.monotonic() < limit:
             self.check(failures=not patient)
             time.sleep(_LOOK_S)
 
     def check(self, failures: bool = True) -> None:
-        """Raises `RankError` if another rank has ended or was stopped, and with `failures` if it has failed."""
+        """Raises `RankError` if another rank has ended or was stopped. With `failures`, also if it has failed."""
         if cause := self._trouble(failures):
             self._told |= threading.get_ident() == self._caller
             self._tell_other_hosts()
@@ -283,31 +283,31 @@ class Ranks:
             raise RankError(cause)
 
     def _trouble(self, failures: bool = True) -> str:
-        """The message of `check`, or "" if it raises nothing."""
+        """The message of `check`, or "" if `check` raises nothing."""
         board = self.board  # `close` may remove it while another thread looks
         cause = "" if board is None else board.trouble(failures)
         return cause and f"{cause}: the other ranks cannot go on; start the job again from the last checkpoint"
 
     def watch_device(self, busy: Callable[[], bool]) -> None:
-        """From now on, this process ends if its caller waits inside CUDA for a rank that has ended. `busy`: whether the device
-        has exchanges to finish; it is called in a thread of its own."""
+        """Makes this process end if its caller waits inside CUDA for a rank that has ended. `busy`: whether the device has
+        exchanges to finish. It is called in a separate thread."""
         self._device_watch = DeviceWatch(lambda: self._trouble(failures=False), busy, lambda: self._caller, lambda: self._told)
         self._device_watch.start()
 
     def failed(self, error: BaseException) -> None:
-        """Tells the other ranks that this one has failed, unless it is because another rank has. The caller gets the error."""
+        """Tells the other ranks that this one has failed, unless another rank caused it. The caller gets the error."""
         self._told = True
         if self.board is not None and not isinstance(error, RankError):
             self.board.fail(error)
             self._tell_other_hosts()
 
     def _tell_other_hosts(self) -> None:
-        """Before this process may end: what the board says."""
+        """Sends the board to the other hosts, before this process may end."""
         if self._watch is not None:
             self._watch.flush()
 
     def close(self) -> None:
-        """Ends the process groups of lanes and callers. The lanes must be idle. Writers of checkpoints end their own."""
+        """Ends the process groups of lanes and callers. The lanes must be idle. Writers of checkpoints end their own groups."""
         if self._device_watch is not None:
             self._device_watch.close()
             self._device_watch = None
@@ -323,7 +323,7 @@ class Ranks:
 
 
 def _soon(done: Callable[[], bool]) -> bool:
-    """Whether `done` is true within `_ARRIVING_S`."""
+    """True if `done` becomes true within `_ARRIVING_S`."""
     limit = time.monotonic() + _ARRIVING_S
     while not done():
         if time.monotonic() > limit:
@@ -342,7 +342,7 @@ def connect(device: torch.device, timeout_s: float | None, peer_copies: bool | N
 
 
 def _written(value: Any) -> bytes:
-    """A value as bytes that `_read` reads, without pickles."""
+    """A value as bytes that `_read` reads. Does not use pickle."""
     written = io.BytesIO()
     torch.save(value, written)
     return written.getvalue()

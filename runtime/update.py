@@ -26,19 +26,16 @@ Norms = Mapping[str, Mapping[str, float]]
 
 @dataclass(eq=False)
 class Update:
-    """One optimizer step.
+    """One optimizer step. `rule`: updates elements. `segments`: for each tile, the runs of its host tile's elements to update,
+    with their hyper-parameters. `matrices`: for each tile, the positions of the parameters that `matrix_rule` updates instead.
+    `counted`: for each tile, the positions of the parameters whose gradients count in the norm.
 
-    `rule`: what updates elements. `segments`: for each tile, the runs of its host tile's elements to update, with their
-    hyper-parameters. `matrices`: for each tile, the positions of the parameters that `matrix_rule` updates instead. `counted`:
-    for each tile, the positions of the parameters whose gradients count in the norm. `done`: tiles that are updated; running a
-    failed step again updates the others. `halfway`: tiles whose weights are updated but not their moments. `unwritten`: tiles
-    that are updated, but whose moments are still in a slab, and not on disk. `begun`: the
-    parameters' step counts include this step. `on_arrival`: tiles are updated before the global norm is known. `kept`: tiles
-    that were not updated on arrival because their own gradients were not finite, with their norms; they are `done` too.
-    `batches`: the batches that the gradients are of. `judged`: set once the global norm is known.
-
-    `refused`: gradients were not finite, and nothing was updated. `report` is called, with the norms, in the lane that finds
-    gradients that are not finite; it may raise."""
+    `done`: updated tiles; running a failed step again updates the others. `halfway`: tiles whose weights are updated but not
+    their moments. `unwritten`: updated tiles whose moments are still in a slab, not on disk. `begun`: the parameters' step
+    counts include this step. `on_arrival`: tiles are updated before the global norm is known. `kept`: tiles that were not
+    updated on arrival because their own gradients were not finite, with their norms; they are `done` too. `batches`: the
+    batches of the gradients. `judged`: set once the global norm is known. `refused`: gradients were not finite, and nothing was
+    updated. `report` is called, with the norms, in the lane that finds gradients that are not finite. It may raise."""
 
     rule: Rule
     segments: Mapping[str, list[Segment]]
@@ -62,17 +59,17 @@ class Update:
 
     @property
     def step(self) -> int:
-        """The largest of its parameters' step counts."""
+        """The largest step count of the parameters."""
         return max((s.step for segments in self.segments.values() for s in segments), default=0)
 
     @property
     def open(self) -> bool:
-        """Whether it may still be refused: at its clip, or, on arrival, at its last tile."""
+        """True if the step may still be refused: at its clip, or, on arrival, at its last tile."""
         return self.begun and (self.done != self.segments.keys() if self.on_arrival else self.norm is None)
 
     @property
     def has_updated(self) -> bool:
-        """Whether the step has changed any tile."""
+        """True if the step has changed any tile."""
         return bool(self.done or self.halfway or self.unwritten)
 
     def pending(self, tile: str) -> Sequence[Segment]:
@@ -80,18 +77,18 @@ class Update:
         return () if self.refused or tile in self.done or tile in self.unwritten else self.segments.get(tile, ())
 
     def divided(self, tile: str, segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
-        """Segments of a tile: those that are updated element by element, and those that `matrix_rule` updates."""
+        """Two lists of a tile's segments: those updated element by element, and those that `matrix_rule` updates."""
         whole = self.matrices.get(tile, frozenset())
         return [s for s in segments if s.position not in whole], [s for s in segments if s.position in whole]
 
     def begin(self) -> None:
-        """Counts the step, unless it was counted before it failed."""
+        """Increases the step counts, unless that was done before the step failed."""
         with counting:
             if not self.begun:
                 self._count(1)
 
     def withdraw(self) -> None:
-        """After a failure: rolls the count back if no tile was updated."""
+        """Restores the step counts after a failure if no tile was updated."""
         with counting:
             if self.begun and not self.has_updated and not self.refused:
                 self._count(-1)
@@ -121,7 +118,8 @@ class Update:
             self.report(self, norms)
 
     def judge_tile(self, tile: str, norms: Mapping[str, float]) -> None:
-        """On arrival, before this tile is updated: leaves it unchanged if its gradients are not finite. Raises as `finish`."""
+        """Called on arrival before this tile is updated. Leaves it unchanged if its gradients are not finite. Raises as
+        `finish`."""
         with counting:
             self._renumber()
         if tile not in self.done and not all(map(math.isfinite, norms.values())):
@@ -129,7 +127,7 @@ class Update:
             self.finish(tile)
 
     def finish(self, tile: str) -> None:
-        """Marks a tile as done. At the last tile, rolls the step's count back if all tiles were kept on arrival, and reports if
+        """Marks a tile as done. At the last tile, restores the step counts if all tiles were kept on arrival, and reports if
         any were. Raises what `report` raises."""
         with counting:  # several lanes finish tiles
             self.done.add(tile)

@@ -108,7 +108,7 @@ def check_file(path: Path, expected: Written) -> None:
 
 
 def stored_entries(path: Path, entries: Sequence[Entry]) -> Mapping[str, StoredTensor]:
-    """Where the tensors of a file are, by key. Reads only the header. Raises `CheckpointError` if they differ from
+    """The locations of a file's tensors, by key. Reads only the header. Raises `CheckpointError` if they differ from
     `entries`."""
     stored = stored_tensors([path])
     found = {key: (each.dtype, each.shape) for key, each in stored.items()}

@@ -47,10 +47,10 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
 def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) -> Any:
     optimizer, scheduler = subject.optimizer, subject.scheduler
     streamed = subject.streamed
-    job = streamed.together.ranks
+    job = streamed.rank_group.ranks
     rank = 0 if job is None else job.rank
     share_of = (0, 1) if job is None else (job.hosts.local, job.hosts.ranks)  # each host reads the files
-    with streamed.together.all_or_none("load_checkpoint", CheckpointError):
+    with streamed.rank_group.all_or_none("load_checkpoint", CheckpointError):
         folder = _find(directory)
         saved = Manifest.read(folder)
         path = folder / manifest.NAME
@@ -66,7 +66,7 @@ def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) ->
     if job is not None:  # with checksums, so that all hosts load the same values
         job.agree_on("load_checkpoint", "checkpoint", {name: astuple(written) for name, written in saved.files.items()})
     if scheduler is not None:
-        with streamed.together.all_or_none("load_checkpoint", CheckpointError):
+        with streamed.rank_group.all_or_none("load_checkpoint", CheckpointError):
             schedulers.load(decoded.scheduler, scheduler)  # may fail; nothing below does
     tiles = share({name: state_bytes(tile) for name, tile in streamed.store.tiles.items()}, *share_of)
     with streamed.call_lock, loading(streamed, "load_checkpoint", tiles, parts=(), torn=("weights", "state")):
@@ -76,8 +76,8 @@ def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) ->
 
 
 def read_extra(directory: str | Path) -> Any:
-    """The `extra` of the checkpoint that `load_checkpoint` would load. Raises `CheckpointError` as `load_checkpoint` does for a
-    bad manifest."""
+    """The `extra` of the checkpoint that `load_checkpoint` would load. Raises `CheckpointError` for a bad manifest, as
+    `load_checkpoint` does."""
     folder = _find(Path(directory))
     saved = Manifest.read(folder)
     try:
@@ -183,8 +183,8 @@ _SCHEDULED = schema.record({"initial_lr": _number}, others=schema.anything)
 
 
 class StoredTensors:
-    """All tensors of a checkpoint by key. Each is read when it is asked for. Raises `CheckpointError` if a file has other
-    tensors than its manifest says, or cannot be opened."""
+    """All tensors of a checkpoint by key, read on demand. Raises `CheckpointError` if a file has other tensors than its
+    manifest says, or cannot be opened."""
 
     def __init__(self, saved: Manifest, folder: Path, reader: WeightReader) -> None:
         inside: dict[str, list[Any]] = {name: [] for name in saved.files}
@@ -205,7 +205,8 @@ class StoredTensors:
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
 
     def read(self, key: str) -> Tensor:
-        """Raises `CheckpointError` if the drive fails, or if the file was changed since it was checked."""
+        """The tensor of this key. Raises `CheckpointError` if the drive fails, or if the file was changed since it was
+        checked."""
         stored = self._stored[key]
         values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         self._reader.read(stored, 0, values.flatten())
@@ -213,7 +214,7 @@ class StoredTensors:
 
 
 class _State(Mapping[str, Any]):
-    """A parameter's state, as `check_saved` takes it, whose tensors have values once they are asked for."""
+    """A parameter's state, in the form for `check_saved`, whose tensors are read on demand."""
 
     def __init__(self, name: str, state: Mapping[str, Any], tensors: StoredTensors) -> None:
         self._name, self._state, self._tensors = name, state, tensors
@@ -247,7 +248,7 @@ def _optimizer_state(saved: Manifest, tensors: StoredTensors, subject: Subject,
 
 @torch.no_grad()
 def _load(tensors: StoredTensors, subject: Subject, optimizer_state: dict[str, Any]) -> None:
-    """Copies checked weights and optimizer state into the model and the optimizer: into the tiles that this rank writes."""
+    """Copies checked weights and optimizer state into the model and the optimizer, in the tiles that this rank writes."""
     streamed = subject.streamed
     place, store = streamed.tiling.position, streamed.store
     own = {name: parameter for name, parameter in streamed.parameters.items() if store.writes(place[name][0])}

@@ -161,8 +161,8 @@ _BODY = schema.record({
 @dataclass(frozen=True)
 class Saved:
     """A parameter or buffer, and the file that contains it. `parts`: "weight" and the optimizer's state ("exp_avg",
-    "exp_avg_sq", "remainder", ...). `step`: how many times the optimizer has updated it; None if the checkpoint has no
-    optimizer state for it. `format`: of the moments."""
+    "exp_avg_sq", "remainder", ...). `step`: the number of its updates; None if the checkpoint has no optimizer state for it.
+    `format`: of the moments."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -247,7 +247,7 @@ def moments(parts: Iterable[str]) -> list[str]:
 
 
 def _as_json(saved: Saved) -> dict[str, Any]:
-    """Moments in float32, as most are, are not mentioned."""
+    """The dict for the manifest. Omits the format of float32 moments, which are the most common."""
     found = {**asdict(saved), "dtype": str(saved.dtype).removeprefix("torch.")}
     if saved.format == FLOAT32.name:
         del found["format"]

@@ -77,7 +77,7 @@ class Subject:
 
     def update_order(self) -> list[str]:
         """All tiles, in the order in which updates change them as far as it is known. Writing them in this order minimizes the
-        time that updates wait for the writer."""
+        waits of updates for the writer."""
         shape, order = self.streamed.step.trained, []
         if shape is not None:
             store, sections = self.streamed.store, shape.program.sections.values()

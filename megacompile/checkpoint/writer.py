@@ -29,7 +29,7 @@ from megacompile.checkpoint.subject import Subject
 from megacompile.errors import CheckpointError, MegacompileError, RankError
 from megacompile.runtime.memory.snapshot import Piece, ReadTiles, Snapshot, TouchedError, pieces, state_bytes
 from megacompile.sizes import parse_bytes
-from megacompile.streaming.together import Together
+from megacompile.streaming.rank_group import RankGroup
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.version import __version__
 
@@ -81,7 +81,7 @@ class CheckpointWriter:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is being written."""
+        """True if a save is being written."""
         return self._save is not None and any(thread.is_alive() for thread in self._save.threads)
 
     def wait(self) -> Path | None:
@@ -155,15 +155,15 @@ class _Save:
     def __init__(self, subject: Subject, directory: Path, keep: int, extra: Any, bandwidth: int | None,
                  copy_memory: int | None) -> None:
         streamed = subject.streamed
-        self.keep, self.store, self.ranks = keep, streamed.store, streamed.together.ranks
+        self.keep, self.store, self.ranks = keep, streamed.store, streamed.rank_group.ranks
         self.rank, self.size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.hosts.ranks)
         self.folder: Incomplete | None = None
         self.error: BaseException | None = None
         self.result: Path | None = None
         try:
-            with streamed.together.all_or_none("save", CheckpointError):
+            with streamed.rank_group.all_or_none("save", CheckpointError):
                 self._prepare(subject, directory, extra)
-            self._join(streamed.together)
+            self._join(streamed.rank_group)
             if self.store.snapshot is not None:
                 self.store.snapshot.wait()  # a snapshot of another writer
         except BaseException:
@@ -211,8 +211,8 @@ class _Save:
                 raise CheckpointError(f"nothing can be saved in {directory} ({_reason(error)}): give a writable "
                                       "folder") from error
 
-    def _join(self, together: Together) -> None:
-        """Settles with the other ranks what each of them writes, and where."""
+    def _join(self, rank_group: RankGroup) -> None:
+        """Agrees with the other ranks on what each of them writes, and where."""
         # As they are now: a model that is closed meanwhile empties its own.
         tiles, randoms = {name: replace(tile) for name, tile in self.store.tiles.items()}, [self.random]
         self.of_ranks: ReadTiles | None = None
@@ -226,7 +226,7 @@ class _Save:
             folder = None if self.folder is None else str(self.folder.path.absolute())
             found = self.ranks.agree("save", (folder, self.random))
             self.path, randoms = Path(found[0][0]), [random for _, random in found]
-            with together.failing():
+            with rank_group.failing():
                 memory = self.ranks.shared_memory({"read": len(tiles)}, "save")
                 self.of_ranks = ReadTiles(memory.piece("read"), list(tiles), self.ranks.check)
                 if self.ranks.hosts.host > 0:
@@ -319,7 +319,7 @@ class _Save:
             self.error = error
 
     def _exchanged(self, value: Any) -> list[Any]:
-        """The values of all ranks. If one of them has failed, all have."""
+        """The values of all ranks. If one rank has failed, raises on all of them."""
         if self.ranks is None:
             return [value]
         failure = None if self.error is None else (_reason(self.error), _remedy(self.error))
@@ -359,6 +359,6 @@ class _Throttle:
             self.bytes += count
 
     def wait(self, snapshot: Snapshot) -> None:
-        """Sleeps until the average rate is below the limit, unless an update waits."""
+        """Sleeps until the average rate is below the limit. Does not sleep while an update waits."""
         if self.rate is not None and (ahead := self.bytes / self.rate - (time.monotonic() - self.begun)) > 0:
             snapshot.pause(ahead)

@@ -48,7 +48,7 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def processor_name() -> str:
-    """The host's processor, as the system calls it."""
+    """The system's name of the host's processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
@@ -71,7 +71,7 @@ _TUNED = ".best_config"
 # -------------------------------------------------------------------- the key
 @functools.cache
 def _key() -> bytes:
-    """The user's key, made if there is none; kept in the cache folder if the configuration folder is not usable. Raises
+    """The user's key, made if there is none. Stored in the cache folder if the configuration folder cannot be used. Raises
     `OSError`."""
     try:
         return key_in(_configuration(os.environ))
@@ -144,7 +144,7 @@ def seal_library(path: Path, name: str) -> None:
 
 
 def is_sealed_library(path: Path) -> bool:
-    """Whether the file is unchanged since it was sealed under its name."""
+    """True if the file is unchanged since it was sealed under its name."""
     try:
         size = path.lstat().st_size - _SIZE
         if size <= 0:

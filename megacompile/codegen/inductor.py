@@ -90,7 +90,7 @@ def _compile(graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt],
 
 
 def _lookups() -> tuple[int, int]:
-    """How many graphs inductor has found in its cache so far, and how many it has not found or could not look up."""
+    """The number of graphs that inductor has found in its cache so far, and of those not found or not looked up."""
     seen = counters["inductor"]
     return seen["fxgraph_cache_hit"], seen["fxgraph_cache_miss"] + seen["fxgraph_cache_bypass"]
 
@@ -115,8 +115,8 @@ def caching_in(folder: Path | None) -> Iterator[None]:
 
 def newest_folder() -> Path | None:
     """The folder of compiled code, made if absent: the newest one for these versions, this processor and our ops' code. It
-    holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder. Each rank of
-    a host has its own, since compiled code names its device, and a rank cannot use a folder that another one is filling."""
+    holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder. Each rank of a
+    host has a separate folder: compiled code names its device, and a rank cannot use a folder that another one is filling."""
     digest = version_digest()  # a file of ours that cannot be read must not turn the cache off silently
     try:
         versions = cache_directory() / "compiled" / (digest + _of_rank())
@@ -142,7 +142,7 @@ def _next(folder: Path) -> Path:
 
 
 def _of_rank() -> str:
-    """The end of the folder's name for this process, empty for the first rank of a host."""
+    """The suffix of the folder's name for this process, empty for the first rank of a host."""
     rank = os.environ.get("LOCAL_RANK", "0")
     return f"-{rank}" if rank.isdecimal() and int(rank) else ""
 

@@ -164,7 +164,7 @@ def add_product(into: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Te
     with torch.cuda.device(into.device), ExitStack() as stack:
         handle, one = ctypes.c_void_p(torch.cuda.current_blas_handle()), ctypes.byref(ctypes.c_float(1.0))
         how = stack.enter_context(_created("MatmulDesc", ctypes.c_int(_COMPUTE_FLOAT32), ctypes.c_int(_FLOAT32)))
-        # cuBLASLt sees transposes: into.T += b @ a.T, of which the kernels want the first operand transposed. So A is b.
+        # cuBLASLt sees transposes: into.T += b @ a.T. The kernels want its first operand transposed. So A is b.
         of_a, of_b, of_into = (stack.enter_context(_layout(tensor)) for tensor in (b, a, into))
         how.set(_TRANSA, ctypes.c_int(_TRANSPOSED))
         how.set(_A_SCALE_POINTER, _address(scale_b))

@@ -29,11 +29,10 @@ def read_graph(contents: bytes, fakes: FakeTensorMode) -> GraphModule:
 
 
 class _WithoutEnvironment(GraphPickler):
-    """PyTorch's own writes the environment of the symbols too, with tracebacks and functions of the user's modules, and
-    overwrites the reader's environment with it. Of each fake it writes and reads all that a tensor may have, which takes more
-    than twice as long.
-
-    State: the numbers of the memories that fakes have, and each tuple of sizes: pickle writes an object once."""
+    """PyTorch's pickler also writes the environment of the symbols, with tracebacks and functions of the user's modules, and
+    overwrites the reader's environment with it. For each fake it writes and reads every attribute that a tensor may have, which
+    takes more than twice as long. State: the numbers of the fakes' memories, and each tuple of sizes, since pickle writes an
+    object once."""
 
     def __init__(self, *how: Any) -> None:
         super().__init__(*how)
@@ -57,7 +56,7 @@ class _WithoutEnvironment(GraphPickler):
 
 
 def _is_plain(fake: FakeTensor) -> bool:
-    """Whether it is made of a shape, a dtype and a memory alone."""
+    """True if a tensor consists of only a shape, a dtype and memory."""
     return (fake.layout is torch.strided and not fake.requires_grad and not fake._is_view() and not fake.is_conj()
             and not fake.is_neg() and fake.constant is None)
 

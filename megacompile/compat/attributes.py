@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Attribute(NamedTuple):
-    """`owner`: the qualified name of the class; "" for one that only objects have."""
+    """`owner`: the qualified name of the class; "" for an attribute that only objects have."""
 
     owner: str
     purpose: str

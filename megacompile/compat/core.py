@@ -43,7 +43,7 @@ builtin_linear: Any = torch._C._nn.linear
 set_grad_enabled: Any = torch._C._set_grad_enabled
 #: Reads the arguments of `Module.to` as PyTorch does.
 parse_to: Any = torch._C._nn._parse_to
-#: Whether the current backward was called with retain_graph, and whether it will run a node. Both only within a backward.
+#: True if the current backward was called with retain_graph; true if it will run a node. Call both only within a backward.
 graph_is_kept: Any = torch._C._autograd._get_current_graph_task_keep_graph
 node_will_run: Any = torch._C._will_engine_execute_node
 #: Let an op differentiate in its own implementation, where autograd is switched off.
@@ -52,15 +52,15 @@ SetExcludeDispatchKeyGuard: Any = torch._C._SetExcludeDispatchKeyGuard
 
 
 def without_cache(fakes: FakeTensorMode) -> FakeTensorMode:
-    """The mode, which computes the shape of every result again. With sizes that are symbols, to make an entry of its cache
-    takes longer than that, and few ops find one."""
+    """The mode, without its cache of results. With symbolic sizes, making an entry of the cache takes longer than computing the
+    shapes again, and few ops find one."""
     fakes.cache_enabled = False
     return fakes
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:
-    """A context in which the graph modules that PyTorch makes write their code late too: most of a capture's are rewritten
-    before."""
+    """A context in which PyTorch's graph modules generate their code on demand. Most modules of a capture are rewritten before
+    they run."""
     return _use_lazy_graph_module(True)
 
 
@@ -77,12 +77,12 @@ def generated_code() -> dict[str, Any]:
 
 # CUDA builds only.
 def set_allocator_settings(settings: str) -> None:
-    """Sets PyTorch's CUDA allocator up as PYTORCH_CUDA_ALLOC_CONF would, before the first allocation."""
+    """Configures PyTorch's CUDA allocator like PYTORCH_CUDA_ALLOC_CONF, before the first allocation."""
     torch.cuda.memory._set_allocator_settings(settings)
 
 
 def clear_cublas_workspaces() -> None:
-    """Frees cuBLAS's workspaces, which would split the next plan's memory."""
+    """Frees cuBLAS's workspaces, which would fragment the next plan's memory."""
     torch._C._cuda_clearCublasWorkspaces()
 
 

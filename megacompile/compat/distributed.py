@@ -16,35 +16,35 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup, wait: bool) -> Any:
-    """Fills `whole`, [ranks * n], with the tensors [n] of all ranks. Returns the work, unless it is to `wait`."""
+    """Fills `whole`, [ranks * n], with the tensors [n] of all ranks. Returns the work; with `wait`, waits for it instead."""
     return _gather(whole, own, group=group, async_op=not wait)
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """Fills `own`, [n], with this rank's part of the sum of all ranks' `whole`, [ranks * n]. It may be a part of it."""
+    """Fills `own`, [n], with this rank's part of the sum of all ranks' `whole`, [ranks * n]. `own` may be a part of `whole`."""
     _reduce_scatter(own, whole, group=group)
 
 
 def end(group: dist.ProcessGroup) -> None:
-    """Ends a process group, unless it has ended: `destroy_process_group()` of the default group ends all others."""
+    """Ends a process group, unless it has ended already: `destroy_process_group()` of the default group ends all others."""
     if group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
 
 
 def only_default_group() -> bool:
-    """Whether the default group is the only process group."""
+    """True if the default group is the only process group."""
     return list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
 
 
 def never_end(group_or_work: Any) -> None:
     """Keeps a process group, or the work of one, until the process has ended. A group's destructor waits for its collectives,
-    and those of gloo cannot be aborted: a process could not end while another one was stopped."""
+    and those of gloo cannot be aborted. So a process could not end while another one is stopped."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group_or_work))
 
 
 def memory_of_peers(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
     """Zeros, uint8 [size] on this rank's device, and their handle, through which every rank reaches the same memory of the
-    others. All ranks of the group call this. Raises `RuntimeError` where the devices cannot reach each other's memory."""
+    others. All ranks of the group call this. Raises `RuntimeError` if the devices cannot reach each other's memory."""
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(memory, group)
     memory.zero_()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 class Part(NamedTuple):
     """`owner`: the dotted name of a module, class or function. `name`: an attribute of it, or a word in its source, if only its
-    objects have the attribute or the name is local. `parameters`: those of a function that we give it, or take in its place."""
+    objects have the attribute or the name is local. `parameters`: of a function that we call, or replace."""
 
     owner: str
     name: str
@@ -151,7 +151,7 @@ PARTS = (
 
 @contextlib.contextmanager
 def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
-    """A context in which attributes of a module have other values. It is for what a library has no hooks for. Raises
+    """A context in which attributes of a module have other values. For libraries without hooks for this. Raises
     `AttributeError` if the module has no such attribute."""
     before = {name: getattr(module, name) for name in values}
     vars(module).update(values)

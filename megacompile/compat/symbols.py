@@ -18,7 +18,8 @@ __all__ = ["DimDynamic", "FloorDiv", "Mod", "PythonMod", "PythonReferenceAnalysi
 
 
 def known_of(environment: ShapeEnv) -> str:
-    """What an environment knows of its symbols, as text: numbers for hints, ranges, guards, equal expressions, assertions."""
+    """The facts that an environment has about its symbols, as text: numbers for hints, ranges, guards, equal expressions,
+    assertions."""
     hints = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
     tables = (hints, environment.var_to_range, environment.replacements, environment.deferred_runtime_asserts)
     return str([*(sorted(f"{symbol}: {known}" for symbol, known in table.items()) for table in tables),

@@ -1,4 +1,4 @@
-"""What a run of `megacompile train` does after each step: it logs, shows its progress, evaluates and saves."""
+"""The work of `megacompile train` after each step: it logs, shows its progress, evaluates and saves."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -46,8 +46,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
     def readable(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Message]:
-        """The messages as the template reads them: without `TRAINED`, and with the arguments of calls as text if it needs
-        that. Raises `MegacompileError` if it refuses tools or calls that there are, or ignores them."""
+        """The messages in the form for the template: without `TRAINED`, and with the arguments of calls as text if the template
+        needs that. Raises `MegacompileError` if the template refuses or ignores tools or calls that are given."""
         found = [{key: value for key, value in message.items() if key != TRAINED} for message in messages]
         calls = [call for message in found for call in message.get("tool_calls", ())]
         if not tools and not calls:
@@ -63,8 +63,8 @@ class ChatTemplate:
         return found
 
     def _needs_text(self, messages: Sequence[Message], calls: Sequence[Any], tools: Sequence[Any] | None) -> bool:
-        """Whether the template renders the arguments of calls only as text: it refuses objects, or writes them as Python
-        does."""
+        """True if the template renders the arguments of calls correctly only as text: it refuses objects, or writes them as
+        Python does."""
         said = self._accepted(messages, tools)
         if said is None:
             return True
@@ -80,7 +80,7 @@ class ChatTemplate:
             return None
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **options: Any) -> str:
-        """Raises `MegacompileError` if the template refuses the messages."""
+        """The rendered messages. Raises `MegacompileError` if the template refuses them."""
         with _refusals():
             return str(self._tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, **options))
 
@@ -127,7 +127,7 @@ class ChatEncoder:
         return [joined] if joined is not None else self._apart(heard, tools, learned)
 
     def _by_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[bool]) -> Encoded:
-        """`wanted`: for each answer, whether it is learned."""
+        """One sequence, learned where the template marks answers. `wanted`: for each answer, whether it is learned."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self._tokenizer
@@ -184,7 +184,7 @@ class ChatEncoder:
         return Encoded(whole.tokens, [False] * unread + [learned for part in parts for learned in part.learned])
 
     def _after(self, start: Sequence[Message], more: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
-        """What the last message of a conversation and those before it, `more`, add to its `start`."""
+        """The text that the last message of a conversation and the messages `more` before it add to its `start`."""
         before, found = self._template.tokens(self._template.text(start, tools)), self._answer([*start, *more], tools)
         if found.tokens[:len(before)] != before:
             raise MegacompileError("the chat template renders messages differently once others follow")

@@ -122,9 +122,9 @@ def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
 #: Maximum size of a field in a CSV file, in characters. Python's own limit is 128 Ki.
 _LARGEST_FIELD = 1 << 30
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-#: How `datasets` names a file on the Hub.
+#: The form of a file name on the Hub in `datasets`.
 _HUB_FILE = re.compile(r"hf://datasets/(?P<name>[^/]+/[^/@]+)@(?P<revision>[^/]+)/(?P<file>.+)")
-#: What options of how to read a data set do not include.
+#: Fields that are not options for reading a data set.
 _OF_EVERY_CONFIG = ("name", "version", "data_dir", "data_files", "description", "features")
 #: Names of files, or of their folders, that belong to a split.
 _TRAINED, _HELD_OUT = (re.compile(rf"(^|[^a-z])({names})([^a-z]|$)", re.IGNORECASE) for names in (
@@ -141,12 +141,12 @@ def placed(file: str | Path, row: int | None = None) -> Iterator[None]:
 
 
 def _kind(path: Path) -> str:
-    """The ending of a file's name that says its format, without that of compression."""
+    """The suffix of a file's name that gives its format, ignoring the suffix of compression."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def is_text(source: str) -> bool:
-    """Whether a source is a text file, or a folder of text files, rather than rows. Raises `ArgumentError` if it does not
+    """True if a source is a text file, or a folder of text files, rather than rows. Raises `ArgumentError` if it does not
     exist, if a file can be read only once, such as a pipe, and for a folder as `files_of` does."""
     path = Path(source)
     if not path.exists() and (_kind(path) in _READERS or not _HUB_ID.fullmatch(source)):
@@ -258,7 +258,7 @@ def read_rows(source: str) -> Iterator[Row]:
 
 
 def begins_with_object(path: Path) -> bool:
-    """Whether the first line of a text file that is not blank is a JSON object of less than a megabyte, as in files of
+    """True if the first line of a text file that is not blank is a JSON object of less than a megabyte, as in files of
     rows."""
     with _opened(path) as file:
         line = next((line for line in iter(lambda: file.readline(1 << 20), "") if line.strip()), "")

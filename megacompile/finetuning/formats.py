@@ -71,7 +71,7 @@ def detect(row: Row) -> Format:
 
 
 def inner_rows(row: Row) -> str:
-    """What to do if an object is not a row, but holds the rows under a key. Empty if it does not look like that."""
+    """The remedy if an object is not a row, but holds the rows under a key. Empty if it does not look like that."""
     key = next((key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
     return "" if key is None else f"; if the rows are those under the key {key}, keep only that array"
 
@@ -97,7 +97,7 @@ def messages_of(row: Row, format: Format) -> list[Message]:
 
 
 def _refuse_unwanted(row: Row) -> None:
-    """Raises `MegacompileError` for a row that says of itself that it is not to be learned."""
+    """Raises `MegacompileError` for a row that is marked as not to be learned."""
     if str(row.get(_VERDICT)).lower() == "false":
         raise MegacompileError(f"{_VERDICT} is false, so the answer is one to avoid: train with TRL's KTOTrainer "
                                "(docs/trainers.md), or keep only the good rows")
@@ -194,7 +194,7 @@ def _trained(role: str, each: Row) -> Message:
 
 
 def _is_learned(each: Row, key: str) -> bool:
-    """Whether the value of the key says so. Raises `MegacompileError` for any other than yes and no."""
+    """True if the value of the key means yes. Raises `MegacompileError` unless it means yes or no."""
     value = each[key]
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise MegacompileError(f"{key} is {value!r}, but must be 1 or true (learned), or 0 or false (not learned)")

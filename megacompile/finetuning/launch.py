@@ -24,7 +24,7 @@ from megacompile.errors import ArgumentError
 from megacompile.planning.config import check_device
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: How long the other processes may take to end by themselves once one has failed, and how often to look, in seconds.
+#: Seconds that the other processes may take to end by themselves once one has failed, and seconds between two checks.
 _ENDING_S, _LOOK_S = 40.0, 0.1
 #: Characters of another process's output that are shown if it is the one that failed.
 _SHOWN = 4000

@@ -1,4 +1,4 @@
-"""What is known about a run of `megacompile train` before its weights are loaded: the data, the recipe, where it begins."""
+"""Prepares a run of `megacompile train` before its weights are loaded: the data, the recipe, where it begins."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -163,8 +163,8 @@ def fixed_settings(start: Path) -> Mapping[str, Any]:
 @contextmanager
 def template_time(tokenizer: Tokenizer, then: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """A context in which the tokenizer's chat template prints one time: that of an earlier run with the settings `then`, or
-    now. So a run that goes on another day has the same rows. Gives the time as a setting that must not change, or nothing if
-    the template does not read the clock. Raises `CheckpointError` if the earlier run's time is none."""
+    now. So a run that continues on another day has the same rows. Gives the time as a setting that must not change, or nothing
+    if the template does not read the clock. Raises `CheckpointError` if the earlier run's time is not a time."""
     pretrained = tokenizer.pretrained if isinstance(tokenizer, PretrainedTokenizer) else None
     before = getattr(pretrained, "chat_template", None)
     named = before if isinstance(before, dict) else {"": before or ""}

@@ -95,7 +95,7 @@ _RUN = "Checkpoints, evaluation and logs"
 
 
 class TooLong(enum.StrEnum):
-    """What to do with a conversation that has more tokens than a sequence may have."""
+    """The handling of a conversation that has more tokens than a sequence may have."""
 
     TRUNCATE = "truncate"
     DROP = "drop"

@@ -74,7 +74,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     done = 0 if prepared.start is None else resume(prepared.start, prepared.fixed, model, optimizer, schedule)
     if prepared.start is not None:
         console.print(f"resuming after step {done} from {prepared.start}")
-    together = model.megacompile.streamed.together
+    rank_group = model.megacompile.streamed.rank_group
     with ExitStack() as stack:
         stop = stack.enter_context(training.Interruption())
         saves = stack.enter_context(Saves(settings, model, optimizer, schedule, prepared.fixed, done, console.print))
@@ -92,9 +92,9 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         batches = (_of_rank(rows, each, padding) for each in prepared.order.batches(done))
         trained = done + len(training.train(
             model, optimizer, batches, steps, done=done, schedule=schedule, on_step=after_step,
-            stop=lambda: not together.all_agree("continuing", not stop.asked)))
+            stop=lambda: not rank_group.all_agree("continuing", not stop.asked)))
         after_step.wait()
-        stopped_by = max(together.values("stopping", int(stop.signal or 0))) if trained < steps else 0
+        stopped_by = max(rank_group.values("stopping", int(stop.signal or 0))) if trained < steps else 0
         failed: CheckpointError | None = None
         try:
             saves.last(trained)
@@ -143,7 +143,7 @@ def _losses(settings: Settings, done: int) -> list[float]:
 
 
 def _save(model: Any, prepared: Preparation) -> None:
-    """Saves the model and its tokenizer in the folder that the run has for it."""
+    """Saves the model and its tokenizer in the run's folder for it."""
     assert prepared.target is not None
     model.save_pretrained(prepared.target)
     if isinstance(prepared.tokenizer, PretrainedTokenizer) and rank_in_job() == 0:
@@ -152,7 +152,7 @@ def _save(model: Any, prepared: Preparation) -> None:
 
 
 def _of_rank(rows: Rows, indices: Sequence[int], padding: Padding) -> Batch:
-    """This rank's share of the rows of a step. A rank without any gets a row that counts for nothing."""
+    """This rank's share of the rows of a step. A rank without rows gets one that counts for nothing."""
     own = indices[rank_in_job()::process_count()]
     batch = collate(rows, own or indices[:1], padding)
     if not own:
@@ -165,7 +165,7 @@ def _evaluated(model: Any, prepared: Preparation, padding: Padding) -> float:
     batches."""
     all_batches = in_order(prepared.held_out, prepared.rows_per_rank, padding)
     batches = itertools.islice(all_batches, rank_in_job(), None, process_count())
-    sums = model.megacompile.streamed.together.values("evaluating", training.total_loss(model, batches))
+    sums = model.megacompile.streamed.rank_group.values("evaluating", training.total_loss(model, batches))
     total, count = map(sum, zip(*sums, strict=True))
     return total / max(1, count)
 
@@ -184,7 +184,7 @@ def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: in
 
 
 def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) -> Padding:
-    """How to pad batches. Prints the reason if the model's batches cannot be packed."""
+    """The padding of batches. Prints the reason if the model's batches cannot be packed."""
     if rows.begins is None and rows.lengths.unique().numel() == 1:
         return Padding()  # nothing to pack
     repacking = model.megacompile.streamed.captures.repacking

@@ -59,7 +59,7 @@ class Rows:
         return replace(self, spans=torch.stack([self.spans[:, 0], ends], dim=1))
 
     def learning(self) -> Tensor:
-        """Which rows have a token that is learned, bool [rows]."""
+        """True for each row that has a learned token, bool [rows]."""
         if self.learned is None:
             return self.lengths > 0
         before = torch.cat([torch.zeros(1, dtype=torch.int64), self.learned.cumsum(0)])
@@ -110,10 +110,8 @@ def _permutation(count: int, seed: int, number: int) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class Order:
-    """Which rows are in which step. Every epoch has all rows, in an order of its own. A step takes `batch` rows, also across
-    the boundaries of epochs. There is no state, so a run can be resumed at any step.
-
-    `epochs`: None for endless."""
+    """Assigns rows to steps. Every epoch has all rows, in its own order. A step takes `batch` rows, also across the boundaries
+    of epochs. There is no state, so a run can be resumed at any step. `epochs`: None for endless."""
 
     rows: int
     batch: int

@@ -33,9 +33,9 @@ from megacompile.system.progress import under_way
 
 
 # --------------------
-# What a model does with a batch argument. A plain run on fakes answers this in a small part of a capture's time.
+# Finds how a model uses a batch argument. A plain run on fakes answers this in a small part of a capture's time.
 class _Uses(TorchDispatchMode):
-    """State: whether an op has made anything but bool of the mask itself."""
+    """State: `counted`, whether any op computes other than bool tensors from the mask itself."""
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class _Uses(TorchDispatchMode):
 
 
 class _Meetings(TorchDispatchMode):
-    """Computes every value that depends on the `known` ones and on sizes alone, and nothing else: weights and the batch's other
-    arguments are fakes. State: `known`, such values by the id of their fakes; `met`, each op that reads such values together
-    with unknown ones, in order, with the values."""
+    """Computes every value that depends only on the `known` values and on sizes. Weights and the batch's other arguments are
+    fakes. State: `known`, such values by the id of their fakes; `met`, each op that reads such values together with unknown
+    ones, in order, with the values."""
 
     def __init__(self, known: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -87,14 +87,14 @@ class _Meetings(TorchDispatchMode):
 
 
 def only_hides(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], name: str) -> bool:
-    """Whether `model(**batch, **options)`, all fakes, makes nothing but bool of the batch argument `name`. False if this
+    """True if `model(**batch, **options)`, all fakes, turns the batch argument `name` only into bool tensors. False if this
     cannot be known: an op has no effect on fakes, or the model does not run on them."""
     uses = _Uses(batch[name])
     return _runs(model, {**batch, **options}, uses) and not uses.counted
 
 
 def is_implied(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], name: str, value: Tensor) -> bool:
-    """Whether `model(**batch, **options)`, all fakes, computes the same with `value` as the batch argument `name` as without
+    """True if `model(**batch, **options)`, all fakes, computes the same with `value` as the batch argument `name` as without
     this argument. `value` is real. False if this cannot be known, as in `only_hides`."""
     without = {key: argument for key, argument in {**batch, **options}.items() if key != name}
     with next(model.parameters()).fake_mode:  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def _equal(a: tuple[str, list[Tensor]], b: tuple[str, list[Tensor]]) -> bool:
 
 
 def _runs(model: nn.Module, arguments: Mapping[str, Any], seen_by: TorchDispatchMode) -> bool:
-    """Whether the model, all fakes, runs on these arguments under a mode."""
+    """True if the model, all fakes, runs on these arguments in a mode."""
     fakes: FakeTensorMode = next(model.parameters()).fake_mode  # type: ignore[attr-defined]
     try:
         with fakes, torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), seen_by:
@@ -125,7 +125,7 @@ __all__ = ["CapturedModel", "CpuTarget", "capture"]
 
 @dataclass(frozen=True)
 class CpuTarget:
-    """What templates are lowered to if no target is given."""
+    """The target of templates if none is given."""
 
     device_type: str = "cpu"
     dtype: torch.dtype = torch.float32
@@ -179,10 +179,9 @@ def _captured(state: CaptureState, watch: Watch | None = None) -> CapturedModel:
 
 @dataclass(eq=False)
 class Recapture:
-    """Captures the same model for other keys (see `OtherBatches`), from the copy that the first capture traced: by then the
-    model itself may be streamed. The copy's experts are divided already.
-
-    State: captures by key; what is known of constant arguments."""
+    """Captures the same model for other keys (see `OtherBatches`). Uses the copy that the first capture traced, since the model
+    itself may be streamed by then. The copy's experts are already divided. State: captures by key; known facts about constant
+    arguments."""
 
     plain: nn.Module
     layers: tuple[str, ...]

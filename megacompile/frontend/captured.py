@@ -29,27 +29,25 @@ class OtherBatches(Protocol):
     """The same model for batches that this capture does not serve."""
 
     def holds(self, training: bool, size: tuple[int, int]) -> bool:
-        """Whether the graphs also hold in this mode and at this [batch, length] size, where they were not captured."""
+        """True if the graphs also hold in this mode and at this [batch, length] size, which were not captured."""
 
     def for_key(self, key: CaptureKey) -> CapturedModel:
         """The model captured for another key. The first call with a key takes as long as the first capture."""
 
     def only_hides(self, key: CaptureKey, name: str) -> bool:
-        """Whether the model makes nothing but bool of the batch argument `name` of a key. Does not capture; False if this
+        """True if the model turns the batch argument `name` of a key only into bool tensors. Does not capture. False if this
         cannot be known without a capture."""
 
     def is_implied(self, key: CaptureKey, name: str, values: Callable[[int], Tensor]) -> bool:
-        """Whether a batch of a key means the same without the batch argument `name`, if each of its rows is `values(length)`.
-        Does not capture; False if this cannot be known without a capture."""
+        """True if a batch of a key means the same without the batch argument `name`, if each of its rows is `values(length)`.
+        Does not capture. False if this cannot be known without a capture."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """The layers that stream.
-
-    `stacks`: the qualified names of the lists that hold them. `layer_names`: their own names, in the order of their first
-    runs. `rows`: the parameters that are shares of the model's own, by the names that calls use.
-    """
+    """The layers that stream. `stacks`: the qualified names of the lists that hold them. `layer_names`: the layers' names, in
+    the order of their first runs. `rows`: the parameters that are shares of the model's parameters, by the names that calls
+    use."""
 
     stacks: tuple[str, ...]
     layer_names: tuple[str, ...]
@@ -58,7 +56,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """What the model reads from a batch, and what it computes across the batch's rows.
+    """The arguments that the model reads from a batch, and its computations across the batch's rows.
 
     `forward_arguments`: the names of all arguments of the model's forward. `batch_inputs`: those that are read from a batch, in
     their positional order. `labels`: those that only the loss reads. `same_logits_without_labels`: a forward without labels
@@ -122,7 +120,7 @@ class LossFacts:
 
     @property
     def has_loss_denominator(self) -> bool:
-        """Whether the loss is a sum over the "loss_denominator" input, so that micro-batches add up."""
+        """True if the loss is a sum over the "loss_denominator" input. Then micro-batches add up."""
         return self.count_targets is not None
 
 
@@ -154,12 +152,12 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
 
     @functools.cached_property
     def chooses_tokens(self) -> bool:
-        """Whether the model chooses tokens of a row by their values, and may choose others among equal ones in a longer row."""
+        """True if the model selects tokens of a row by their values, and may select others among equal ones in a longer row."""
         return any(map(chooses_tokens, self.templates.values()))
 
     @functools.cached_property
     def pair_bytes(self) -> int:
-        """Bytes that the batch's masks of pairs take for each pair of a query and a key in a sequence."""
+        """Bytes of the batch's masks of pairs for each pair of a query and a key in a sequence."""
         read = {source.name: given for call in self.calls
                 for source, given in zip(call.sources, self.templates[call.template].inputs, strict=True)
                 if source.kind == "batch" and of_pairs(given)}
@@ -181,7 +179,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         return read(self.calls) - read(self.calls_for(output))
 
     def reached_from(self, output: str) -> frozenset[str]:
-        """The parameters that get a gradient from an output ("loss", or a head's). PyTorch leaves the `.grad` of others None,
+        """The parameters that get a gradient from an output ("loss", or a head's). PyTorch leaves `.grad` of the others None,
         and its optimizers do not change them."""
         if output not in self._reached:
             calls, found = self.calls_for(output), set[str]()
@@ -195,11 +193,11 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
 
     @functools.cached_property
     def _reached(self) -> dict[str, frozenset[str]]:
-        """What `reached_from` has found, by output."""
+        """Cached results of `reached_from`, by output."""
         return {}
 
     def head(self, output: str) -> Head:
-        """Raises `UnsupportedError` if there is no such head."""
+        """The head of this name. Raises `UnsupportedError` if there is none."""
         return self.require_heads().head(output)
 
     def require_heads(self) -> Heads:
@@ -210,7 +208,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         return self.heads
 
     def same_in_evaluation(self) -> bool:
-        """Whether the model computes the same in evaluation mode. The first call runs the model on fakes."""
+        """True if the model computes the same in evaluation mode. The first call runs the model on fakes."""
         return self.others.holds(False, capture_shape(self.key))
 
     def for_key(self, key: CaptureKey) -> CapturedModel:
@@ -218,12 +216,12 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         return self.others.for_key(key)
 
     def only_hides(self, key: CaptureKey, name: str) -> bool:
-        """Whether it is known, without capturing for `key`, that the model makes nothing but bool of its batch argument
-        `name`."""
+        """True if it is known, without capturing for `key`, that the model turns its batch argument `name` only into bool
+        tensors."""
         return self.others.only_hides(key, name)
 
     def is_implied(self, key: CaptureKey, name: str, values: Callable[[int], Tensor]) -> bool:
-        """Whether it is known that the model, given a batch of `key` without the argument `name`, assumes these values in each
+        """True if it is known that the model, given a batch of `key` without the argument `name`, assumes these values in each
         row: `values(length)`."""
         return self.others.is_implied(key, name, values)
 
@@ -241,7 +239,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
                     f"{condition.line}: keep batches within it, or remove the branch on sizes from the model's forward")
 
     def holds_at(self, length: int) -> bool:
-        """Whether the captured graphs hold at this length, as far as conditions on the length alone say that."""
+        """True if the captured graphs hold at this length, judged by conditions on the length alone."""
         if length not in self._held:
             self._held[length] = all(condition.expression.subs({LENGTH: length}) != sympy.false
                                      for condition in self.conditions if condition.expression.free_symbols == {LENGTH})
@@ -249,12 +247,12 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
 
     @functools.cached_property
     def _held(self) -> dict[int, bool]:
-        """What `holds_at` has found, by length."""
+        """Cached results of `holds_at`, by length."""
         return {}
 
     def most_rows(self, length: int, limit: int) -> int:
-        """A number of rows of this length, of `limit` and its halves, of which the captured graphs hold. 0 if they do not hold
-        of one row. Heads may have further conditions."""
+        """Largest number of rows of this length, halving from `limit`, at which the captured graphs hold; 0 if they do not hold
+        for one row. Heads may have further conditions."""
         if (length, limit) not in self._most_rows:
             self._most_rows[length, limit] = next(filter(
                 lambda rows: rows == 0 or self._takes(rows, length), (limit >> bit for bit in range(limit.bit_length() + 1))))
@@ -262,7 +260,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
 
     @functools.cached_property
     def _most_rows(self) -> dict[tuple[int, int], int]:
-        """What `most_rows` has found."""
+        """Cached results of `most_rows`."""
         return {}
 
     def _takes(self, batch: int, length: int) -> bool:
@@ -273,7 +271,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         return True
 
     def reads_batches_as(self, other: CapturedModel) -> bool:
-        """Whether batches are read, padded and split alike for both captures of a model, in training and in evaluation."""
+        """True if both captures of a model, in training and in evaluation, read, pad and split batches alike."""
         def facts(captured: CapturedModel) -> tuple[Any, ...]:
             counted = (captured.totals, captured.image_positions, captured.patches)
             return (captured.batch_inputs, captured.labels, captured.same_logits_without_labels, captured.logits_of_tokens,

@@ -1,4 +1,4 @@
-"""How a capture runs: a list of named steps over one state, each with its inputs and outputs declared and printable.
+"""Runs a capture: a list of named steps over one state, each with its inputs and outputs declared and printable.
 
 A step's inputs are the parameters of its function, by name; `gives` names its outputs, and `changes` what it rewrites in place.
 All of them are attributes of `CaptureState`. `megacompile/frontend/steps.py` has the list.
@@ -38,9 +38,9 @@ CountTargets = Callable[[Mapping[str, Tensor]], Tensor]
 
 @dataclasses.dataclass
 class Given:
-    """What a capture is given (see `capture`). `layers`: the qualified names of the lists of layers; `chained`: each layer call
-    must read what the call before it makes; `known_patches`: the encoders, if an earlier capture installed them; `known_trace`:
-    the trace, if there is one already."""
+    """The inputs of a capture (see `capture`). `layers`: the qualified names of the lists of layers. `chained`: each layer call
+    must read what the call before it makes. `known_patches`: the encoders, if an earlier capture installed them. `known_trace`:
+    the trace, if there already is one."""
 
     model: nn.Module
     layers: tuple[str, ...]
@@ -57,7 +57,7 @@ class Given:
 
 
 class CaptureState(Given):
-    """What a capture was given, and what its steps have made so far, roughly in the order in which they make it. Reading a
+    """The inputs of a capture, and the results of its steps so far, roughly in the order in which they are made. Reading a
     field that no step has set yet is an `AttributeError`."""
 
     # The copy that is traced.
@@ -75,7 +75,7 @@ class CaptureState(Given):
     fake_model: nn.Module
     batch: dict[str, Tensor]
     stack: LayerStack
-    # What rewriting the graph found.
+    # Results of rewriting the graph.
     output: OutputStructure
     positions: list[int]
     image_positions: tuple[ImagePositions, ...]
@@ -96,7 +96,7 @@ class CaptureState(Given):
     calls: tuple[Call, ...]
     layers_mix: str
     heads: Heads | None
-    # What is known of the model.
+    # Facts about the model.
     layer_facts: LayerFacts
     batch_facts: BatchFacts
     attention_facts: AttentionFacts
@@ -108,13 +108,13 @@ class CaptureState(Given):
         return type(self.model).__name__
 
     def text(self) -> str:
-        """Everything that steps have made so far, to print and to compare."""
+        """All results so far, to print and to compare."""
         return "\n".join(_field_text(name, getattr(self, name)) for name in CaptureState.__annotations__ if hasattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of a capture. `run`: its function, whose parameters name the fields that it reads; it returns the fields that
+    """One step of a capture. `run`: its function, whose parameters name the fields that it reads. It returns the fields that
     the step `gives`, as a tuple if there are several. `changes`: fields that it rewrites in place."""
 
     name: str
@@ -200,7 +200,7 @@ def _statements(lines: Iterable[str], names: Mapping[str, str]) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    """A short text of a value; the class of what has none."""
+    """A short text of a value; its class if it has none."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} [{', '.join(map(str, value.shape))}]"
     if isinstance(value, Call):

@@ -61,12 +61,12 @@ Loss = Callable[..., Any] | None
 
 # ---------------------------------------------------------------- the copy that is traced
 def copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A fake copy of the model as it is now: the model may be streamed when it is captured again."""
+    """A fake copy of the model in its current state, since the model may be streamed when it is captured again."""
     return make_fake_model(model, FakeTensorMode(), dtype=dtype)
 
 
 def divide_experts(plain: nn.Module, layers: tuple[str, ...], expert_pieces: int) -> Mapping[str, Rows]:
-    """Puts `expert_pieces` modules in the place of each module of experts."""
+    """Replaces each module of experts by `expert_pieces` modules."""
     split_experts(plain, find_layers(plain, layers), expert_pieces)
     return rows_of(plain)
 
@@ -74,7 +74,7 @@ def divide_experts(plain: nn.Module, layers: tuple[str, ...], expert_pieces: int
 def take_patches(
     plain: nn.Module, example: Example, known_patches: tuple[Patches, ...] | None, key: CaptureKey, name: str,
 ) -> tuple[tuple[Patches, ...], Example]:
-    """Lets encoders of images of any size read patches aligned with tokens, and aligns those of the example."""
+    """Makes encoders of images of any size read patches aligned with tokens, and aligns those of the example."""
     if known_patches is None:
         return install_encoders(plain, example)
     if key.without_adapters and known_patches:
@@ -84,7 +84,7 @@ def take_patches(
 
 def leave_out_loss(plain: nn.Module, example: Example, loss: Loss) -> tuple[Example, Described]:
     """The example without the tensors that only the user's loss reads, and these tensors' names, dtypes and shapes. Labels stay
-    if the model has such a parameter: it then returns a loss, to be replaced."""
+    if the model has such a parameter. It then returns a loss, to be replaced."""
     if loss is None:
         return example, ()
     read = taken_by_loss(loss, example or {})
@@ -96,7 +96,7 @@ def leave_out_loss(plain: nn.Module, example: Example, loss: Loss) -> tuple[Exam
 
 
 def check_masks(plain: nn.Module, layers: tuple[str, ...], traced_example: Example, name: str) -> bool:
-    """Whether the model runs eager attention, which adds masks to scores; refuses a bool mask for it."""
+    """Returns whether the model runs eager attention, which adds masks to scores. Refuses a bool mask for it."""
     added = is_transformers_model(plain) and is_eager(plain, find_layers(plain, layers))
     if added and "bool" in masks_in(masks_of(traced_example)).get("attention_mask", ""):
         refuse_added(name, "attention_mask")
@@ -106,7 +106,7 @@ def check_masks(plain: nn.Module, layers: tuple[str, ...], traced_example: Examp
 # ---------------------------------------------------------------- the trace
 def trace_model(plain: nn.Module, layers: tuple[str, ...], traced_example: Example, key: CaptureKey,
                 known_trace: Traced | None) -> Traced:
-    """One graph of the whole model, in which layers are regions. Of layers that are alike, one is traced."""
+    """One graph of the whole model, with layers as regions. Of several similar layers, traces one."""
     return known_trace or trace(plain, layers, traced_example, key)
 
 
@@ -129,14 +129,14 @@ def trace_images_apart(plain: nn.Module, layers: tuple[str, ...], traced_example
 def take_trace(
     plain: nn.Module, layers: tuple[str, ...], traced_example: Example, key: CaptureKey, traced: Traced, images_apart: bool,
 ) -> tuple[Validity, ModelGraph, nn.Module, dict[str, Tensor], LayerStack]:
-    """Notes which operations were traced, to compare other modes and sizes with, before the graph is rewritten."""
+    """Records which operations were traced, before the graph is rewritten, to compare other modes and sizes with."""
     validity = Validity(plain, layers, traced_example, key, traced, images_apart)
     return validity, traced.graph, traced.fake_model, traced.batch, find_layers(traced.fake_model, layers)
 
 
 # ---------------------------------------------------------------- the graph, rewritten
 def mark_gradients(graph: ModelGraph) -> None:
-    """Lets every value of the graph say whether it needs a gradient, also where layers run under `torch.no_grad()`."""
+    """Marks each value of the graph as needing a gradient or not, also if layers run under `torch.no_grad()`."""
     follow_gradients(graph)
 
 
@@ -147,20 +147,20 @@ def adopt_attention(graph: ModelGraph, batch: dict[str, Tensor]) -> None:
 
 
 def find_output(graph: ModelGraph, name: str, loss: Loss) -> tuple[OutputStructure, list[int]]:
-    """The structure that the model returns, and which of the graph's results are the loss and the logits."""
+    """The structure of the model's return value, and which of the graph's results are the loss and the logits."""
     return output_structure(graph, name, other_loss=loss is not None)
 
 
 def place_images(graph: ModelGraph, name: str, patches: tuple[Patches, ...], batch: dict[str, Tensor],
                  key: CaptureKey) -> tuple[tuple[Patches, ...], tuple[ImagePositions, ...]]:
-    """Finds where the model puts images' features among tokens, and takes features by row."""
+    """Finds the positions among tokens where the model puts images' features, and takes features by row."""
     patches = with_positions(patches, take_aligned(graph, name), name)
     return patches, find_image_positions(graph, name, images_of(batch), key.images)
 
 
 def normalize(graph: ModelGraph, loss: Loss, output: OutputStructure,
               positions: Sequence[int]) -> tuple[bool, CountTargets | None]:
-    """Turns a mean over targets into a sum divided by an input; returns how to count a batch's targets on the host."""
+    """Turns a mean over targets into a sum divided by an input. Returns how to count a batch's targets on the host."""
     if loss is not None:
         return True, _one
     return output.has_loss, normalize_loss(graph, graph.results[positions[0]]) if output.has_loss else None
@@ -172,7 +172,7 @@ def _one(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def take_batch_totals(graph: ModelGraph) -> tuple[bool, tuple[TargetCount, ...], str]:
-    """Turns values made of all rows of the batch's arguments into inputs; names one that the host cannot compute."""
+    """Turns values computed from all rows of the batch's arguments into inputs. Names one that the host cannot compute."""
     return computes_with_positions(graph), *take_totals(graph)
 
 
@@ -195,13 +195,13 @@ def number_dropouts(sections: Sequence[Section]) -> None:
 
 
 def name_sizes(graph: ModelGraph, name: str) -> Renaming:
-    """Names the symbols of batch size and length B and T; refuses a model that fixes one of them."""
+    """Names the symbols of batch size and length B and T. Refuses a model that fixes one of them."""
     return batch_symbols(graph, name)
 
 
 def cut_expert_pieces(sections: Sequence[Section], rows: Mapping[str, Rows], renaming: Renaming,
                       batch: dict[str, Tensor]) -> list[Section]:
-    """Cuts a layer's section where pieces of its experts begin."""
+    """Cuts a layer's section at the beginning of each piece of its experts."""
     sizes = {symbol: Source("size", next(iter(batch)), (BATCH, LENGTH).index(size)) for symbol, size in renaming.items()}
     return [piece for section in sections for piece in in_pieces(section, rows, sizes)]
 
@@ -224,7 +224,7 @@ def attach_loss(
     graph: ModelGraph, sections: Sequence[Section], output: OutputStructure, positions: Sequence[int], renaming: Renaming,
     loss: Loss, read_by_loss: Described,
 ) -> tuple[list[Section], Section | None]:
-    """The epilogue that returns only logits, if the model returns logits; and the user's loss in the place of the model's."""
+    """The epilogue that returns only logits, if the model returns logits, and the user's loss instead of the model's."""
     to_logits = with_results(sections[-1], [len(positions) - 1]) if output.has_logits else None
     if loss is None:
         return list(sections), to_logits
@@ -233,7 +233,7 @@ def attach_loss(
 
 
 def collect_conditions(graph: ModelGraph, renaming: Renaming) -> tuple[Condition, ...]:
-    """What the graph assumes of B and T. A user's loss may have added to it."""
+    """The conditions of the graph on B and T. A user's loss may have added to them."""
     return conditions(graph.shape_env.guards, renaming)
 
 
@@ -272,7 +272,8 @@ def make_heads(
     to_logits: Section | None, build: BuildTemplate, templates: dict[str, Template], renaming: Renaming,
     calls: tuple[Call, ...], has_loss: bool, name: str,
 ) -> tuple[Heads | None, tuple[Call, ...]]:
-    """What can replace the epilogue when the caller differentiates. Calls of a model without a loss end with its output's."""
+    """The heads that can replace the epilogue when the caller differentiates. For a model without a loss, the calls end with
+    that of its output."""
     if to_logits is None:
         assert has_loss, "refused in find_output"
         return None, calls
@@ -288,21 +289,21 @@ def describe_layers(layers: tuple[str, ...], layer_names: tuple[str, ...], rows:
 
 def describe_attention(graph: ModelGraph, batch: dict[str, Tensor], stack: LayerStack, plain: nn.Module,
                        masks_added: bool) -> AttentionFacts:
-    """Whether all layers call our op, and what masks do."""
+    """The facts about attention: whether all layers call our op, and what masks do."""
     fused = all_layers_call_attention(graph)
     causal = not pairs_of(batch) and not masks_pairs(graph) and (fused or says_causal(stack))
     return AttentionFacts(fused_attention=fused, causal=causal, masks_hide=_of_transformers(plain), masks_added=masks_added)
 
 
 def _of_transformers(model: nn.Module) -> bool:
-    """Whether the code around the layers is transformers' own, with PEFT's adapters or without."""
+    """True if the code around the layers is transformers', with or without PEFT's adapters."""
     own: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return type(own).__module__.startswith("transformers.")
 
 
 def describe_loss(graph: ModelGraph, loss: Loss, has_loss: bool, count_targets: CountTargets | None,
                   templates: dict[str, Template], calls: tuple[Call, ...]) -> LossFacts:
-    """Whether the loss adds up over micro-batches, and whether logits are held."""
+    """The facts about the loss: whether it adds up over micro-batches, and whether logits are held."""
     fused = "linear_cross_entropy" in templates[calls[-1].template].stages["joint"]
     alone = fused and isinstance(count_targets, TargetCount) and count_targets.counts_targets
     return LossFacts(has_loss=has_loss, fused_loss=fused, token_loss=loss is not None, count_targets=count_targets,
@@ -315,7 +316,7 @@ def describe_batch(
     layers_mix: str, totals: tuple[TargetCount, ...], counts_positions: bool, image_positions: tuple[ImagePositions, ...],
     patches: tuple[Patches, ...], tables: tuple[EmbeddingTable, ...],
 ) -> BatchFacts:
-    """Which batch arguments are read, which of them only by the loss, and what is computed across rows."""
+    """The facts about batches: which arguments are read, which only by the loss, and what is computed across rows."""
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
     inputs = tuple(n for n in batch if not loss_facts.token_loss or n in read_early)
     inputs += tuple(n for n, _, _ in read_by_loss if n not in inputs)
@@ -334,9 +335,8 @@ def _same_logits_without_labels(
     fake_model: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: dict[str, Tensor], labels: tuple[str, ...],
     key: CaptureKey,
 ) -> bool:
-    """Whether logits have the same shape without labels: some models then compute those of the last position alone.
-
-    Models of transformers do not, unless asked by an argument that streamed models refuse."""
+    """True if logits have the same shape without labels. Without them some models compute only those of the last position.
+    transformers models do not, unless asked by an argument that streamed models refuse."""
     if is_transformers_model(fake_model) or len(positions) < 2:
         return True
     captured = tuple(graph.results[positions[1]].meta["example_value"].shape)

@@ -1,1 +1,1 @@
-"""What a trained model says: `megacompile generate`, `megacompile chat` and `megacompile evaluate`."""
+"""Inference with a trained model: `megacompile generate`, `megacompile chat` and `megacompile evaluate`."""

@@ -27,7 +27,7 @@ from megacompile.inference.sampling import Sampling, end_tokens, filler
 # -------------------- Prompts from files: rows with a `prompt`, a conversation or an instruction; or the lines of a text file
 @dataclass(frozen=True)
 class Prompt:
-    """`row`: as it is in the file. `tokens`: token ids."""
+    """`row`: as in the file. `tokens`: token ids."""
 
     row: Mapping[str, Any]
     tokens: list[int]
@@ -93,8 +93,8 @@ def check_output(output: Path | None) -> None:
 
 def generate(model: Any, tokenizer: Any, prompts: Sequence[Prompt], output: Path | None, sampling: Sampling, batch: int,
              console: Console) -> None:
-    """Writes the row of each prompt with its `completion` to `output`, or to stdout. Answers are written as soon as they and
-    those before them are there, so that a run that is stopped leaves whole lines. Raises `ArgumentError` if `output` cannot be
+    """Writes the row of each prompt with its `completion` to `output`, or to stdout. An answer is written as soon as it and
+    those before it are complete, so a run that is stopped leaves whole lines. Raises `ArgumentError` if `output` cannot be
     written."""
     torch.manual_seed(sampling.seed)
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def _opened(output: Path) -> IO[str]:
 
 def _by_length(prompts: Sequence[Prompt], batch: int) -> Iterator[list[int]]:
     """The indexes of prompts in batches of similar length, so that little of a batch is padding. The longest come first: if
-    memory does not suffice, that is seen at once."""
+    memory is too small, that shows at once."""
     indexes = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].tokens))
     for start in range(0, len(indexes), batch):
         yield indexes[start:start + batch]
@@ -147,7 +147,7 @@ def answered(model: Any, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sa
 
 
 def _text(tokenizer: Any, tokens: list[int], sampling: Sampling, ends: set[int]) -> tuple[str, int]:
-    """The text up to the first end, and how many tokens were generated for it."""
+    """The text up to the first end, and the number of tokens that were generated for it."""
     stop = next((index for index, token in enumerate(tokens) if token in ends), None)
     if stop is not None:
         tokens = tokens[:stop + 1]  # what follows fills the batch
@@ -196,8 +196,7 @@ def chat(model: Any, tokenizer: Any, sampling: Sampling, system: str | None, ask
 
 def _answer(model: Any, tokenizer: Any, prompt: list[int], how: Mapping[str, Any], sampling: Sampling,
             say: Callable[[str], object]) -> str:
-    """The answer to a prompt of these tokens, which is said while it is generated with the arguments `how`. Ctrl-C ends it
-    early."""
+    """The answer to a prompt of these tokens, shown while it is generated with the arguments `how`. Ctrl-C ends it early."""
     streamer = _Streamer(tokenizer, sampling, say)
     ids = torch.tensor([prompt], device=model.megacompile.streamed.backend.device)
     try:
@@ -208,7 +207,7 @@ def _answer(model: Any, tokenizer: Any, prompt: list[int], how: Mapping[str, Any
 
 
 class _Streamer(TextStreamer):
-    """Says text as soon as it is known to belong to the answer. State: the `text` so far, and how much of it was said."""
+    """Shows text as soon as it is known to belong to the answer. State: the `text` so far, and how much of it was shown."""
 
     def __init__(self, tokenizer: Any, sampling: Sampling, say: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

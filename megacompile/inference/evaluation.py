@@ -19,7 +19,7 @@ from megacompile.tools.recipe import Kind, default_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss`: the mean in nats per token. `tokens`: how many tokens it is over. `seconds`: how long it took."""
+    """`loss`: the mean in nats per token. `tokens`: the number of tokens in the mean. `seconds`: the duration."""
 
     loss: float
     tokens: int

@@ -21,7 +21,7 @@ Source = Annotated[str, typer.Argument(
 
 @dataclass(frozen=True)
 class Opening:
-    """How a model is opened."""
+    """The options for opening a model."""
 
     adapter: Annotated[Path | None, typer.Option(
         exists=True, file_okay=False, help="Directory of a LoRA adapter (PEFT) for the model.")] = None
@@ -33,8 +33,8 @@ class Opening:
     device_memory: DeviceMemory = None
 
     def open_tokenizer(self, source: str) -> PretrainedTokenizer:
-        """The model's tokenizer, which is read in a second: prompts are checked before weights are loaded. Raises
-        `ArgumentError` if there is none."""
+        """The model's tokenizer. It loads in a second, so prompts are checked before weights are loaded. Raises `ArgumentError`
+        if there is none."""
         from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 
         base, adapter = self._found(source)

@@ -1,4 +1,4 @@
-"""How tokens are chosen, and where an answer ends."""
+"""Options of sampling, and the ends of answers."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ _PANEL = "Sampling"
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of generation. A temperature of 0 chooses the most probable token. Options that are None are those that the model
-    comes with."""
+    """Options of generation. A temperature of 0 chooses the most probable token. Options that are None have the model's
+    defaults."""
 
     max_new_tokens: Annotated[int | None, typer.Option(
         min=1, rich_help_panel=_PANEL, help="Most tokens of an answer.",
@@ -68,12 +68,12 @@ class Sampling:
         return min(wanted, positions - prompt + 1)  # the model does not read an answer's last token
 
     def cut(self, text: str) -> str:
-        """An answer without what follows the first stop text."""
+        """An answer up to its first stop text."""
         ends = [index for stop in self.stop or () if (index := text.find(stop)) >= 0]
         return text[:min(ends)] if ends else text
 
     def known(self, text: str) -> str:
-        """The part of an unfinished answer that `cut` will keep whatever follows: without an end that may begin a stop text."""
+        """The part of an unfinished answer that `cut` will keep in any case: without an end that may begin a stop text."""
         begun = (size for stop in self.stop or () for size in range(1, len(stop)) if text.endswith(stop[:size]))
         kept = self.cut(text)
         return kept if kept != text else text[:len(text) - max(begun, default=0)]

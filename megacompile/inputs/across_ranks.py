@@ -4,7 +4,7 @@ All ranks run one program, so each rank's rows are padded to the most rows and t
 rows would otherwise wait for the others, so this costs no time. Added rows repeat the rank's first row, without targets. Added
 tokens come after a row's own, where no other token sees them.
 
-Packed rows of which only the loss is read are packed again, as one batch, and divided among the ranks: a rank's rows may be
+If only the loss of packed rows is read, they are packed again, as one batch, and divided among the ranks: a rank's rows may be
 computed by another one. All ranks then have the same number of rows, with little padding. Where only some ranks can pack their
 rows, none does.
 
@@ -41,7 +41,7 @@ from megacompile.runtime.ranks import Ranks
 
 @dataclass(frozen=True)
 class _Summary:
-    """What the other ranks need to know of a rank's batch."""
+    """The facts about a rank's batch that the other ranks need."""
 
     rows: int
     length: int
@@ -58,7 +58,7 @@ class _Summary:
 
     @classmethod
     def of(cls, fields: tuple[Any, ...]) -> _Summary:
-        """The summary with these values, those of `astuple`."""
+        """The summary with these values of `astuple`."""
         rows, length, key, *others = fields
         return cls(rows, length, CaptureKey(*key), *others)
 
@@ -73,8 +73,8 @@ class _Summary:
 
 @dataclass(frozen=True)
 class AllRows:
-    """The rows of all ranks, of which a batch has some. `first`: the number of its first row. `total`: of all rows. `inputs`:
-    the arguments, for all rows, that values are computed from which depend on all of them."""
+    """The rows of all ranks; a batch has some of them. `first`: the number of its first row. `total`: the number of all rows.
+    `inputs`: the arguments, for all rows, of values that depend on all rows."""
 
     first: int
     total: int
@@ -83,7 +83,7 @@ class AllRows:
 
 def tell(ranks: Ranks, doing: str, error: Exception) -> None:
     """Makes `joined` fail on the other ranks, which would otherwise pair with this rank's next call. Call this before `joined`,
-    or within it before all agree again. The others know of a lane's failure already."""
+    or within it before all agree again. The others already know of a failed lane."""
     if not isinstance(error, LaneError):
         with contextlib.suppress(RankError):  # `error` says more
             ranks.agree(doing, named_line(error))
@@ -92,9 +92,9 @@ def tell(ranks: Ranks, doing: str, error: Exception) -> None:
 def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
            doing: str) -> tuple[BatchArguments, BatchArguments, AllRows]:
     """This rank's batch, padded to the shape that all ranks agree on for the batches that they pass to `doing`. Its
-    `useful_tokens` are those of all ranks. Then the batch as this rank would compute it alone, which is not packed if other
-    ranks' rows cannot be. Raises `UnsupportedError` where the model computes with all rows at once, or would see padding, and
-    where another rank has refused its batch; `RankError`."""
+    `useful_tokens` are those of all ranks. Also returns the batch as this rank would compute it alone, which is not packed if
+    other ranks' rows cannot be. Raises `UnsupportedError` if the model computes with all rows at once, or would see padding,
+    and if another rank has refused its batch; `RankError`."""
     all_ranks = _of_all(ranks, captures, given, doing)
     if any(each.rearranged for each in all_ranks) and (_common_key(all_ranks) is None or _grows_wrongly(all_ranks)):
         try:
@@ -129,7 +129,7 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
 
 
 def _of_all(ranks: Ranks, captures: Captures, given: BatchArguments, doing: str) -> list[_Summary]:
-    """What all ranks need to know of each other's batches. Raises `UnsupportedError` if a rank has refused its batch."""
+    """The summaries of all ranks' batches. Raises `UnsupportedError` if a rank has refused its batch."""
     denominator = None if given.loss_denominator is None else float(given.loss_denominator)
     mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), denominator, given.counted,
                     given.useful_tokens, isinstance(given.layout, Layout), given.read_again is not None, given.only_loss,
@@ -143,13 +143,13 @@ def _of_all(ranks: Ranks, captures: Captures, given: BatchArguments, doing: str)
 
 
 def _grows_wrongly(all_ranks: list[_Summary]) -> bool:
-    """Whether a rank's batch is shorter than another's, and would have another loss if it were padded."""
+    """True if a rank's batch is shorter than another's, and would have another loss if it were padded."""
     longest = max(each.length for each in all_ranks)
     return any(each.length < longest and not each.may_grow for each in all_ranks)
 
 
 def _may_move(all_ranks: list[_Summary]) -> bool:
-    """Whether any rank may compute any sequence: it divides all losses by one number, its own. Raises `UnsupportedError` if
+    """True if any rank may compute any sequence: it divides all losses by one number, its own. Raises `UnsupportedError` if
     only some callers give a denominator."""
     own = {rank: each.denominator for rank, each in enumerate(all_ranks) if each.denominator is not None and not each.counted}
     if own and (without := next((rank for rank in range(len(all_ranks)) if rank not in own), None)) is not None:
@@ -159,8 +159,8 @@ def _may_move(all_ranks: list[_Summary]) -> bool:
 
 
 def _with_all_counts(given: BatchArguments, all_ranks: list[_Summary], captured: CapturedModel) -> BatchArguments:
-    """The batch with the counts of all ranks: useful tokens, and target tokens unless the caller gave the loss denominator. A
-    loss of the user's is a plain sum then, over the tokens of all ranks."""
+    """The batch with the counts of all ranks: useful tokens, and target tokens unless the caller gave the loss denominator. The
+    user's own loss is then a plain sum over the tokens of all ranks."""
     denominator = given.loss_denominator
     if denominator is not None and given.counted and not captured.token_loss:
         denominator = torch.tensor(sum(each.denominator for each in all_ranks if each.denominator is not None))
@@ -228,7 +228,7 @@ def _check(captured: CapturedModel, all_ranks: list[_Summary], key: CaptureKey) 
 
 
 def _with_implied(given: BatchArguments, captures: Captures, key: CaptureKey) -> dict[str, Tensor]:
-    """The batch arguments, with those that other ranks pass and this one implies."""
+    """The batch arguments, with those that other ranks pass and this rank implies."""
     served, inputs = captures.serve(key), dict(given.inputs)
     for name in set(key.further) - inputs.keys():
         dtype = served.types[name].dtype
@@ -238,7 +238,7 @@ def _with_implied(given: BatchArguments, captures: Captures, key: CaptureKey) ->
 
 
 def _padded(name: str, tensor: Tensor, size: tuple[int, int], wanted: tuple[int, int], captured: CapturedModel) -> Tensor:
-    """A batch argument for `wanted` = [rows, length]."""
+    """A batch argument, padded to `wanted` = [rows, length]."""
     if size == wanted:
         return tensor
     if tensor.shape[0] != size[0] or (size[1] != wanted[1] and (tensor.dim() < 2 or tensor.shape[1] != size[1])):

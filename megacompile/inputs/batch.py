@@ -27,12 +27,12 @@ from megacompile.ir.plan import CaptureKey
 # -------------------- Refuses tokens without an embedding, and labels without a logit
 #
 # On a GPU, a kernel that reads one would make the device useless to the process.
-#: How classes of transformers end whose integer labels are classes, of a row or of a token.
+#: Suffixes of transformers classes whose integer labels are classes, of a row or of a token.
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
 
 class _Kind(NamedTuple):
-    """What ids stand for: the word for one, and for several; what helps if the model lacks one."""
+    """A kind of ids: the word for one, and for several, and the remedy if the model lacks one."""
 
     one: str
     several: str
@@ -68,7 +68,7 @@ def _check(name: str, inputs: Mapping[str, Tensor], key: str, size: int | None, 
 
 
 def _vocabulary_size(model: nn.Module, method: str) -> int | None:
-    """How many tokens the embedding or the head has that a method of transformers returns. None if the model has no such
+    """The number of tokens of the embedding or head that a method of transformers returns. None if the model has no such
     method, or if the method returns another kind of module."""
     with contextlib.suppress(NotImplementedError):  # transformers raises it for models without an embedding
         match getattr(model, method, lambda: None)():
@@ -80,7 +80,7 @@ def _vocabulary_size(model: nn.Module, method: str) -> int | None:
 
 
 def _class_count(name: str, model: nn.Module) -> int | None:
-    """How many classes a classifier of transformers has; None for another model, and for one whose labels are numbers or sets
+    """The number of classes of a transformers classifier; None for another model, and for one whose labels are numbers or sets
     of classes."""
     config: Any = getattr(model, "config", None)
     if not name.endswith(_CLASSIFIERS) or config is None or config.num_labels < 2:
@@ -190,12 +190,11 @@ def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
 def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: RepackedCaptures, args: tuple[Any, ...],
                    kwargs: Mapping[str, Any], wanted: Wanted = Wanted.ALL, differentiating: bool = False,
                    packing: bool = True, rounding: bool = True) -> BatchArguments:
-    """Reads the arguments of `forward(*args, **kwargs)`. `wanted`: the outputs that the caller reads; `differentiating`: a
-    backward may follow, so that a batch with labels returns only the loss. `packing`, `rounding`: off where another rank's rows
-    cannot be packed, or padded to another length.
+    """Reads the arguments of `forward(*args, **kwargs)`.
 
-    The first batch of a new kind captures the model again. Raises `UnsupportedError` for an argument that is not
-    supported."""
+    `wanted`: the outputs that the caller reads. `differentiating`: a backward may follow, so a batch with labels returns only
+    the loss. `packing`, `rounding`: off if another rank's rows cannot be packed, or padded to another length. The first batch
+    of a new kind captures the model again. Raises `UnsupportedError` for an argument that is not supported."""
     name, first = type(model).__name__, captures.first
     given, options = _take_options(_bind(name, first.captured, forward, args, kwargs), first.captured)
     given = align_patches(model, first.captured, given, first.device)
@@ -338,7 +337,7 @@ def _rounded(served: Capture, inputs: dict[str, Tensor], rows: _Rows,
 
 def _result(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor],
             key: CaptureKey, options: _Options, rows: _Rows) -> BatchArguments:
-    """Raises `UnsupportedError` for options that do not go with the labels of the batch."""
+    """Selects the outputs. Raises `UnsupportedError` for options that contradict the labels of the batch."""
     has_labels = captured.has_loss and all(label in inputs for label in captured.labels)
     kept = options.logits_to_keep
     if not isinstance(kept, int) or kept < 0 or (kept and (has_labels or not captured.logits_of_tokens)):
@@ -365,12 +364,12 @@ def _loss_denominator(name: str, captured: CapturedModel, inputs: Mapping[str, T
 
 
 def _is_per_row(expected: TemplateInput | None) -> bool:
-    """Whether a batch argument has values for rows instead of tokens."""
+    """True if a batch argument has values for rows instead of tokens."""
     return expected is not None and (len(expected.shape) < 2 or expected.shape[1] != LENGTH)
 
 
 def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) -> Tensor:
-    """The value in the captured dtype. It is made contiguous, like the captured one: the graphs depend on its strides."""
+    """The value in the captured dtype, made contiguous like the captured one, since the graphs depend on its strides."""
     if expected is not None and _is_per_row(expected):
         if isinstance(value, Tensor) and value.shape[1:] == expected.shape[1:] and value.dim():
             return value.to(dtype=expected.dtype).contiguous()
@@ -399,7 +398,7 @@ def _is_neutral(captured: CapturedModel, key: str, value: Any) -> bool:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Whether two values are the same number, text, flag or None."""
+    """True if two values are the same number, text, flag or None."""
     return type(value) is type(other) and isinstance(value, bool | int | float | str | None) and value == other
 
 

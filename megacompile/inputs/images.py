@@ -64,10 +64,9 @@ def images_of_each(types: Mapping[str, TemplateInput], inputs: Mapping[str, Tens
 # placeholder token holds the patches of its feature and the size of its image; all other tokens hold zeros. Position IDs that a
 # model computes from image sizes in Python loops are computed here, on the host, by the model's own code.
 def align_patches(model: nn.Module, captured: CapturedModel, given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The arguments of a batch, with images of any size aligned with its tokens; unchanged if the model takes no such images.
-
-    `captured`: the capture for plain batches. The aligned patches are on `device`, so that only real patches cross the link,
-    not the zeros of text tokens. Raises `UnsupportedError` if images and their placeholders do not match."""
+    """The arguments of a batch, with images of any size aligned with its tokens. Unchanged if the model takes no such images.
+    `captured`: the capture for plain batches. The aligned patches are on `device`, so only real patches cross the link, not the
+    zeros of text tokens. Raises `UnsupportedError` if images and their placeholders do not match."""
     made = dict(given)
     tokens = made.get(captured.batch_inputs[0])
     name = type(model).__name__
@@ -121,7 +120,7 @@ def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor
 
 
 def _positions(model: nn.Module, name: str, tokens: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The position IDs of the three axes, int64 [B, T, 3]; also those of the text, if rows hold several sequences."""
+    """The position IDs of the three axes, int64 [B, T, 3], and those of the text if rows hold several sequences."""
     said, mask = given.get("position_ids"), given.get("attention_mask")
     if said is None and isinstance(mask, Tensor) and mask.dim() > 2:
         raise UnsupportedError(f"{name} makes positions only from an attention_mask [batch, length]: pass position_ids with a "

@@ -67,11 +67,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a batch of `size` (rows, length) are after packing.
-
-    `source`: int64 [packed rows, packed length], the flat index in the original batch that each token comes from, -1 for
-    empty slots. `positions`: int64 of the same shape, position IDs. `begins`: bool of the same shape, True at the first token
-    of each sequence."""
+    """The positions of the tokens of a batch of `size` (rows, length) after packing. `source`: int64 [packed rows, packed
+    length], the flat index of each token in the original batch, -1 for empty slots. `positions`: int64 of the same shape,
+    position IDs. `begins`: bool of the same shape, True at the first token of each sequence."""
 
     size: tuple[int, int]
     source: Tensor
@@ -208,7 +206,7 @@ def lay_out(spans: Sequence[Span], size: tuple[int, int], least: int = LENGTH, s
 
 
 def lengths_of(usual: int, shares: Sequence[Fraction]) -> list[int]:
-    """The usual length of packed rows, and the shorter ones that kernels for any length serve."""
+    """The usual length of packed rows, and shorter ones that kernels for any length serve."""
     return [usual, *(int(usual * share) for share in shares if usual * share % UNIT == 0)]
 
 
@@ -252,7 +250,7 @@ TOKENS_OF_A_GROUP = 512
 
 
 class Grouping(enum.Enum):
-    """How many rows a group of rows of similar length may have."""
+    """The allowed numbers of rows in a group of rows of similar length."""
 
     #: There are no groups.
     NONE = enum.auto()
@@ -264,8 +262,8 @@ class Grouping(enum.Enum):
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """A batch of `size` (rows, length) whose rows were sorted, the longest first. `order`: int64 [rows], the row of the batch
-    that each sorted row is. `groups`: rows and length of each group, the longest first."""
+    """A batch of `size` (rows, length) whose rows were sorted, the longest first. `order`: int64 [rows], the batch's row number
+    of each sorted row. `groups`: rows and length of each group, the longest first."""
 
     size: tuple[int, int]
     order: Tensor
@@ -282,7 +280,7 @@ class GroupedRows:
 
     @cached_property
     def _places(self) -> Tensor:
-        """Where each row of the batch is among the sorted ones, int64 [rows]."""
+        """The position of each row of the batch among the sorted ones, int64 [rows]."""
         return self.order.argsort()
 
     def pack(self, tensor: Tensor, filling: int = 0) -> Tensor:
@@ -295,7 +293,7 @@ class GroupedRows:
 
 
 def of_length(tensor: Tensor, length: int, filling: int = 0) -> Tensor:
-    """Rows [rows, length, ...] without their ends, or with `filling` after them."""
+    """Rows [rows, length, ...], cut off or extended with `filling` to this length."""
     more = length - tensor.shape[1]
     return tensor[:, :length] if more <= 0 else torch.nn.functional.pad(
         tensor, (0, 0) * (tensor.dim() - 2) + (0, more), value=filling)
@@ -311,8 +309,8 @@ def lengths_of_rows(present: BoolArray, labels: Sequence[Tensor]) -> list[int]:
 
 
 def grouped(size: tuple[int, int], lengths: Sequence[int], widths: Mapping[int, int], grouping: Grouping) -> GroupedRows:
-    """The groups of rows that cost least. A group is padded to one of the `widths`, the largest of which holds every row, and
-    has at most as many rows as `widths` says. A few numbers of rows are the powers of four."""
+    """The cheapest groups of rows. A group is padded to one of the `widths`, the largest of which holds every row, and has at
+    most as many rows as `widths` says. Unless `grouping` allows any number of rows, the number is a power of four."""
     order = np.argsort([-length for length in lengths], kind="stable")
     sorted_widths = np.sort([*widths])
     width = sorted_widths[np.searchsorted(sorted_widths, [lengths[row] for row in order])]

@@ -78,9 +78,9 @@ def hidden_as_bool(further: Mapping[str, Tensor], captured: CapturedModel,
 
 def _seen(mask: Tensor, added: bool) -> Tensor | None:
     """The bool mask with exactly the same effect as a float one, or None. `added`: eager attention adds the mask to scores.
-
-    A query that sees nothing needs care. If all its values are -inf, a bool mask does the same, except that eager attention
-    gives NaN. If all its values are finite but huge, attention gives the mean of all values, which no bool mask does."""
+    Queries that see nothing are special. If all values of such a query are -inf, a bool mask has the same effect, except that
+    eager attention gives NaN. If all its values are finite but huge, attention gives the mean of all values, which no bool mask
+    does."""
     seen = mask == 0
     if not bool((seen | (mask <= _HIDDEN)).all()):
         return None
@@ -163,11 +163,9 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
 
 def zeros_and_ones(name: str, captured: CapturedModel, mask: Any,
                    key_of: Callable[[Tensor], CaptureKey]) -> tuple[Any, bool]:
-    """An `attention_mask` of tokens on the host, as zeros and ones if it means the same, and whether it does. Other masks stay
-    as they are. `key_of(mask)`: the key of a batch with such a mask.
-
-    Most models only read whether a value is 0. Some count the values. Raises `UnsupportedError` for values that are not whole
-    numbers."""
+    """An `attention_mask` of tokens on the host, as zeros and ones if they mean the same, and whether they do. Other masks stay
+    as they are. `key_of(mask)`: the key of a batch with such a mask. Most models only read whether a value is 0. Some count the
+    values. Raises `UnsupportedError` for values that are not whole numbers."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return mask, True
     mask = mask.cpu()  # once: the host reads it several times
@@ -197,8 +195,8 @@ def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tenso
 
 
 def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
-    """Whether a mask can be left out: it hides nothing, or only padding on the right whose `labels` are all -100. In a causal
-    model no real token sees such padding, and the loss does not count it. A mask with other values than 0 and 1 stays."""
+    """True if a mask can be removed: it hides nothing, or only padding on the right whose `labels` are all -100. In a causal
+    model no real token sees such padding, and the loss does not count it. A mask with values other than 0 and 1 stays."""
     values = array_of(mask)
     present = values != 0
     if (values[present] != 1).any():

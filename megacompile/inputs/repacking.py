@@ -73,7 +73,7 @@ class Captures(Protocol):
         """The capture for a key. The first call with a key traces the model."""
 
     def reads_masks(self, key: CaptureKey) -> bool:
-        """Whether our attention reads the masks of pairs of this key's batches in every layer."""
+        """True if our attention reads the masks of pairs of this key's batches in every layer."""
 
     def check_modes(self, captured: CapturedModel) -> None:
         """Raises `UnsupportedError` if a module inside the model was in another mode (training or evaluation) when it was
@@ -97,7 +97,7 @@ _REMEDIES = {_LEFT_TARGET: "pad on the right, or give the first token of each ro
 
 
 class Wanted(enum.Enum):
-    """Which results of a batch the caller reads."""
+    """The results of a batch that the caller reads."""
 
     #: Only the loss: tokens after the last target of a row need not be computed.
     LOSS = enum.auto()
@@ -108,14 +108,12 @@ class Wanted(enum.Enum):
 
 
 class Repacking:
-    """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length; `alone`: no other rank trains
-    the model, so that rows are packed once, and grouped if they are not packed (`grouping`). `least`: the usual length of
-    packed rows. `usual`: the length of the longest rows that are not packed, which decides their widths (`rounded`); set it if
-    it is known better than by the option `repack`.
-
-    State: for each capture key, why attention does not read its packed batches (`_unread`), which is found out when the first
-    batch needs to know; and the calls in which sequences of a row read each other (`_across`), until they were warned of.
-    `_told`: the reasons for padding that were warned of."""
+    """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length. `alone`: no other rank trains
+    the model, so rows are packed once, and grouped if they are not packed (`grouping`). `least`: the usual length of packed
+    rows. `usual`: the length of the longest rows that are not packed, which determines their widths (`rounded`); set it if it
+    is known better than by the option `repack`. State: for each capture key, why attention does not read its packed batches
+    (`_unread`), determined for the first batch that needs it; and the calls in which sequences of a row read each other
+    (`_across`), until a warning names them. `_told`: the reasons for padding in earlier warnings."""
 
     def __init__(self, captures: Captures, option: bool | int, any_length: bool, alone: bool = True) -> None:
         self.captures = captures
@@ -173,12 +171,12 @@ class Repacking:
         return {**packed, POSITIONS: layout.positions}, layout
 
     def lay_out_for(self, ranks: int, spans: Sequence[Span], size: tuple[int, int]) -> Layout:
-        """The layout of the sequences of all ranks, of which each computes as many rows."""
+        """The layout of the sequences of all ranks. Each rank computes the same number of rows."""
         return lay_out(spans, size, self.least, self._possible_shares, ranks)
 
     def warn(self, reason: str, useful: int, computed: int) -> None:
-        """Call this for a training batch that is not packed. Warns of each reason once if much of the batch is padding:
-        `computed` tokens, of which some are `useful`."""
+        """Warns of each reason once if much of a training batch that is not packed is padding: `computed` tokens, including
+        `useful` ones. Call it for each such batch."""
         share = 1 - useful / computed
         if self.enabled and reason not in self._told and share >= _MUCH_PADDING:
             self._told.add(reason)
@@ -187,8 +185,8 @@ class Repacking:
                           PaddingWarning, stacklevel=2)
 
     def warn_across_sequences(self, name: str, captured: CapturedModel, positions: Tensor) -> None:
-        """Call this for a batch with position IDs and no mask. Warns once if a row holds several sequences that read each
-        other: natively they do too. `captured`: the capture that serves it."""
+        """Warns once if a row of a batch holds several sequences that read each other, as they also do natively. Call it for a
+        batch with position IDs and no mask. `captured`: the capture that serves it."""
         if captured.key not in self._across:
             self._across[captured.key] = calls_across_sequences(POSITIONS, captured.calls, captured.templates)
         if self._across[captured.key] and (positions[:, 1:] == 0).any():
@@ -203,8 +201,8 @@ class Repacking:
                 for name, tensor in inputs.items()}
 
     def _targets(self, inputs: Mapping[str, Tensor]) -> float:
-        """The number of targets that the loss of a batch counts. Packing loses some if the padding is on the left: a row's
-        first token is then predicted by padding."""
+        """The number of targets that the loss of a batch counts. Packing loses some if the padding is on the left, since
+        padding then predicts a row's first token."""
         captured = self.captures.first.captured
         if captured.count_targets is None or not set(captured.labels) <= inputs.keys():
             return 0.0
@@ -215,19 +213,19 @@ class Repacking:
 
     @cached_property
     def obstacle(self) -> str:
-        """Why the model's batches cannot be packed; "" if nothing is known against it without another capture."""
+        """The reason why the model's batches cannot be packed; "" if none is known without another capture."""
         return obstacle(self.captures.first.captured, self.captures.first.types)
 
     @property
     def known_refusal(self) -> str:
-        """Like `refusal`, as far as is known without another capture."""
+        """Like `refusal`, as far as it is known without another capture."""
         if not self.enabled:
             return "the model was streamed with repack=False"
         return self.obstacle or next(filter(None, self._unread.values()), "")
 
     def refusal(self, training: bool) -> str:
-        """Why no padded batch of the model is packed; "" if they are packed. The first call may capture the model with position
-        IDs."""
+        """The reason why no padded batch of the model is packed; "" if they are packed. The first call may capture the model
+        with position IDs."""
         return self.known_refusal or self.unread(self.captures.capture_key((POSITIONS,), training))
 
     def outlook(self, shape: Shape, layout: Layout | RightPadding | GroupedRows | None = None,
@@ -255,7 +253,7 @@ class Repacking:
         return f"rows: {size}; padded rows are " + (f"not packed: {why}" if why else f"packed into rows of {self.least}")
 
     def reads_padding(self, training: bool) -> bool:
-        """Whether a mask for padding on the right may change what is computed, if the labels of the padding are ignored. No
+        """True if a mask for padding on the right may change what is computed, if the labels of the padding are ignored. No
         token of a causal model sees such padding; tokens of another model may, unless it takes no mask. The first call may
         capture the model with a mask."""
         if self.captures.first.captured.causal:
@@ -267,8 +265,8 @@ class Repacking:
         return True
 
     def unread(self, key: CaptureKey) -> str:
-        """Why attention does not read where the sequences of a packed batch begin; "" if it does. The first call may capture
-        the model with this key."""
+        """The reason why attention does not read where the sequences of a packed batch begin; "" if it does. The first call may
+        capture the model with this key."""
         if key not in self._unread:
             try:
                 packed = self.captures.serve(key).captured
@@ -282,7 +280,7 @@ class Repacking:
         return self._unread[key]
 
     def _positions_are_counted(self, training: bool, masked: bool) -> bool:
-        """Whether the model itself counts positions from 0 at the start of a row, including padding. Some models count only
+        """True if the model itself counts positions from 0 at the start of a row, including padding. Some models count only
         tokens that the mask shows, or begin at another number."""
         further = (MASK, POSITIONS) if masked else (POSITIONS,)
         key = replace(self.captures.capture_key(further, True), evaluating=not training)
@@ -290,10 +288,8 @@ class Repacking:
 
 
 def obstacle(captured: CapturedModel, types: Mapping[str, TemplateInput]) -> str:
-    """Why batches of a model cannot be packed, with the names of the inputs or calls that prevent it; "" if its graphs for
-    plain batches show no reason.
-
-    `captured`: the capture for plain batches; `types`: those of its batch arguments."""
+    """The reason why batches of a model cannot be packed, with the names of the inputs or calls that prevent it; "" if its
+    graphs for plain batches show none. `captured`: the capture for plain batches. `types`: of its batch arguments."""
     return next(_obstacles(captured, types), "")
 
 
@@ -321,8 +317,7 @@ def _obstacles(captured: CapturedModel, types: Mapping[str, TemplateInput]) -> I
 
 
 def _mixing(captured: CapturedModel) -> list[str]:
-    """The calls in which tokens interact other than through our attention; only those without any attention, if there are
-    some."""
+    """The calls in which tokens interact outside of our attention. If some of them have no attention, only those."""
     mixing = [call for call in captured.calls[:-1] if across_tokens(captured.templates[call.template])]
     bare = [call for call in mixing if not any("attention" in str(node.target) for node in
                                                captured.templates[call.template].forward_graph().nodes)]
@@ -334,8 +329,8 @@ def _named(names: Sequence[str]) -> str:
 
 
 def present_tokens(inputs: Mapping[str, Tensor], mask: Tensor | None, labels: Sequence[str], wanted: Wanted) -> BoolArray:
-    """Which positions of a batch hold a token, bool [rows, length]: those that its mask does not hide. Without a mask, if only
-    the loss is wanted: those up to the last target of their row."""
+    """A mask of the positions that hold a token, bool [rows, length]: those that the batch's mask does not hide. Without a
+    mask, if only the loss is wanted: those up to the last target of their row."""
     size = next(iter(inputs.values())).shape[:2]
     if mask is not None and mask.shape == size:
         return array_of(mask) != 0  # type: ignore[no-any-return]
@@ -346,6 +341,6 @@ def present_tokens(inputs: Mapping[str, Tensor], mask: Tensor | None, labels: Se
 
 
 def _until_last_target(labels: Sequence[Tensor]) -> BoolArray:
-    """Positions up to and including the last target of their row, bool [rows, length]."""
+    """A mask of the positions up to and including the last target of their row, bool [rows, length]."""
     counts: BoolArray = np.logical_or.reduce([array_of(each) != IGNORED for each in labels])
     return np.logical_or.accumulate(counts[:, ::-1], axis=1)[:, ::-1]

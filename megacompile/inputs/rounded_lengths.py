@@ -30,8 +30,8 @@ from megacompile.losses import IGNORED
 
 #: Arguments that only some batches have. Zeros are right for padding: no mask shows it, and position 0 begins a sequence.
 MASK, POSITIONS = "attention_mask", "position_ids"
-#: What most models assume for an argument that is left out: the values of a row, by its length. Whether a model does is a fact
-#: of the model (`CapturedModel.is_implied`).
+#: The values that most models assume for a missing argument: those of a row, by its length. `CapturedModel.is_implied` tells
+#: whether a model does.
 USUALLY_IMPLIED: dict[str, Callable[[int], Tensor]] = {
     MASK: functools.partial(torch.ones, dtype=torch.long), POSITIONS: torch.arange}
 
@@ -59,18 +59,15 @@ class RightPadding:
 
 
 def is_usual(length: int) -> bool:
-    """Whether rows of this length without padding are left as they are: a power of two, or another length that people
-    choose."""
+    """True if rows of this length without padding stay as they are: a power of two, or another length that people choose."""
     return length % _CHOSEN == 0 or power_of_two(length) == length
 
 
 def rounded(length: int, usual: int, rows: int = 1) -> int:
-    """The width that a batch is padded to whose longest row has `length` tokens. `usual`: the length of the longest rows of all
-    batches, or a guess.
-
-    Widths are parts of `usual`, or of two, four, ... times `usual` for longer rows. Batches of more than 16 rows may be
-    narrower than the least part: the longest of so many rows differ less, and a sixteenth would be much work if all of them
-    are short."""
+    """The width to which a batch is padded if its longest row has `length` tokens. `usual`: the length of the longest rows of
+    all batches, or a guess. Widths are parts of `usual`, or of two, four, ... times `usual` for longer rows. Batches of more
+    than 16 rows may be narrower than the least part: the longest of so many rows vary less, and a sixteenth would be much work
+    if all of them are short."""
     while length > usual:
         usual *= 2
     width = next(width for part in _SIXTEENTHS if (width := usual * part // 16) >= length)
@@ -81,11 +78,9 @@ def rounded(length: int, usual: int, rows: int = 1) -> int:
 
 def padding_for(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor],
                 present: BoolArray, usual: int, grouping: Grouping) -> RightPadding | GroupedRows | None:
-    """How to pad a batch that is not packed; None if its length is a width and one group is best, if all batches may have this
-    length, or if padding could change a result.
-
-    `inputs`: all arguments of the batch, and `types` of them; `present`: which positions hold a token; `usual`: as for
-    `rounded`."""
+    """The padding of a batch that is not packed; None if its length is a width and one group is best, if all batches may have
+    this length, or if padding could change a result. `inputs`: all arguments of the batch, and their `types`. `present`: the
+    positions that hold a token. `usual`: as for `rounded`."""
     rows, length = present.shape
     wanted = rounded(length, usual, rows)
     full = present.all() and (rows > 1 or is_usual(length))
@@ -102,8 +97,8 @@ def padding_for(captured: CapturedModel, types: Mapping[str, TemplateInput], inp
 
 
 def predicts_before_first_token(captured: CapturedModel, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether a target of a batch is predicted by padding on the left. Such padding attends to all positions of its row, so the
-    loss depends on how many there are."""
+    """True if padding on the left predicts a target of a batch. Such padding attends to all positions of its row, so the loss
+    depends on their number."""
     mask = inputs.get(MASK)
     if mask is None or mask.dim() != 2 or captured.count_targets is None or not {*captured.labels} <= inputs.keys():
         return False
@@ -136,7 +131,7 @@ def _grouped(captured: CapturedModel, inputs: Mapping[str, Tensor], present: Boo
 
 
 def _has_positions(captured: CapturedModel, inputs: Mapping[str, Tensor], size: tuple[int, int], width: int) -> bool:
-    """Whether the model's tables, such as learned positions, have all rows that a batch of this size reads if it is padded to a
+    """True if the model's tables, such as learned positions, have all rows that a batch of this size reads when padded to a
     width."""
     if not captured.tables:
         return True
@@ -145,8 +140,8 @@ def _has_positions(captured: CapturedModel, inputs: Mapping[str, Tensor], size: 
 
 
 def _is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> bool:
-    """Whether more padding on the right changes no value of a token and no loss. A causal model's tokens do not see it; the
-    tokens of another one do not if an attention mask hides it."""
+    """True if more padding on the right changes no value of a token and no loss. A causal model's tokens do not see it. Tokens
+    of other models do not see it if an attention mask hides it."""
     shapes = [types[name].shape if name in types else () for name in inputs]
     if any(len(shape) < 2 or shape[1] != LENGTH or LENGTH in shape[2:] for shape in shapes):
         return False  # values for rows, images or pairs of tokens

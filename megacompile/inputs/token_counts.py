@@ -16,7 +16,7 @@ class TokenCounts:
         self.useful = self.computed = self.step_useful = self.step_computed = 0
 
     def end_step(self, batches: Sequence[Batch]) -> None:
-        """Counts a step when its update begins. `batches`: those that its gradients come from."""
+        """Counts a step when its update begins. `batches`: the batches of its gradients."""
         self.step_useful = sum(batch.useful_tokens for batch in batches)
         self.step_computed = sum(batch.computed_tokens for batch in batches)
         self.useful += self.step_useful

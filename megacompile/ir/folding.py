@@ -46,7 +46,7 @@ def fold_section(name: str, listed: Sequence[fx.Node]) -> str:
 
 
 def fold_lines(listed: Sequence[fx.Node], marks: Sequence[str]) -> Iterator[str]:
-    """The lines of these nodes, each with its mark in front, folded. Lines with different marks are not alike."""
+    """The lines of these nodes, each after its mark, folded. Lines with different marks are not alike."""
     position = {node: i for graph in {node.graph for node in listed} for i, node in enumerate(nodes(graph))}
     return _folded([_line(node, position, mark) for node, mark in zip(listed, marks, strict=True)], "    ")
 
@@ -91,7 +91,7 @@ def _line(node: fx.Node, position: dict[fx.Node, int], mark: str) -> _Line:
 
 
 def _folded(lines: list[_Line], indent: str) -> Iterator[str]:
-    """Folds at each line the repeat that saves most lines, then folds inside its first group in the same way."""
+    """Folds, at each line, the repeat that saves the most lines. Then folds inside its first group in the same way."""
     following = _same_words_after(lines)
     start = 0
     while start < len(lines):
@@ -107,7 +107,7 @@ def _folded(lines: list[_Line], indent: str) -> Iterator[str]:
 
 
 def _same_words_after(lines: list[_Line]) -> list[list[int]]:
-    """For each line the distances to later lines with the same words, nearest first."""
+    """For each line, the distances to later lines with the same words, nearest first."""
     places: dict[tuple[Any, ...], list[int]] = {}
     for i, line in enumerate(lines):
         places.setdefault(line.words, []).append(i)
@@ -119,7 +119,7 @@ def _same_words_after(lines: list[_Line]) -> list[list[int]]:
 
 
 def _best_repeat(lines: list[_Line], start: int, distances: list[int]) -> tuple[int, int]:
-    """(lines in the group, number of groups) of the repeat from here that saves most lines; (1, 1) if none does."""
+    """(lines in the group, number of groups) of the repeat from here that saves the most lines; (1, 1) if none saves any."""
     best = (1, 1)
     for length in distances:
         count = _repeats(lines, start, length)
@@ -129,7 +129,8 @@ def _best_repeat(lines: list[_Line], start: int, distances: list[int]) -> tuple[
 
 
 def _repeats(lines: list[_Line], start: int, length: int) -> int:
-    """How many times in a row the group of `length` lines at `start` occurs, with a constant step for every number."""
+    """The number of consecutive occurrences of the group of `length` lines at `start`. Every number must change by a constant
+    step."""
     count = 1
     steps: list[tuple[int, ...]] = []
     while start + (count + 1) * length <= len(lines):
@@ -148,7 +149,7 @@ def _repeats(lines: list[_Line], start: int, length: int) -> int:
 
 
 def _span(first: list[_Line], last: list[_Line]) -> str:
-    """What varies from the first group to the last: `: layers.1 .. layers.26`."""
+    """The difference between the first group and the last, as text: `: layers.1 .. layers.26`."""
     for a, b in zip(first, last, strict=True):
         for name, begin in a.about.items():
             if begin != b.about[name]:

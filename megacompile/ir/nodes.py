@@ -27,7 +27,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def operands(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
-    """The nodes that a parameter of a node holds: none, one or several."""
+    """The nodes in a parameter of a node: none, one or several."""
     value = node.kwargs.get(name)
     if isinstance(value, fx.Node):
         return (value,)
@@ -36,7 +36,7 @@ def operands(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a value belongs to: a call and a micro-batch, or a tile. The backward finds what the forward kept by this."""
+    """The owner of a value: a call and a micro-batch, or a tile. The backward uses it to find what the forward kept."""
 
     call: str | None = None
     mb: int | None = None
@@ -51,8 +51,8 @@ class Kept:
 
 
 def lane_of(node: fx.Node) -> Lane | None:
-    """The lane that executes a node; None for a mark that no lane runs. The release of a value's own memory runs in compute,
-    which uses that memory. The release of a slot is a mark for the verifier."""
+    """The lane that executes a node; None for a mark that no lane runs. A release of a value's own memory runs in compute,
+    which uses that memory. A release of a slot is a mark for the verifier."""
     op = op_of(node)
     if op.name == "wait":
         return Lane(argument(node, "lane"))
@@ -127,7 +127,7 @@ def find(graph: fx.Graph, *ops: str) -> Iterator[fx.Node]:
 
 
 def results_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Value that a section returns -> the node that returns it."""
+    """Maps each value that a section returns to the node that returns it."""
     return {value: node for node in find(graph, "result") for value in operands(node, "values")}
 
 
@@ -138,9 +138,8 @@ def copy_section(graph: fx.Graph) -> fx.Graph:
 
 def rebuild(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, Any], Builder], fx.Node | None],
             source: str = "") -> fx.Graph:
-    """A new section, made by visiting each node in program order, with the node's arguments mapped into the new graph.
-
-    `visit` adds the nodes that replace it and returns the one that its users should read."""
+    """A new section. Visits each node in program order, with the node's arguments mapped into the new graph. `visit` adds the
+    nodes that replace it, and returns the node that its users should read."""
     new = fx.Graph()
     build = Builder(new, source)
     image: dict[fx.Node, fx.Node] = {}

@@ -60,7 +60,7 @@ class Op:
 
     @property
     def collective(self) -> bool:
-        """Whether all ranks must run it together."""
+        """True if all ranks must run it together."""
         return self.lane == Lane.COLLECTIVE or self.name == "share_host_norms"
 
     def __call__(self, **_: Any) -> Any:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Takes(StrEnum):
-    """What values an option takes."""
+    """The kind of values that an option takes."""
 
     COUNT = "a whole number"
     BYTES = "an amount of memory"
@@ -34,7 +34,7 @@ class Takes(StrEnum):
 
 
 class Scope(StrEnum):
-    """What depends on an option."""
+    """The part of the system that depends on an option."""
 
     MODEL = "graphs, tiles and budgets, which are known before a plan is searched"
     PLAN = "plans: the value is part of the question that the search for a plan answers"
@@ -43,13 +43,11 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of an option besides its name, type and default.
-
-    `takes`, `scope`: see there. `help`: what it does, for the reference page and `--help`. `unset`: what None stands for.
-    `least`: the smallest value of a count; `limits.LARGEST` has the largest. `choices`: the values of a text, if there are only
-    some. `replan`: whether `replan` may change it. `flag`: whether commands have it. `hinders`: whether it may keep a plan from
-    fitting, so that a refusal suggests to leave it out. `planned`: whether the field of `Plan` with its name gets its value,
-    if it is given."""
+    """The description of an option, besides its name, type and default. `takes`, `scope`: see there. `help`: what it does, for
+    the reference page and `--help`. `unset`: the meaning of None. `least`: the smallest value of a count; `limits.LARGEST` has
+    the largest. `choices`: the values of a text, if there are only some. `replan`: `replan` may change it. `flag`: commands
+    have it. `hinders`: it may keep a plan from fitting, so a refusal suggests to leave it out. `planned`: a given value becomes
+    the field of `Plan` with the same name."""
 
     takes: Takes
     scope: Scope
@@ -63,8 +61,8 @@ class Row:
     planned: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `MegacompileError` if an option of this name cannot have this value. Does not check values that depend
-        on the model or the machine."""
+        """Raises `MegacompileError` if the option `name` cannot have this value. Does not check values that depend on the model
+        or the machine."""
         if value is None:
             return
         if self.takes is Takes.COUNT:
@@ -78,7 +76,7 @@ class Row:
 
 
 def option(default: Any, takes: Takes, scope: Scope, help: str, **more: Any) -> Any:
-    """A field with this default, and with a row."""
+    """A field with this default and a row."""
     return field(default=default, metadata={"row": Row(takes, scope, " ".join(help.split()), **more)})
 
 
@@ -87,7 +85,7 @@ _PLANNER = "chosen by the planner"
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Every choice that a user may make about a streamed model; None leaves it to the planner."""
+    """Every choice that a user may make about a streamed model. None leaves the choice to the planner."""
 
     device: str | torch.device | None = option(
         None, Takes.TEXT, Scope.MODEL, "Device to compute on: cpu or cuda.", unset="cuda if there is a GPU", flag=True)
@@ -198,13 +196,13 @@ class StreamOptions:
         raises `StallError`, which says what each lane is doing. Half an hour is longer than any instruction takes.""",
         unset="no limit")
     repack: bool | int = option(
-        True, Takes.OTHER, Scope.RUN, """Whether the rows of a padded batch are packed into rows of one length, where that
+        True, Takes.OTHER, Scope.RUN, """True if the rows of a padded batch are packed into rows of one length, where that
         changes only the time; a number: the usual length of these rows in tokens (rounded up to a power of two; 2048 by
         default). They are longer if a sequence is, and may be up to a quarter shorter. Rows that cannot be packed are grouped
         by length, and each group is padded to one of eight widths, parts of this length. False: every batch is computed as it
         comes.""")
     distributed: bool | None = option(
-        None, Takes.FLAG, Scope.RUN, """Whether this process trains the model together with the other processes of
+        None, Takes.FLAG, Scope.RUN, """True if this process trains the model together with the other processes of
         torch.distributed's default group (torchrun).""", unset="where there are several processes")
     mesh: Any = option(
         None, Takes.OTHER, Scope.RUN, """A `DeviceMesh` of all ranks. One dimension: the ranks, all on one host, have shards of
@@ -230,7 +228,7 @@ def named(choose: Callable[[Row], bool]) -> tuple[str, ...]:
 
 
 def planned(options: StreamOptions) -> dict[str, Any]:
-    """The values that fields of `Plan` get as they are."""
+    """The values that become fields of `Plan` unchanged."""
     return {name: value for name, _, row in rows() if row.planned and (value := getattr(options, name)) is not None}
 
 

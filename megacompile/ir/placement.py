@@ -20,8 +20,8 @@ from megacompile.errors import MegacompileError, listed
 
 
 class Updated(StrEnum):
-    """Where a tile is updated, and where its gradients are added up between waves. The value of each but the first is the name
-    of the list of such tiles."""
+    """The place where a tile is updated, and where its gradients are added up between waves. Each value but the first is the
+    name of the list of such tiles."""
 
     ON_HOST = "host"  # gradients are added up on the device
     ON_DEVICE = "resident_state"  # weights, optimizer state and gradients stay there
@@ -32,8 +32,8 @@ class Updated(StrEnum):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tile is updated, and whether it is `resident`: its weights stay on the device. A tile that is updated `ON_DEVICE`
-    always is."""
+    """The place where a tile is updated, and whether its weights stay on the device (`resident`). A tile that is updated
+    `ON_DEVICE` is always resident."""
 
     updated: Updated = Updated.ON_HOST
     resident: bool = False
@@ -50,9 +50,8 @@ LISTS = ("resident", *LISTS_OF_UPDATED)
 
 
 class Placements(Mapping[str, Placement]):
-    """Tile -> placement, of all tiles that are not `STREAMED`. Immutable. `lists`: name of a list -> its tiles.
-
-    Slots of resident tiles are numbered in the order of the tiles. Placements are equal if their lists are, order included."""
+    """Maps tiles to placements, for all tiles that are not `STREAMED`. Immutable. `lists`: name of a list -> its tiles. Slots
+    of resident tiles are numbered in the order of the tiles. Placements are equal if their lists are, order included."""
 
     def __init__(self, placed: Mapping[str, Placement] | None = None) -> None:
         self._placed = {tile: placement for tile, placement in (placed or {}).items() if placement != STREAMED}
@@ -67,8 +66,8 @@ class Placements(Mapping[str, Placement]):
     @classmethod
     def named(cls, resident: Sequence[str] = (), **updated: Sequence[str]) -> Placements:
         """The placements with these lists of tiles, by name. Tiles of `resident_state` need not be in `resident`. Lists keep
-        their order, unless it contradicts that of the resident tiles. Raises `MegacompileError` for a tile that is named twice
-        in a list, or in two lists that say where it is updated."""
+        their order, unless it contradicts the order of the resident tiles. Raises `MegacompileError` for a tile that is named
+        twice in a list, or in two lists that say where it is updated."""
         lists = {name: updated[name] for name in sorted(updated, key=LISTS.index)}
         for name, tiles in {"resident": resident, **lists}.items():
             if len(set(tiles)) < len(tiles):
@@ -85,8 +84,9 @@ class Placements(Mapping[str, Placement]):
                     for tile in sorted(position, key=position.__getitem__)})
 
     def placed(self, updated: Updated, tiles: Sequence[str]) -> Placements:
-        """These placements, with exactly these tiles updated in this way. The host updates the other tiles that were. Weights
-        stay where they are, but those of tiles that the device no longer updates do not stay there."""
+        """These placements, with exactly these tiles updated in this way. Other tiles that were updated in this way are now
+        updated by the host. Weights stay where they are, except those of tiles that the device no longer updates, which leave
+        the device."""
         moved = set(tiles)
         left = {name: tuple(tile for tile in names if tile not in moved) for name, names in self.lists.items()}
         gone = set(left[Updated.ON_DEVICE]) if updated is Updated.ON_DEVICE else set()
@@ -97,7 +97,7 @@ class Placements(Mapping[str, Placement]):
         return self._placed[tile]
 
     def of(self, tile: str) -> Placement:
-        """The placement of a tile; `STREAMED` for one that is not here."""
+        """The placement of a tile; `STREAMED` if it has no entry."""
         return self._placed.get(tile, STREAMED)
 
     def __iter__(self) -> Iterator[str]:

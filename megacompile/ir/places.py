@@ -18,16 +18,16 @@ from megacompile.ir.ops import OPS, Access, Lane
 # Names of slots: a family, what takes turns there, and a number; `SlotName` puts them together and takes them apart.
 #
 #     W0, W1    two slots of family W, for layers' largest tiles
-#     Wb0       for the second largest tile of a layer, its rank 1
+#     Wb0       for the second largest tile of a layer, its size class 1
 #     WB0       for a boundary tile: of the prologue, the epilogue or a tied weight
 #     RW3       for one tile that stays on the device
-_NAME = re.compile(r"(?P<family>[A-Z]+?)(?P<boundary>B?)(?P<rank>[b-z]?)(?P<number>\d+)")
+_NAME = re.compile(r"(?P<family>[A-Z]+?)(?P<boundary>B?)(?P<size_class>[b-z]?)(?P<number>\d+)")
 #: Tiles of one layer that may differ in size.
-MOST_RANKS = 26
+MOST_SIZE_CLASSES = 26
 
 
 class Family(StrEnum):
-    """Families of slots. A value is the letters that the names of the family's slots begin with."""
+    """Families of slots. The value is the prefix of the slots' names."""
 
     WEIGHTS = "W"
     GRADIENTS = "G"  # reduced
@@ -53,34 +53,34 @@ RESIDENT_FAMILIES = frozenset(
 
 @dataclass(frozen=True, order=True)
 class SlotName:
-    """`family`: a `Family`; or other letters, in a program's text, which the verifier refuses. `rank`: which tile of a layer
-    takes turns here, 0 for the largest. `boundary`: for boundary tiles. Programs list their slots in this order."""
+    """`family`: a `Family`, or letters in a program's text that the verifier refuses. `size_class`: see `size_classes`.
+    `boundary`: the slot is for boundary tiles. Programs list their slots in this order."""
 
     family: str
-    rank: int = 0
+    size_class: int = 0
     boundary: bool = False
     number: int = 0
 
     def __post_init__(self) -> None:
-        assert self.rank < MOST_RANKS, f"{self.rank + 1} tiles in one layer"
+        assert self.size_class < MOST_SIZE_CLASSES, f"{self.size_class + 1} tiles in one layer"
 
     def __str__(self) -> str:
-        letter = chr(ord("a") + self.rank) if self.rank else ""
+        letter = chr(ord("a") + self.size_class) if self.size_class else ""
         return f"{self.family}{'B' * self.boundary}{letter}{self.number}"
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def parse(cls, text: str) -> SlotName | None:
-        """The name that prints as `text`; None if it is not the name of a slot."""
+        """The name that prints as `text`; None if `text` is not the name of a slot."""
         found = _NAME.fullmatch(text)
         if found is None:
             return None
-        name = cls(found["family"], ord(found["rank"] or "a") - ord("a"), bool(found["boundary"]), int(found["number"]))
+        name = cls(found["family"], ord(found["size_class"] or "a") - ord("a"), bool(found["boundary"]), int(found["number"]))
         return name if str(name) == text else None
 
     @property
     def resident(self) -> bool:
-        """Whether what is in the slot outlives sections."""
+        """True if the slot's contents outlive sections."""
         return self.family in RESIDENT_FAMILIES
 
 
@@ -98,7 +98,7 @@ SLOT_KINDS: Mapping[str, tuple[str, ...]] = {
 @functools.cache
 def lanes_that(access: Access, kind: str, several_ranks: bool = False) -> frozenset[Lane]:
     """The lanes that have an op which may access a place of this kind (`place_kind`). Other sections may use any of them. The
-    lane `collective` counts only where `several_ranks`, of one host or of several, run programs together."""
+    lane `collective` counts only if `several_ranks`, of one host or of several, run programs together."""
     found = set()
     for op in OPS.values():
         if op.only_waits or (op.lane == Lane.COLLECTIVE and not several_ranks):
@@ -142,19 +142,20 @@ def slot_family(slot: str) -> str:
     return name.family if name is not None else ""
 
 
-def slot_ranks(layers: Iterable[Sequence[str]], boundary: Collection[str],
+def size_classes(layers: Iterable[Sequence[str]], boundary: Collection[str],
                weight_bytes: Callable[[str], int]) -> dict[str, int]:
-    """The rank of each tile among the tiles of its layer, the largest first. `layers`: the tiles that each layer reads. Tiles
-    in `boundary` have no rank. All tiles of a layer are on the device together; tiles of one rank take turns in slots."""
-    ranks: dict[str, int] = {}
+    """The size class of each tile: 0 for the largest tile of its layer, 1 for the next. `layers`: the tiles that each layer
+    reads. Tiles in `boundary` have none. All tiles of a layer are on the device together. Tiles of one size class take turns
+    in slots."""
+    classes: dict[str, int] = {}
     for tiles in layers:
-        new = sorted((t for t in tiles if t not in ranks and t not in boundary), key=lambda t: -weight_bytes(t))
-        taken = {ranks[t] for t in tiles if t in ranks}
-        ranks |= zip(new, (rank for rank in itertools.count() if rank not in taken), strict=False)
-    return ranks
+        new = sorted((t for t in tiles if t not in classes and t not in boundary), key=lambda t: -weight_bytes(t))
+        taken = {classes[t] for t in tiles if t in classes}
+        classes |= zip(new, (number for number in itertools.count() if number not in taken), strict=False)
+    return classes
 
 
 def stays(place: str) -> bool:
-    """Whether values in this place outlive sections."""
+    """True if values in this place outlive sections."""
     name = SlotName.parse(place)
     return name is not None and name.resident

@@ -13,26 +13,25 @@ from megacompile.sizes import check_micro_batches, check_whole
 UPDATES = ("step", "arrival")
 #: Tokens of a micro-batch beyond which a larger one is not faster, since kernels are full.
 FULL_TOKENS = 16384
-#: The same in float8, where each micro-batch rounds the weights again.
+#: `FULL_TOKENS` in float8, where each micro-batch rounds the weights again.
 FULL_TOKENS_FLOAT8 = 32768
-#: What layers with residuals keep: everything that their backward reads, or only attention's results; the rest is then
-#: recomputed.
+#: Residuals that layers keep: everything that their backward reads, or only attention's results. The rest is recomputed.
 RESIDUALS = ("all", "attention")
 #: Slabs for moments on disk: one is read into, one is updated, one is written from.
 STATE_SLABS = 3
-#: Slots of each rank of layers through which weight shards pass before they are gathered.
+#: Slots of each size class of tiles through which weight shards pass before they are gathered.
 SHARD_SLOTS = 2
 
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """Which graphs of a model a batch needs.
+    """Selects the graphs of a model that a batch needs.
 
-    `further`: names of the batch arguments beyond those of every batch (a mask, positions that restart within a row); a mask of
-    pairs with its dtype and shape ("mask: bool [B, 1, T, T]"). `evaluating`: the graphs of evaluation mode, where they differ
+    `further`: names of the batch arguments beyond those of every batch (a mask, positions that restart within a row). A mask of
+    pairs includes its dtype and shape ("mask: bool [B, 1, T, T]"). `evaluating`: the graphs of evaluation mode, if they differ
     from training mode. `without_adapters`: PEFT's adapters are switched off. `images`: images per sequence, for a model that
-    takes images. `traced_length`: the tokens of a sequence that the model was traced with, if its code does something else for
-    this length than for the usual one; 0: the usual one."""
+    takes images. `traced_length`: the number of tokens of the traced sequence, if the model's code behaves differently at this
+    length than at the usual one; 0: the usual one."""
 
     further: tuple[str, ...] = ()
     evaluating: bool = False
@@ -42,7 +41,7 @@ class CaptureKey:
 
     @property
     def packed(self) -> bool:
-        """Whether rows are packed: positions alone say which tokens of a row belong together."""
+        """True if rows are packed: positions alone say which tokens of a row belong together."""
         return self.further == ("position_ids",)
 
 
@@ -51,7 +50,7 @@ PLAIN = CaptureKey()
 
 @dataclass(frozen=True)
 class Shape:
-    """What a program is compiled for: `batch` sequences of `length` tokens, with or without labels, for training or not.
+    """The input of a compiled program: `batch` sequences of `length` tokens, with or without labels, for training or not.
 
     A `lean` program keeps none of the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
     `Plan`). A `whole_step` is one program for a step; otherwise forward, backward and update are sections. `output` is what the
@@ -113,7 +112,7 @@ def check_residuals(residuals: str | None, checkpoint_interval: int | None) -> N
 
 @dataclass(frozen=True)
 class Plan:
-    """How one batch shape is trained.
+    """All choices for training one batch shape.
 
     `micro_batches` gives the sequences of each micro-batch, in order, and `lengths` their tokens; empty: all have `length`
     tokens. A whole step runs in `waves`, consecutive shares of the micro-batches that each go forward and back. Templates

@@ -1,4 +1,4 @@
-"""How products of decoder layers are rounded: the recipe of the template pass `float8`, as data.
+"""The rounding of products of decoder layers: the recipe of the template pass `float8`, as data.
 
     format    largest value    mantissa bits
     e4m3      448              3
@@ -28,7 +28,7 @@ _CHOICES = {"scaling": ("tensor", "row"), "gradients": tuple(FORMATS), "weight_g
 
 @dataclass(frozen=True)
 class Float8:
-    """Which products of a model's layers are computed in float8, and how their operands are scaled.
+    """Selects the products of a model's layers that are computed in float8, and the scaling of their operands.
 
     Attributes:
         scaling: "tensor": one scale for each operand. "row": a scale for each row of the first operand and each column of the
@@ -65,25 +65,26 @@ class Float8:
         check_whole("min_features", self.min_features)
 
     def keeps(self, parameter: str) -> bool:
-        """Whether a parameter ("model.layers.3.mlp.down_proj.weight") is of a router, or `keep` names its module or one around
-        it."""
+        """True if a parameter ("model.layers.3.mlp.down_proj.weight") belongs to a router, or if `keep` names its module or an
+        enclosing one."""
         return any(is_part_of(each, parameter) for each in (*self.keep, *ROUTERS))
 
     def misfit(self, rows: int, columns: int) -> str:
-        """Why a product with a weight [rows, columns] cannot be computed in float8, or is not worth it; or ""."""
+        """The reason why a product with a weight [rows, columns] cannot be computed in float8, or is not worth it; "" if there
+        is none."""
         if min(rows, columns) < self.min_features:
             return f"has fewer than {self.min_features} inputs or outputs"
         return f"has inputs or outputs that {ALIGNMENT} does not divide" if rows % ALIGNMENT or columns % ALIGNMENT else ""
 
     def kernel(self, forward: bool) -> str:
-        """The kernel of a product (`scaled_products.py`). `forward`: of the forward, not of the backward."""
+        """The kernel of a product (`scaled_products.py`). `forward`: the product is in the forward, not in the backward."""
         if self.emulated:
             return "emulated"
         return "float8_fast" if self.fast_accumulation == "all" or forward and self.fast_accumulation == "forward" else "float8"
 
 
 def is_part_of(part: str, module: str) -> bool:
-    """Whether `part` is the name of a module ("model.layers.3.mlp"), or a dot-separated part of it ("layers.3")."""
+    """True if `part` is the name of a module ("model.layers.3.mlp"), or a dot-separated part of it ("layers.3")."""
     return f".{part}." in f".{module}."
 
 
@@ -92,8 +93,8 @@ PRECISIONS: dict[str, Float8] = {"float8": Float8(), "float8-emulated": Float8(e
 
 
 def precision_of(given: Any) -> Float8 | None:
-    """The recipe of this name, or a recipe as it is; None for None. Fields may follow the name: "float8:scaling=row,
-    keep=down_proj+layers.0". Raises `MegacompileError` for anything else."""
+    """The recipe of this name; a recipe is returned as it is, and None for None. Fields may follow the name:
+    "float8:scaling=row, keep=down_proj+layers.0". Raises `MegacompileError` for anything else."""
     if given is None or isinstance(given, Float8):
         return given
     name, _, changes = given.partition(":") if isinstance(given, str) else ("", "", "")
@@ -104,7 +105,7 @@ def precision_of(given: Any) -> Float8 | None:
 
 
 def precision_text(recipe: Float8 | None) -> str:
-    """What to write after `precision=` for this recipe, as text that `precision_of` reads back; "None" for None."""
+    """The text for `precision=` that `precision_of` reads back as this recipe; "None" for None."""
     if recipe is None:
         return "None"
     name, base = next((name, base) for name, base in PRECISIONS.items() if base.emulated == recipe.emulated)

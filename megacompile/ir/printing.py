@@ -46,8 +46,8 @@ _FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]
 
 
 def _parameters(made: type[Float8 | Shape | Plan], written: Sequence[str] = ()) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The parameters of a declaration, each with its kind, and those that have a default: the fields of what it makes, except
-    those that are `written` elsewhere, and lists of tiles in the place of placements."""
+    """The parameters of a declaration, each with its kind, and those that have a default. They are the fields of the declared
+    object, except those `written` elsewhere, and with lists of tiles instead of placements."""
     kinds: dict[str, str] = {}
     for field in dataclasses.fields(made):
         if field.name == "placements":
@@ -69,7 +69,7 @@ ONCE = {"precision": _parameters(Float8), **MADE_FOR}
 def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str, int],
                declared: Iterable[tuple[str, Any]]) -> str:
     """The text above the sections. `processes`: the numbers of ranks and of hosts. `declared`: objects to declare, each with
-    its kind (of `ONCE` or `DECLARATIONS`)."""
+    its kind (in `ONCE` or `DECLARATIONS`)."""
     opening = {"stage": stage, "micro_batches": tuple(micro_batches)} | {
         name: count for name, count in processes.items() if count > 1}
     lines = [f"# megacompile program, stage {stage}", f"program = Program({_arguments(OPENING, opening)})"]
@@ -84,7 +84,7 @@ def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str,
 
 
 def print_node(node: fx.Node) -> str:
-    """One line of a section, without indentation and comment. A node without a value is named only if another node uses it."""
+    """One line of a section, without indentation and comment. Names a node without a value only if another node uses it."""
     op = op_of(node)
     given = {name: value for name, value in node.kwargs.items() if value is not None}
     call = f"p.{op.name}({_arguments(op.parameters, given)})"
@@ -92,7 +92,7 @@ def print_node(node: fx.Node) -> str:
 
 
 def print_section(name: str, listed: Sequence[fx.Node]) -> str:
-    """A section with these of its nodes."""
+    """A section with only these of its nodes."""
     lines = [(f"    {print_node(node)}", lane_of(node)) for node in listed] or [("    pass", None)]
     width = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines)
     body = [line if lane is None else f"{line:<{width}}  # {lane}" for line, lane in lines]
@@ -142,7 +142,7 @@ _MARKS = "-"  # the column of nodes that no lane runs
 # One node
 
 def describe(node: fx.Node) -> str:
-    """A node in a few words: `forward layers.0 mb 1`, `wait h2d e3`."""
+    """A short description of a node: `forward layers.0 mb 1`, `wait h2d e3`."""
     words = [op_of(node).name]
     for name in ("call", "tile", "tiles", "key", "place", "access", "lane", "mb", "node", "event", "value"):
         value = argument(node, name)
@@ -173,8 +173,8 @@ def _columns(listed: Iterable[fx.Node]) -> list[str]:
 # Tables
 
 def table_section(name: str, listed: Sequence[fx.Node]) -> str:
-    """A section with these of its nodes: a row for each, time downwards, in the column of its lane, then the places that it
-    reads and writes. Nodes are numbered as in the whole section."""
+    """A section with only these of its nodes, as a table: a row for each, in the column of its lane, in program order, then the
+    places that it reads and writes. Nodes have their numbers in the whole section."""
     columns = _columns(listed)
     number_of = {node: number for number, node in enumerate(nodes(listed[0].graph))} if listed else {}
     rows = []
@@ -205,7 +205,7 @@ def _few(places: list[str], most: int = 4) -> str:
 # The excerpt in an error
 
 def excerpt(graph: fx.Graph, marks: dict[fx.Node, str], context: int = 3) -> str:
-    """The rows around some nodes, `context` on each side, with a mark after each of those nodes."""
+    """The rows around the nodes in `marks`, `context` on each side. Those nodes are marked."""
     listed = list(nodes(graph))
     centres = [i for i, node in enumerate(listed) if node in marks]
     shown = sorted({i for c in centres for i in range(max(0, c - context), min(len(listed), c + context + 1))})

@@ -44,8 +44,8 @@ from megacompile.ir.places import (
     lanes_against,
     lanes_that,
     place_kind,
+    size_classes,
     slot_family,
-    slot_ranks,
     stays,
 )
 from megacompile.ir.plan import Plan, Shape
@@ -53,9 +53,9 @@ from megacompile.ir.precision import Float8
 
 
 # --------------------
-# What follows from which tiles each call reads: the layers that have a backward, and the tiles at the boundary.
+# Facts that follow from the tiles of each call: the layers that have a backward, and the tiles at the boundary.
 class Reader(Protocol):
-    """A call, as `CallSpec` has it."""
+    """The part of `CallSpec` that tells which tiles a call reads."""
 
     @property
     def name(self) -> str: ...
@@ -66,25 +66,60 @@ class Reader(Protocol):
 
 
 def first_trained(calls: Sequence[Reader], trains: Callable[[str], bool]) -> int:
-    """The number of the first call that reads a tile that `trains`; the number of calls if none does."""
+    """The number of the first call that reads a tile that `trains`; the number of calls if there is none."""
     return next((i for i, call in enumerate(calls) if any(map(trains, call.tiles))), len(calls))
 
 
 def differentiated_layers(calls: Sequence[Reader], trains: Callable[[str], bool]) -> list[str]:
-    """The layers that a backward goes through, by name: layers below the first call that trains have no backward."""
+    """The names of the layers that have a backward: those from the first call on that reads a trained tile."""
     return [call.name for call in calls[first_trained(calls, trains):] if call.role == "layer"]
 
 
 def boundary_tiles(calls: Sequence[Reader]) -> set[str]:
-    """The tiles that the prologue or the epilogue reads. They are the largest, and have slots of their own."""
+    """The tiles that the prologue or the epilogue reads. They are the largest, and have their own slots."""
     return {tile for call in calls if call.role != "layer" for tile in call.tiles}
 
 
 __all__ = [
-    "OPS", "SECTIONS_OF_ALL_RANKS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec",
-    "Kept", "Lane", "Op", "Program", "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find",
-    "gives_outputs", "lane_of", "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places",
-    "reached", "rebuild", "results_of", "slot_family", "slot_ranks", "stays", "trainable", "uses"]
+    "OPS",
+    "SECTIONS_OF_ALL_RANKS",
+    "SLOT_KINDS",
+    "STAGES",
+    "TILE_PARTS",
+    "VISITING_BYTES",
+    "Access",
+    "Builder",
+    "CallSpec",
+    "Kept",
+    "Lane",
+    "Op",
+    "Program",
+    "Slot",
+    "Tile",
+    "accesses",
+    "argument",
+    "copy_section",
+    "differentiated",
+    "find",
+    "gives_outputs",
+    "lane_of",
+    "lanes_against",
+    "lanes_that",
+    "nodes",
+    "op_of",
+    "operands",
+    "place_kind",
+    "place_of",
+    "places",
+    "reached",
+    "rebuild",
+    "results_of",
+    "size_classes",
+    "slot_family",
+    "stays",
+    "trainable",
+    "uses",
+]
 
 #: Bytes of a chunk of a visiting tile. Copies of this size reach the link's rate, and the slot costs a plan little memory.
 VISITING_BYTES = 1 << 25
@@ -92,12 +127,10 @@ VISITING_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class Tile:
-    """The host memory of one layer, of the prologue, of the epilogue or of a tied weight, as a schedule sees it.
-
-    Bytes are per transfer over the link; `state_bytes` are those of the optimizer's state. `visit_bytes`: the device memory
-    that the tile's largest matrix takes, with its state and products, if the tile is updated by whole matrices. `disk_bytes`:
-    those of each rank's share of its moments, if they are on disk. `rule`: the optimizer that updates it, such as "lion", or
-    "adamw+muon" for a tile of two; empty: AdamW."""
+    """The host memory of one layer, of the prologue, of the epilogue or of a tied weight. Bytes are per transfer over the link.
+    `state_bytes`: of the optimizer's state. `visit_bytes`: the device memory for the tile's largest matrix, with its state and
+    products, if whole matrices are updated. `disk_bytes`: of each rank's share of its moments, if they are on disk. `rule`: the
+    optimizer that updates it, such as "lion", or "adamw+muon" for a tile of two; empty: AdamW."""
 
     name: str
     parameters: int
@@ -134,11 +167,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """One use of a template: the prologue, each layer, the epilogue, in order.
-
-    `weightless` lists the variants that read no weights (an embedding's backward needs only indices). `output_bytes` is the
-    size of its output for one sequence; `bytes_of_each` the same for one sequence of each micro-batch, if micro-batches have
-    sequences of different lengths."""
+    """One use of a template: the prologue, each layer, the epilogue, in order. `weightless` lists the variants that read no
+    weights (an embedding's backward needs only indices). `output_bytes`: the size of its output for one sequence.
+    `bytes_of_each`: the same for one sequence of each micro-batch, if their lengths differ."""
 
     name: str
     role: str  # "prologue", "layer", "epilogue"
@@ -151,7 +182,7 @@ class CallSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A buffer that values take turns in. The letters of its name say its family (`SLOT_KINDS`)."""
+    """A buffer that values use in turn. The letters of its name give its family (`SLOT_KINDS`)."""
 
     name: str
     bytes: int
@@ -159,9 +190,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule at one stage of compilation. A pass never changes a program; it returns another one. `ranks`: the number of
-    processes of a host, each with its device, that run this program together and share its tiles; `hosts`: the number of hosts,
-    each with a copy of the tiles. `precision`: the recipe by which its templates multiply in float8; None: they do not."""
+    """A schedule at one stage of compilation. A pass never changes a program; it returns another one.
+
+    `ranks`: the number of processes of a host, each with its device, that run this program together and share its tiles.
+    `hosts`: the number of hosts, each with a copy of the tiles. `precision`: the recipe by which its templates multiply in
+    float8; None: no float8."""
 
     stage: str
     micro_batches: tuple[int, ...]
@@ -188,7 +221,7 @@ class Program:
         return next(c for c in self.calls if c.name == name)
 
     def number(self, name: str) -> int:
-        """The position of a call, or of the first call that reads a tile, so that w3, h3 and g3 belong to the same layer."""
+        """The position of a call, or of the first call that reads a tile. So w3, h3 and g3 belong to the same layer."""
         return next(i for i, call in enumerate(self.calls) if name == call.name or name in call.tiles)
 
     def value_bytes(self, node: fx.Node) -> int:
@@ -207,15 +240,15 @@ class Program:
         return self.tiles[tile].moved_bytes(op_of(node), self.ranks) if tile is not None else 0
 
     def head(self, made_for: tuple[Shape, Plan] | None = None) -> str:
-        """The text above the sections: what is declared. `made_for` is declared in it (`text.parse_with_plan`)."""
+        """The text above the sections: the declarations. `made_for` is declared in it (`text.parse_with_plan`)."""
         once = zip(printing.ONCE, (self.precision, *(made_for or ())), strict=False)
         declared = [*((kind, one) for kind, one in once if one is not None), *(("tile", tile) for tile in self.tiles.values()),
                     *(("call", call) for call in self.calls), *(("slot", slot) for slot in self.slots.values())]
         return printing.print_head(self.stage, self.micro_batches, {"ranks": self.ranks, "hosts": self.hosts}, declared)
 
     def text(self, section: str | None = None, *, fold: bool = False, made_for: tuple[Shape, Plan] | None = None) -> str:
-        """Python that rebuilds this program (`text.parse`), the same whenever it is printed; with `section` only that section's
-        function. `fold` prints repeated layers once, for reading only: that text does not parse. `made_for` as in `head`."""
+        """Python that rebuilds this program (`text.parse`). The text is deterministic. `section`: only this section's function.
+        `fold` prints repeated layers once, for reading only: that text does not parse. `made_for`: as in `head`."""
         head = self.head(made_for)
         print_section = folding.fold_section if fold else printing.print_section
         shown = self.sections if section is None else {section: self.section(section)}
@@ -223,7 +256,7 @@ class Program:
         return "\n".join([*([folding.fold_head(head) if fold else head] if section is None else []), *sections])
 
     def table(self, section: str | None = None) -> str:
-        """A row for each node, time downwards; each node in its lane's column, then the places it reads and writes."""
+        """A row for each node, in program order, in its lane's column, then the places that it reads and writes."""
         shown = self.sections if section is None else {section: self.section(section)}
         return "\n\n".join(printing.table_section(name, list(nodes(graph))) for name, graph in shown.items())
 
@@ -238,7 +271,7 @@ class Program:
 
 
 def gives_outputs(program: Program) -> bool:
-    """Whether training returns the epilogue's outputs, not a loss. The caller then sends their gradient."""
+    """True if training returns the epilogue's outputs, not a loss. The caller then sends their gradient."""
     return "forward" in program.sections and any(find(program.section("forward"), "outputs"))
 
 
@@ -248,7 +281,7 @@ def differentiated(program: Program) -> list[str]:
 
 
 def trainable(program: Program, tiles: Iterable[str]) -> tuple[str, ...]:
-    """Those of `tiles` that are trained, in their order."""
+    """The trained tiles among `tiles`, in the same order."""
     return tuple(tile for tile in tiles if program.tiles[tile].trainable)
 
 
@@ -260,7 +293,7 @@ SECTIONS_OF_ALL_RANKS = ("forward", "backward", "backward_accumulate", "train_st
 
 
 def reached(program: Program, stage: str) -> bool:
-    """Whether a program has passed through the stage of that name."""
+    """True if a program has passed through the stage of that name."""
     return STAGES.index(program.stage) >= STAGES.index(stage)
 
 
@@ -268,12 +301,10 @@ def reached(program: Program, stage: str) -> bool:
 def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: int, labels: bool,
                   whole_step: bool = False, differentiable: bool = False, hidden_states: bool = False,
                   precision: Float8 | None = None) -> Program:
-    """The program of stage "model".
-
-    With labels it has the sections `forward` (training) and `evaluate`. Without labels it has one section that returns the
-    epilogue's outputs: `forward` if they are `differentiable`, else `evaluate`; with `hidden_states` it also returns the
-    outputs of every call before the last layer. A whole step is one section, `train_step`. `precision`: that of the
-    templates."""
+    """The program of stage "model". With labels it has the sections `forward` (training) and `evaluate`. Without labels it has
+    one section that returns the epilogue's outputs: `forward` if they are `differentiable`, else `evaluate`. With
+    `hidden_states` that section also returns the outputs of every call before the last layer. A whole step is one section,
+    `train_step`. `precision`: of the templates."""
     if whole_step:
         sections = {"train_step": _chain(calls, "loss")}
     elif labels:
@@ -284,7 +315,7 @@ def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: i
 
 
 def _chain(calls: Sequence[CallSpec], last: str, hidden_states: bool = False) -> fx.Graph:
-    """Each call reads the outputs of the call before it and those of the prologue."""
+    """Builds the calls of a micro-batch. Each reads the outputs of the call before it and those of the prologue."""
     graph = fx.Graph()
     build = Builder(graph, "model")
     shared: fx.Node | None = None

@@ -47,7 +47,7 @@ _EXPECTED = {
     "number": "a whole number below 2**63", "numbers": "a tuple of whole numbers",
     "value": "the name of a node above", "values": "a tuple of names of nodes above",
     "value or values": "the name of a node above, or a tuple of them"}
-#: What each parameter of an op holds.
+#: The kind of value of each parameter of an op.
 KINDS = {
     **dict.fromkeys(("tile", "template", "call", "key", "into", "place", "access", "lane", "rule"), "text"),
     **dict.fromkeys(("tiles", "on_disk"), "texts"),
@@ -68,7 +68,8 @@ def print_program(program: Program, section: str | None = None, made_for: tuple[
 
 
 def source_text(source: str | Path | TextIO) -> str:
-    """The text, or the contents of the file: a string of one line is a file name. Raises `MegacompileError`."""
+    """The text, or the contents of the file if the string has only one line and so is a file name. Raises
+    `MegacompileError`."""
     if isinstance(source, str) and ("\n" in source or not source):
         return source
     try:
@@ -88,8 +89,7 @@ def parse(text: str) -> Program:
 
 
 def parse_with_plan(text: str) -> tuple[Program, Shape | None, Plan | None]:
-    """The program, and the shape and plan that it was made for, None where the text does not declare them. Raises as
-    `parse`."""
+    """The program, and the shape and plan that it was made for (None if the text does not declare them). Raises as `parse`."""
     parser = _Parser(text)
     return parser.program(), parser.shape, parser.plan
 
@@ -203,7 +203,7 @@ class _Parser:
             self.fail(where, "a section without a line; expected `p.op(...)` or `pass`, indented")
 
     def line(self, statement: Statement) -> None:
-        """One line of a section. A section with `pass` has no other line."""
+        """Parses one line of a section. A section with `pass` has no other line."""
         column = statement.start.column
         if self.indent == _PASSED:
             self.fail(statement.start, "a line after `pass`; expected the end of the section")
@@ -242,7 +242,7 @@ class _Parser:
         self.names[name] = made
 
     def free_name(self, op: str) -> str:
-        """A name for a node without one, which no later line gives to another node."""
+        """A name for an unnamed node that no later line uses."""
         while True:
             number = self.unnamed[op]
             self.unnamed[op] += 1
@@ -348,7 +348,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """`value` is a token, a tuple of tokens, or None for anything else. The argument begins at `start`."""
+    """`value`: a token, a tuple of tokens, or None for anything else. `start`: where the argument begins."""
 
     name: Token | None
     value: Token | tuple[Token, ...] | None
@@ -357,7 +357,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`owner.word(arguments)`, or `word(arguments)`. No argument is read after one without a value."""
+    """`owner.word(arguments)`, or `word(arguments)`. Reading stops after an argument without a value."""
 
     owner: Token | None
     word: Token
@@ -377,7 +377,7 @@ class Statement:
 
 
 class Source:
-    """A text that is being read. State: the next token."""
+    """A text and a read position. State: the next token."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -470,7 +470,7 @@ class Source:
         return Argument(None, self._value(name), start)
 
     def _value(self, token: Token | None) -> Token | tuple[Token, ...] | None:
-        """The value that begins here, or with a name that was read already."""
+        """The value that begins here, or begins with a name that was already read."""
         value: Token | tuple[Token, ...] | None = token or self._take("string") or self._take("number")
         if value is None and self._take("(") is not None:
             value = self._tuple()

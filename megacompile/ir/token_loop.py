@@ -35,7 +35,7 @@ CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where a value has its tokens: in dimension `dim`, whose size is T, or B x T if `folded`. `order`: the dimensions from
+    """The dimension of a value that holds its tokens: `dim`, of size T, or B x T if `folded`. `order`: the dimensions from
     outermost to innermost in memory."""
 
     dim: int
@@ -55,8 +55,7 @@ class Tokens:
         return self._dense(piece.flatten(self.dim, self.dim + 1) if self.folded else piece)
 
     def take_at(self, whole: Tensor, batch: int, length: int, index: Tensor, count: int) -> Tensor:
-        """The tokens `index`, int64 [B * count], numbers of tokens among all B * T, in the form of a chunk; dense as by
-        `take`."""
+        """The tokens `index`, int64 [B * count], counted among all B * T, in the form of a chunk. Dense, as in `take`."""
         found = self._tokens_first(whole)[self._place(index, length)]
         return self._dense(found.movedim(0, self.dim) if self.folded else
                            found.unflatten(0, (batch, count)).movedim((0, 1), (self.dim - 1, self.dim)))
@@ -103,13 +102,11 @@ class Total:
 class TokenLoop(nn.Module):
     """`loop(batch, length, *inputs)` -> a tuple of results: runs `body` on chunks of `chunk` positions of all sequences.
 
-    `body` takes the number of sequences, the number of positions in the chunk, then the inputs: cut to the chunk where `inputs`
-    has `Tokens`, whole where it has None. It returns one tensor for each of `outputs`, two for a product.
-    Totals are float32, or their own dtype if that is wider or not floating. `kernels`, by positions in a chunk, run instead of
-    `body`. `targets`: the position of an input, int64 [B, T]; all results are zeros where it is `IGNORED`. None if no input
-    says so. With `targets`, every value that has tokens has the dimension of sequences just before that of tokens, or folds
-    both into one.
-    """
+    `body` takes the number of sequences, the number of positions in the chunk, then the inputs: cut to the chunk if `inputs`
+    has `Tokens`, whole if it has None. It returns one tensor for each of `outputs`, two for a product. Totals are float32, or
+    their own dtype if that is wider or not floating. `kernels`, by positions in a chunk, run instead of `body`. `targets`: the
+    position of an input, int64 [B, T]; all results are zeros where it is `IGNORED`. None if there is no such input. With
+    `targets`, every value that has tokens has the dimension of sequences just before that of tokens, or folds both into one."""
 
     def __init__(self, body: fx.GraphModule, chunk: int, inputs: Sequence[Tokens | None],
                  outputs: Sequence[Tokens | Total], targets: int | None = None,
@@ -120,7 +117,7 @@ class TokenLoop(nn.Module):
         self.kernels = dict(kernels or {})
 
     def counts(self, length: int) -> tuple[int, ...]:
-        """The numbers of positions that chunks have: that of all but the last, and that of the last if it differs."""
+        """The numbers of positions in chunks: that of all but the last chunk, and that of the last if it differs."""
         full, rest = divmod(length, self.chunk)
         return (*((self.chunk,) if full else ()), *((rest,) if rest else ()))
 
@@ -147,8 +144,8 @@ class TokenLoop(nn.Module):
 
     def _add(self, results: list[Tensor], pieces: list[Tensor], batch: int, length: int, start: int, count: int,
              index: Tensor | None) -> None:
-        """Adds the pieces of a chunk to the results, which the first chunk creates. `index`: the chunk's tokens, if some tokens
-        are left out."""
+        """Adds the results of a chunk to the totals, which the first chunk creates. `index`: the chunk's tokens, if some tokens
+        are skipped."""
         for position, output in enumerate(self.outputs):
             piece = pieces.pop(0)
             if isinstance(output, Tokens):
@@ -172,7 +169,7 @@ class TokenLoop(nn.Module):
 
 
 def token_loops(graph: fx.GraphModule) -> dict[str, TokenLoop]:
-    """The loops of a variant's graph, by the target of the node that calls each."""
+    """The loops in a variant's graph, by the target of the node that calls each."""
     return {name: module for name, module in graph.named_children() if isinstance(module, TokenLoop)}
 
 
@@ -182,7 +179,7 @@ def total_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in total's dtype, within the GEMM where the device has a mixed-precision one."""
+    """total += a @ b, in total's dtype, inside the GEMM if the device has a mixed-precision one."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
@@ -192,7 +189,7 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 # --------------------
-# Which tokens of a micro-batch a head computes: those with a target come first, and the others may be left out.
+# Selects the tokens of a micro-batch that a head computes: those with a target come first, the others may be skipped.
 #
 # Prompts and padding have no target. The host must know how many tokens have one before it launches kernels. To read the number
 # from the device, it would have to wait until the device has computed all layers. So the number comes from the batch.
@@ -218,8 +215,8 @@ def known_target_tokens() -> int | None:
 
 
 def targets_first(targets: Tensor, ignored: int) -> tuple[Tensor, int] | None:
-    """The order of all tokens in which those with a target come first, int64 [N], and how many these are. None if all tokens
-    are to be computed. `targets`: int64, N of them, with the value `ignored` where a token has none."""
+    """The order of all tokens with those that have a target first, int64 [N], and the number of these. None if all tokens must
+    be computed. `targets`: int64, N of them, with the value `ignored` where a token has none."""
     known, count = _known.get(), targets.numel()
     if known is None or count - known < _LEFT_OUT_SHARE * count:
         return None

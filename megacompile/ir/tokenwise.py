@@ -1,4 +1,4 @@
-"""Which ops of a template's graph treat each token alone, and which sum over tokens.
+"""Classifies the ops of a template's graph: those that treat each token alone, and those that sum over tokens.
 
 A value *has tokens* if exactly one of its dimensions has the size T, or B x T. Symbolic shapes say so, so that no dimension
 qualifies by coincidence. An op is *tokenwise* if it computes every token of its results from that token of its inputs alone. It
@@ -57,7 +57,7 @@ class NotTokensError(Exception):
 
 
 class Layout:
-    """Where the values of a graph have their tokens. `symbols`: the symbols of its shapes -> B and T."""
+    """The positions of tokens in the values of a graph. `symbols`: the symbols of its shapes -> B and T."""
 
     def __init__(self, symbols: dict[sympy.Symbol, sympy.Symbol]) -> None:
         self.symbols = symbols
@@ -102,19 +102,19 @@ def is_gemm(node: fx.Node) -> bool:
 
 
 def is_scaled(node: fx.Node) -> bool:
-    """Whether a node is a product in float8, of its first two arguments with the scales that follow."""
+    """True if a node is a product in float8 of its first two arguments, with the scales that follow."""
     return str(packet(node)) == "megacompile.scaled_mm"
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node is a view of memory that exists."""
+    """True if a node is a view of existing memory."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     return getattr(node.target, "is_view", False) or packet(node) is aten._unsafe_view
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node is an integer: the size of an input, or computed from sizes."""
+    """True if a node is an integer: the size of an input, or computed from sizes."""
     return node.op in ("placeholder", "call_function") and isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
@@ -123,7 +123,7 @@ def packet(node: fx.Node) -> Any:
 
 
 def role(node: fx.Node, roles: dict[fx.Node, str], layout: Layout) -> str | None:
-    """TOKENWISE, SUM, or None for a node that needs all tokens, or has none. `roles`: those of earlier nodes."""
+    """TOKENWISE, SUM, or None for a node that needs all tokens or has none. `roles`: of earlier nodes."""
     if node.op != "call_function" or not tensors(node):
         return None
     if is_view(node) and not any(used in roles for used in node.all_input_nodes):
@@ -145,7 +145,7 @@ def role(node: fx.Node, roles: dict[fx.Node, str], layout: Layout) -> str | None
 
 def across_tokens(graph: fx.Graph, symbols: dict[sympy.Symbol, sympy.Symbol]) -> fx.Node | None:
     """The first op of a functional graph that is not known to treat each token alone, or that computes with the number of
-    tokens. None if there is none: then results for a token depend on that token alone."""
+    tokens. None if there is none. Then results for a token depend only on that token."""
     layout, roles = Layout(symbols), dict[fx.Node, str]()
     for node in graph.nodes:
         if found := role(node, roles, layout):
@@ -213,7 +213,7 @@ def _dim(node: Any, layout: Layout) -> int | None:
 
 
 def _broadcasts(node: fx.Node, layout: Layout) -> bool:
-    """Whether the tokens of all inputs line up with those of the results."""
+    """True if the tokens of all inputs line up with those of the results."""
     result = tensors(node)[0]
     from_right = layout.dim(result) - result.dim()  # type: ignore[operator]
     for used in node.all_input_nodes:
@@ -225,13 +225,13 @@ def _broadcasts(node: fx.Node, layout: Layout) -> bool:
 
 
 def _aligned(node: fx.Node, layout: Layout) -> bool:
-    """Whether all inputs and results have tokens, in the same dimension."""
+    """True if all inputs and results have tokens, in the same dimension."""
     values = [v for used in (*node.all_input_nodes, node) for v in tensors(used)]
     return len({layout.dim(v) for v in values}) == 1
 
 
 def _keeps(op: Any, mixed: Sequence[int | None], node: fx.Node, layout: Layout) -> bool:
-    """Whether none of the dimensions in `mixed` is the dimension of the tokens."""
+    """True if the dimension of the tokens is not in `mixed`."""
     # Dimensions are the input's; those of a stack are the result's.
     value = tensors(node)[0] if op in (aten.stack, aten.select_backward) else tensors(node.all_input_nodes[0])[0]
     dim = layout.dim(value)
@@ -241,14 +241,14 @@ def _keeps(op: Any, mixed: Sequence[int | None], node: fx.Node, layout: Layout) 
 
 
 def _all_of_it(node: fx.Node) -> bool:
-    """Whether a slice keeps the whole dimension, for any size."""
+    """True if a slice keeps the whole dimension, for any size."""
     bounds: list[Any] = list(node.args[_SLICES[packet(node)]:])
     start, end, step = bounds + [0, None, 1][len(bounds):]
     return start in (0, None) and end in (None, (1 << 63) - 1) and bool(step == 1)
 
 
 def _same_stride(before: Tensor, after: Tensor, layout: Layout) -> bool:
-    """Whether a reshape keeps tokens in place: the distance in elements from one token to the next stays the same."""
+    """True if a reshape keeps tokens in place: the distance in elements from one token to the next stays the same."""
     def inside(value: Tensor) -> sympy.Expr:
         return sympy.Mul(*map(layout.size, value.shape[layout.dim(value) + 1:]))  # type: ignore[operator]
 
@@ -280,7 +280,7 @@ def _gemm(node: fx.Node, layout: Layout) -> str | None:
 
 
 def _scaled(node: fx.Node, layout: Layout) -> str | None:
-    """A product in float8. A scale has tokens if it is of rows that are tokens."""
+    """The role of a product in float8. A scale has tokens if its rows are tokens."""
     a, b, scale_a, scale_b, bias = (_dim(x, layout) for x in node.args[:5])
     if (a, b) == (0, None) and scale_a in (None, 0) and (scale_b, bias) == (None, None):
         return TOKENWISE

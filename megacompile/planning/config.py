@@ -32,7 +32,7 @@ def check_device(device: Any) -> None:
 
 
 def dtype_named(dtype: Any) -> torch.dtype | None:
-    """A dtype of weights, which may be given by its name; None for "auto". Raises `UnsupportedError` for another one."""
+    """The dtype of weights, which may be given by its name; None for "auto". Raises `UnsupportedError` for another one."""
     found: Any = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
         raise UnsupportedError(f"dtype must be torch.float32, torch.bfloat16 or 'auto', not {shortened(repr(dtype))}")
@@ -57,7 +57,7 @@ class StreamConfig(StreamOptions):
         check_device(self.device)
 
     def _check_other_values(self) -> None:
-        """Also makes a dtype of its name."""
+        """Also converts the name of a dtype to the dtype."""
         object.__setattr__(self, "dtype", dtype_named(self.dtype))
         if self.host_checkpoints not in (None, True, False):
             check_whole("host_checkpoints", self.host_checkpoints, 0)
@@ -70,7 +70,7 @@ class StreamConfig(StreamOptions):
             raise MegacompileError(f"loss must be a function of logits and of other batch arguments by name, not {self.loss!r}")
 
     def _check_tile_lists(self) -> None:
-        """Also makes a tuple of a single name."""
+        """Also converts a single name to a tuple."""
         for option in LISTS:
             names = getattr(self, option)
             if isinstance(names, str) and names != "all":
@@ -89,7 +89,7 @@ class StreamConfig(StreamOptions):
                                    "on a local drive")
 
     def _check_passes(self) -> None:
-        """Also makes a recipe of the name of a precision, and puts the usual pipelines in place of None."""
+        """Also converts the name of a precision to its recipe, and None to the default pipelines."""
         for name, usual in (("passes", PIPELINE), ("template_passes", TEMPLATE_PIPELINE)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual)
@@ -115,7 +115,7 @@ class StreamConfig(StreamOptions):
         return self.precision
 
     def defers(self, update: str) -> bool:
-        """Whether plans with this `update` ("step" or "arrival") must defer moments."""
+        """True if plans with this `update` ("step" or "arrival") must defer moments."""
         return self.deferred_moments is True and update == "step"
 
     def check_tiles(self, tiles: Collection[str], model: str) -> None:
@@ -128,7 +128,7 @@ class StreamConfig(StreamOptions):
 
     @classmethod
     def of(cls, **options: Any) -> StreamConfig:
-        """Raises `MegacompileError` for an unknown option, with the names of all options."""
+        """The options from these values. Raises `MegacompileError` for an unknown option, with the names of all options."""
         known = {f.name for f in fields(cls)}
         if unknown := set(options) - known:
             near = difflib.get_close_matches(min(unknown), known, n=1)

@@ -1,4 +1,4 @@
-"""Which device models are streamed to, and how much of its memory plans may take, for `stream` and `schedule`."""
+"""The device that models are streamed to, and the memory of it that plans may take, for `stream` and `schedule`."""
 from __future__ import annotations
 
 import os
@@ -22,20 +22,20 @@ SHARE_OF_FREE = 0.95
 
 
 def compute_device(device: str | torch.device | None = None, hardware: Hardware | None = None) -> torch.device:
-    """The given device; else that of the `hardware`; else CUDA if there is one, or the CPU. CUDA without a number is the first
-    device, even if another one is current."""
+    """The given device; else the device of the `hardware`; else CUDA if available, or the CPU. CUDA without a number means the
+    first device, even if another one is current."""
     default = hardware.device_type if hardware is not None else "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device or default)
     return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
 
 
 def device_budget(config: StreamConfig, free_bytes: int) -> int:
-    """Bytes of device memory that plans may take: the given budget, or nearly all that is free."""
+    """Bytes of device memory that plans may take: the given budget, or nearly all free memory."""
     return parse_bytes(config.device_memory) or int(free_bytes * SHARE_OF_FREE)
 
 
 def free_device_bytes(device: torch.device, hardware: Hardware | None = None) -> int:
-    """Bytes of free memory of a device of this machine; or all memory of the `hardware`, if it is given and has such a device.
+    """Bytes of free memory of a device of this machine, or all memory of the `hardware`, if it is given and has such a device.
     For CUDA on a machine without it: the host's available memory."""
     if hardware is not None and hardware.device_type == device.type:
         return hardware.device_memory
@@ -43,38 +43,38 @@ def free_device_bytes(device: torch.device, hardware: Hardware | None = None) ->
 
 
 # --------------------
-# Which processes train together: those of torch.distributed's default group, or of a job that torchrun has started.
+# The processes that train together: those of torch.distributed's default group, or of a job that torchrun has started.
 def process_count() -> int:
-    """The processes of the default group, or of the job that this process was started in."""
+    """The number of processes in the default group, or in the job that started this process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1")) if "MASTER_ADDR" in os.environ else 1
 
 
 def rank_in_job() -> int:
-    """This process's number in the default group, or in the job that it was started in."""
+    """This process's number in the default group, or in the job that started it."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0")) if process_count() > 1 else 0
 
 
 def join_group(device_type: str) -> None:
-    """Initializes torch.distributed's default group for tensors on the host and on devices of this type, unless the user
-    has. What is initialized here ends with the script, after the models that use it: PyTorch warns otherwise."""
+    """Initializes torch.distributed's default group for tensors on the host and on devices of this type, unless the user has. A
+    group that is initialized here ends with the script, after the models that use it. Otherwise PyTorch warns."""
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
         weakref.finalize(join_group, _leave, os.getpid())  # finalizers that are made later run before it
 
 
 def _leave(process: int) -> None:
-    """Ends the default group, unless this process was forked from the one that made it, or other groups are left: those of
-    ranks that have failed may wait for each other."""
+    """Ends the default group, unless this process was forked from the one that made it, or other groups remain: groups of ranks
+    that have failed may wait for each other."""
     if os.getpid() == process and only_default_group():
         dist.destroy_process_group()
 
 
 def device_of_rank(config: StreamConfig) -> torch.device:
-    """The device of this process: the one that was given, or with several processes the CUDA device of its local rank. Raises
+    """The device of this process: the given one, or with several processes the CUDA device of its local rank. Raises
     `DeviceUnavailableError` if the host has more processes than this one sees GPUs: in all of them if the launcher says how
     many there are (`LOCAL_WORLD_SIZE`)."""
     device = compute_device(config.device)

@@ -16,10 +16,9 @@ SHARE = 0.5
 
 
 def expert_pieces(model: nn.Module, stack: LayerStack, config: StreamConfig, device_bytes: int | None) -> int:
-    """The number of pieces that the user has given; else the fewest whose slots and sums fit `SHARE` of `device_bytes`, or one
-    for each expert. Decided once: tiles, templates and calls follow from it.
-
-    Raises `UnsupportedError` for a given number where the model has no experts to divide."""
+    """The number of pieces: the user's, or the fewest whose slots and sums fit `SHARE` of `device_bytes`, or one for each
+    expert. Decided once, since tiles, templates and calls depend on it. Raises `UnsupportedError` for a given number if the
+    model has no experts to divide."""
     found = dict(experts_in(stack))
     if config.expert_pieces is not None:
         if config.expert_pieces > 1 and not found:

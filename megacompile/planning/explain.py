@@ -29,8 +29,8 @@ _SLABS_ON_ARRIVAL = 4
 
 @dataclass(frozen=True)
 class StateRow:
-    """`bytes_each`: of host memory for each parameter of a tile that is trained. `host_bytes`: those of training, margins
-    included. `step_s`: predicted seconds of a step with updates of this state."""
+    """`bytes_each`: host memory for each trained parameter. `host_bytes`: for training, margins included. `step_s`: predicted
+    seconds of a step with updates of this state."""
 
     choice: StateChoice
     bytes_each: float
@@ -39,8 +39,8 @@ class StateRow:
 
 
 def state_rows(planner: Planner, plan: Plan, whole_step: bool) -> list[StateRow]:
-    """A row for each way to keep the state of the model's optimizer, with everything else as in `plan`, so that a plan of its
-    own may be faster. Empty where nothing is trained."""
+    """A row for each way to store the state of the model's optimizer, with everything else as in `plan`. A plan made for the
+    row's state may be faster. Empty if nothing is trained."""
     trained = [layout for layout in planner.tiling.host.values() if layout.trainable]
     if not trained:
         return []
@@ -72,7 +72,7 @@ def _updating(plan: Plan, on_arrival: bool) -> Plan:
 
 
 def _fitting(plan: Plan, planner: Planner) -> Plan:
-    """The plan with as many of its tiles updated on the device as fit there with their state."""
+    """The plan with as many of its device-updated tiles as fit on the device with their state."""
     if planner.tiling.has_matrices:
         return plan  # those that do not stay visit, and take memory too
     there = plan.resident_state
@@ -84,7 +84,7 @@ def _fitting(plan: Plan, planner: Planner) -> Plan:
 
 
 def state_table(rows: Sequence[StateRow], tokens: int, host_budget: int) -> str:
-    """The rows as text. `tokens`: those of a step, on all ranks."""
+    """The rows as text. `tokens`: of a step, on all ranks."""
     cells = [(row.choice.format.name, "float32" if row.choice.exact else "bfloat16",
               "on arrival" if row.choice.on_arrival else "clipped", f"{row.bytes_each:.3g}", f"{row.host_bytes / 2**30:.1f}",
               "fits" if row.host_bytes <= host_budget else "does not fit", f"{tokens / row.step_s:,.0f}") for row in rows]
@@ -93,7 +93,7 @@ def state_table(rows: Sequence[StateRow], tokens: int, host_budget: int) -> str:
                         colalign=("left", "left", "left", "right", "right", "left", "right")))
 
 
-#: How many sizes of micro-batches that fit are listed for each checkpoint interval. Smaller ones are only slower.
+#: Number of listed micro-batch sizes that fit, for each checkpoint interval. Smaller ones are only slower.
 SIZES_EACH = 2
 #: Families of slots in host memory.
 _SLABS = (Family.WEIGHT_SLABS, Family.GRADIENT_SLABS, Family.STATE_SLABS, *OF_A_FORWARD)
@@ -101,7 +101,7 @@ _SLABS = (Family.WEIGHT_SLABS, Family.GRADIENT_SLABS, Family.STATE_SLABS, *OF_A_
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, the bytes that it needs, and the times of its steps, None where it does not fit."""
+    """A plan, the bytes that it needs, and the times of its steps (None if it does not fit)."""
 
     plan: Plan
     device_bytes: int
@@ -150,7 +150,7 @@ def _alike(plan: Plan, other: Plan) -> bool:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What to expect of training under a plan, before anything runs.
+    """The prospects of training under a plan, before anything runs.
 
     Attributes:
         candidates: the plan and its alternatives, the fastest first, those that do not fit last.
@@ -184,12 +184,12 @@ class Outlook:
         return sum(self.host_parts.values()) + self.plan.ranks * HOST_MARGIN_BYTES
 
     def text(self, disk_rating: int | None = None) -> str:
-        """The verdict, the host's memory, the ways to keep optimizer state, the chosen plan's lanes, then a row for each
-        candidate; an arrow marks the chosen one. `disk_rating`: bytes that the drives may write in their life.
+        """The verdict, the host's memory, the ways to store optimizer state, the chosen plan's lanes, then a row for each
+        candidate. An arrow marks the chosen one. `disk_rating`: bytes that the drives may write in their life.
 
-        TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward), those of one GPU. Of experts,
-        only those count that a token is routed to. "critical" is the share of a step that waits for each lane; the lane with
-        the largest share binds."""
+        TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward), those of one GPU. Only
+        experts that a token is routed to count. "critical" is the share of a step that waits for each lane. The lane with the
+        largest share is the bottleneck."""
         plan, chosen, planner = self.plan, self.chosen, self.planner
         assert planner.simulator is not None, "nothing is known of the machine"
         hardware = planner.simulator.durations.hardware

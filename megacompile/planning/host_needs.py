@@ -1,5 +1,5 @@
-"""Whether training a model fits host memory: from its parameters alone, before anything is traced, loaded or planned; and with
-the state that an optimizer keeps, before it is made."""
+"""Checks whether training a model fits host memory: from its parameters alone, before anything is traced, loaded or planned;
+and with the state of an optimizer, before it is made."""
 from __future__ import annotations
 
 import itertools
@@ -28,8 +28,9 @@ from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 # -------------------- How an optimizer may keep its state in host memory: the combinations of its options, with their bytes
 @dataclass(frozen=True)
 class StateChoice:
-    """`format`: of moments. `exact`: bf16 weights have FP32 masters. `on_arrival`: tiles are updated as their gradients arrive,
-    so that no gradient waits in host memory, and nothing is clipped. `moments`: how many most parameters have."""
+    """A way to store optimizer state. `format`: of moments. `exact`: bf16 weights have FP32 masters. `on_arrival`: tiles are
+    updated as their gradients arrive, so that no gradient waits in host memory, and nothing is clipped. `moments`: the number
+    of moments that most parameters have."""
 
     format: StateFormat = FLOAT32
     exact: bool = True
@@ -52,7 +53,7 @@ class StateChoice:
         return dtype.itemsize * (1 if self.on_arrival else 2) + self.state.bytes(dtype)
 
 
-#: What an optimizer keeps if nothing else is asked for.
+#: The default state of an optimizer.
 EXACT = StateChoice()
 
 
@@ -64,8 +65,8 @@ def combinations(dtypes: Iterable[torch.dtype], clipped: bool = False) -> list[S
 
 
 def by_accuracy(dtypes: Iterable[torch.dtype], clipped: bool = False) -> list[StateChoice]:
-    """The choices that are proposed where memory is short. Those that cost less accuracy come first, and those that clip before
-    those that do not."""
+    """The choices to propose if memory is short. Those that cost less accuracy come first, and those that clip before those
+    that do not."""
     def rank(choice: StateChoice) -> tuple[bool, bool]:
         return not choice.exact, choice.on_arrival
 
@@ -82,22 +83,21 @@ def bytes_each(tiling: Tiling, on_arrival: bool) -> float:
 
 
 def with_choice(tiling: Tiling, choice: StateChoice) -> Tiling:
-    """The tiling of the same weights with the same moments, kept as `choice` says."""
+    """The tiling of the same weights with the same moments, stored as `choice` says."""
     return tiling.with_states({name: replace(state, format=choice.format, exact=choice.exact)
                                for name, state in tiling.states.items()})
 
 
 # --------------------
-# Which tiles have their moments on disk: those that the user names, or the fewest that let training fit host memory.
+# Chooses the tiles whose moments are on disk: those that the user names, or the fewest that let training fit host memory.
 #
 # The tiles are spread evenly over the order of updates, so that the disk reads and writes while the host updates the others.
 # Tiles of layers come first: boundary tiles are the largest, and each would need a slab of its size.
 def with_disk(tiling: Tiling, config: StreamConfig, budget_bytes: int, on_arrival: bool, *, there: Collection[str] = (),
               in_memory: Collection[str] = ()) -> Tiling:
-    """The tiling with moments on disk, if `config` has one. `budget_bytes`: of host memory, for training. `on_arrival`: no
-    gradients wait there. `there`, `in_memory`: tiles whose moments stay where they are, on disk or in memory.
-
-    Raises `MegacompileError` for named tiles that cannot be there. What does not fit anyway is not refused here."""
+    """The tiling with moments on disk, if `config` has a disk. `budget_bytes`: host memory for training. `on_arrival`: no
+    gradients wait there. `there`, `in_memory`: tiles whose moments stay on disk or in memory. Raises `MegacompileError` for
+    named tiles that cannot be on disk. Does not refuse tiles that do not fit anyway."""
     if config.disk is None:
         return tiling
     if tiling.hosts > 1:
@@ -130,8 +130,7 @@ def with_disk(tiling: Tiling, config: StreamConfig, budget_bytes: int, on_arriva
 
 
 def tiles_bytes(tiling: Tiling, on_arrival: bool, slabs: int = 1) -> int:
-    """Bytes of host memory that training takes, the margin of each rank included, and so many slabs of each rank for moments on
-    disk."""
+    """Bytes of host memory for training, including the margin and `slabs` slabs of each rank for moments on disk."""
     return (tiling.host_bytes(gradients=not on_arrival) + tiling.ranks * HOST_MARGIN_BYTES
             + state_slab_bytes(tiling, slabs))
 
@@ -148,7 +147,7 @@ def candidates(tiling: Tiling, config: StreamConfig) -> list[str]:
 
 
 def _check_named(tiling: Tiling, named: Sequence[str], able: Collection[str]) -> None:
-    """Raises `MegacompileError` for a named tile that is not able."""
+    """Raises `MegacompileError` for a named tile that is not in `able`."""
     for tile in (tile for tile in named if tile not in able and tile in tiling.layouts):
         layout = tiling.layouts[tile]
         why = ("whole matrices are updated on the device" if layout.has_matrices
@@ -158,7 +157,7 @@ def _check_named(tiling: Tiling, named: Sequence[str], able: Collection[str]) ->
 
 
 def spread(tiles: Sequence[str], count: int) -> list[str]:
-    """So many of the tiles, evenly spread."""
+    """`count` of the tiles, evenly spread."""
     return [tile for number, tile in enumerate(tiles)
             if (number + 1) * count // len(tiles) > number * count // len(tiles)]
 
@@ -170,7 +169,7 @@ DISK_EXAMPLE = "/nvme/state"
 def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, available: int,
                      choice: StateChoice | None = None) -> None:
     """Raises `InsufficientMemoryError`, with what would fit, if the layers alone take more than the host has. All of them are
-    read; only a trace can say which other parameters are. `choice`: the optimizer's state; None: the smallest there is."""
+    read, but only a trace shows which other parameters are. `choice`: the optimizer's state; None: the smallest."""
     choice = choice or _choices(model, config)[-1]
     if host_bytes(stack.layers, config, choice) + HOST_MARGIN_BYTES > available:
         raise host_too_small(model, stack, config, choice, host_bytes([model], config, choice), available)
@@ -189,13 +188,13 @@ def check_tiles(tiling: Tiling, available: int, config: StreamConfig) -> None:
 
 
 def _choices(model: nn.Module, config: StreamConfig) -> list[StateChoice]:
-    """How an optimizer may keep its state of the model's parameters."""
+    """The ways in which an optimizer may store its state of the model's parameters."""
     return by_accuracy({streamed_dtype(p, config.dtype) for p in model.parameters() if p.is_floating_point()})
 
 
 def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: StateChoice, trained: bool | None = None) -> int:
-    """Bytes of host memory that training takes for these modules' parameters, shared ones counted once; the least, if moments
-    may be on disk. `trained`: count all of them as trained, or as frozen; None: each as it is."""
+    """Bytes of host memory to train these modules' parameters, shared ones counted once; the least, if moments may be on disk.
+    `trained`: count all of them as trained, or as frozen; None: each as it is."""
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
     on_disk = 0.0 if config.disk is None else choice.state.moment_bytes
     return round(sum(p.numel() * _bytes(streamed_dtype(p, config.dtype), choice, on_disk,
@@ -204,7 +203,7 @@ def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, choice: State
 
 
 def least_bytes(model: nn.Module) -> int:
-    """Bytes of host memory that training takes with the smallest state: which optimizer it will be is not known."""
+    """Bytes of host memory for training with the smallest state, since the optimizer is not known yet."""
     config = StreamConfig()
     return host_bytes([model], config, _choices(model, config)[-1])
 
@@ -215,7 +214,7 @@ def _bytes(dtype: torch.dtype, choice: StateChoice, on_disk: float, trained: boo
 
 def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: StateChoice, needed: int,
                    available: int, processes: int = 1) -> InsufficientMemoryError:
-    """The error for a host with too little memory: what is needed with some state, what is available, and what would fit."""
+    """The error for a host with too little memory: the need with some state, what is available, and what would fit."""
     margin_bytes = processes * HOST_MARGIN_BYTES
     beside = f" and {format_bytes(margin_bytes)} for {processes} processes" if processes > 1 else ""
     count = sum(p.numel() for p in model.parameters())
@@ -266,8 +265,8 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: 
 
 def _moments_of_layers(stack: LayerStack, config: StreamConfig, choice: StateChoice,
                        missing: int) -> tuple[int, int] | None:
-    """The fewest layers whose moments, if they are on disk, save so many bytes of host memory: (bytes that they save, beside
-    the slabs that moments then pass through; bytes on disk). None if all layers do not save as much."""
+    """The fewest layers that save this many bytes of host memory if their moments are on disk: (bytes that they save, without
+    the slabs for these moments; bytes on disk). None if all layers together do not save as much."""
     on_disk = replace(config, disk=DISK_EXAMPLE)
     sizes = [host_bytes([layer], config, choice) - host_bytes([layer], on_disk, choice) for layer in stack.layers]
     for slabs in (STATE_SLABS, 1):
@@ -280,7 +279,7 @@ def _moments_of_layers(stack: LayerStack, config: StreamConfig, choice: StateCho
 
 
 def _with_disk(needed: int, on_disk: int) -> str:
-    """The option of a refusal to keep moments on disk."""
+    """The option that a refusal suggests to put moments on disk."""
     return (f"keep moments on a local drive (disk='{DISK_EXAMPLE}'): then it takes {format_bytes(needed)} of host memory and "
             f"{format_bytes(on_disk)} of the drive, and each step writes {format_bytes(on_disk)}")
 
@@ -296,8 +295,8 @@ def _slab_bytes(model: nn.Module, stack: LayerStack, config: StreamConfig) -> in
 def check_state(tiling: Tiling, budget_bytes: int, on_arrival: bool, state: str = " with this optimizer",
                 config: StreamConfig | None = None) -> None:
     """Raises `InsufficientMemoryError`, with the smallest change that fits, if tiles with their optimizer state take more than
-    `budget_bytes` of host memory. `on_arrival`: no gradients wait there. `state`: which one it is, for the message. `config`:
-    the options of `stream`, if moments may be on disk."""
+    `budget_bytes` of host memory. `on_arrival`: no gradients wait there. `state`: its name, for the message. `config`: the
+    options of `stream`, if moments may be on disk."""
     needed = tiles_bytes(tiling, on_arrival)
     if needed <= budget_bytes:
         return
@@ -327,7 +326,7 @@ def check_state(tiling: Tiling, budget_bytes: int, on_arrival: bool, state: str 
 
 
 def _speed(choice: StateChoice, now: ElementState, dtype: torch.dtype) -> str:
-    """How long the host's update takes with this state, compared with the state `now`, in words. Uses the rates of an H200's
+    """The duration of the host's update with this state, relative to the state `now`, in words. Uses the rates of an H200's
     host if those of this machine are not known."""
     hardware = Hardware.known() or Hardware.find("h200")
     share = update_rate(hardware, now, dtype) / update_rate(hardware, choice.state, dtype)

@@ -49,12 +49,12 @@ def host_checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -
 
 
 def planned_calls(captured: CapturedModel, tiling: Tiling, plan: Plan) -> tuple[CallSpec, ...]:
-    """The calls as schedules see them under a plan."""
+    """The calls in the form of schedules, under a plan."""
     return tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length, plan.lengths)
 
 
 def _largest_wave(plan: Plan) -> list[tuple[int, int]]:
-    """Rows and length of the micro-batches of a wave that needs as much memory as any: the first one. Where lengths differ, its
+    """Rows and length of the micro-batches of the wave that needs the most memory: the first. If lengths differ, its
     micro-batches have as many tokens as the largest ones of all waves."""
     count, sizes = len(plan.wave(0)), plan.sizes
     if plan.waves == 1 or not plan.lengths:
@@ -63,7 +63,7 @@ def _largest_wave(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _largest(plan: Plan) -> list[tuple[int, int]]:
-    """Rows and length of the micro-batches of which one needs most: the first, or where lengths differ, each."""
+    """Rows and length of the micro-batches that may need the most memory: the first, or each if lengths differ."""
     return [*dict.fromkeys(plan.sizes)] if plan.lengths else [plan.sizes[0]]
 
 
@@ -80,11 +80,11 @@ def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str,
 
 
 def slab_bytes(tiling: Tiling, count: int, resident_state: Collection[str]) -> int:
-    """Bytes of slabs, `count` of them for each rank of layers' tiles, through which gradients pass that are consumed on
+    """Bytes of slabs, `count` of them for each size class of layers' tiles, through which gradients pass that are consumed on
     arrival."""
     boundary = tiling.boundary()
     passing = {x.name: x.reduced_bytes for x in tiling.layouts.values() if x.trainable and x.name not in resident_state}
-    groups = [[passing[x.name] for x in layers if x.name in passing] for layers in tiling.ranked()]
+    groups = [[passing[x.name] for x in layers if x.name in passing] for layers in tiling.size_classes()]
     return (max((size for name, size in passing.items() if name in boundary), default=0)
             + sum(min(count, len(group)) * max(group, default=0) for group in groups))
 
@@ -94,7 +94,7 @@ def state_slab_bytes(tiling: Tiling, count: int) -> int:
     if not tiling.on_disk:
         return 0
     boundary = tiling.boundary()
-    groups = [[x.disk_bytes for x in layers if x.name in tiling.on_disk] for layers in tiling.ranked()]
+    groups = [[x.disk_bytes for x in layers if x.name in tiling.on_disk] for layers in tiling.size_classes()]
     return tiling.ranks * (max((tiling.layouts[tile].disk_bytes for tile in tiling.on_disk if tile in boundary), default=0)
                            + sum(min(count, len(group)) * max(group, default=0) for group in groups))
 
@@ -105,14 +105,14 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     layouts, boundary = tiling.layouts, tiling.boundary()
     kept = plan.resident_state if plan.update == "step" else ()  # tiles whose gradients have their own slots
     streamed = boundary.difference(plan.resident)
-    ranked = [sorted((layouts[t].weight_bytes for t in streamed.intersection(tiling.tiles_of[call.name])), reverse=True)
+    by_call = [sorted((layouts[t].weight_bytes for t in streamed.intersection(tiling.tiles_of[call.name])), reverse=True)
               for call in captured.calls]
     fetched = host_checkpoint_bytes(captured, tiling, plan)
     # A section takes an unused slot before it reuses one. A whole step has one forward and one backward per wave.
     return (min(plan.checkpoint_slots, plan.waves * len(fetched)) * max(fetched, default=0)
             + sum(_turns(layers, plan, kept, lambda tile: tiling.runs(tile))
-                  for layers in tiling.ranked())
-            + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
+                  for layers in tiling.size_classes())
+            + sum(max(sizes) for sizes in zip_longest(*by_call, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
             + sum(layouts[t].shard_state_bytes for t in plan.resident_state) + sum(layouts[t].reduced_bytes for t in kept)
             + _visiting(tiling, plan)
@@ -129,17 +129,17 @@ def _visiting(tiling: Tiling, plan: Plan) -> int:
 
 
 def _shards(tiling: Tiling, plan: Plan) -> int:
-    """Bytes of the slots through which shards pass before they are gathered: two for each rank of layers' tiles, and one for
-    the boundary. Tiles that are updated on the device arrive only in `load`, whole."""
+    """Bytes of the slots through which shards pass before they are gathered: two for each size class of layers' tiles, and one
+    for the boundary. Tiles that are updated on the device arrive only in `load`, whole."""
     arriving = [x for x in tiling.layouts.values() if plan.placement(x.name).updated is not Updated.ON_DEVICE]
     boundary = tiling.boundary()
-    of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.ranked()]
+    of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.size_classes()]
     return SHARD_SLOTS * sum(of_layers) + max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
 
 
 def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Callable[[str], int]) -> int:
-    """Bytes of the slots of weights and gradients that tiles of one rank take turns in, without gradients of the `kept` tiles.
-    Weights arrive for each of the `runs` of a tile; gradients leave once."""
+    """Bytes of the slots of weights and gradients that tiles of one size class take turns in. Excludes gradients of the `kept`
+    tiles. Weights arrive for each of the `runs` of a tile. Gradients leave once."""
     streamed = [x for x in layers if not plan.placement(x.name).resident]
     trained = [x for x in layers if x.trainable and x.name not in kept]
     sent = len(trained) + (plan.waves - 1) * sum(plan.placement(x.name).updated is Updated.FROM_HOST_SUMS for x in trained)
@@ -177,9 +177,9 @@ class _Stack:
 
 
 def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
-    """The peak of a forward and its backward. It is one of these moments: the last forwards; the loss (or the outputs that the
-    caller gets, and the epilogue's backward); the first backward of layers that kept their residuals; that of layers that are
-    recomputed; that of the prologue. `fused`: templates run compiled."""
+    """The peak of a forward and its backward. It is at one of these moments: the last forwards; the loss (or the outputs that
+    the caller gets, and the epilogue's backward); the first backward of layers that keep their residuals, of layers that are
+    recomputed, or of the prologue. `fused`: templates run compiled."""
     calls = tiling.differentiated(captured.calls)
     stack = _Stack(captured, plan, calls, captured.calls[1:len(captured.calls) - 1 - len(calls)])
     outputs, joined = ([], 0) if plan.output == "loss" else _outputs(captured, plan)
@@ -197,7 +197,7 @@ def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str
     hidden = {name: sum(cost.output_bytes(layer, *size) for size in sizes) for name, layer in stack.kinds.items()}
     residuals = {name: sum(cost.residual_bytes(layer, *size, plan.residuals) for size in sizes)
                  for name, layer in stack.kinds.items()}
-    # What the first layer gets: the batch and the prologue's output. `on_the_way`: the value that passes from layer to layer.
+    # The inputs of the first layer: the batch and the prologue's output. `on_the_way`: the value between two layers.
     on_the_way = max(hidden.values())
     first = (_given(stack.captured, plan) + on_the_way
              + sum(cost.output_bytes(stack.captured.templates["prologue"], *size) for size in sizes))
@@ -219,7 +219,7 @@ def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str
 
 
 def _workspace(stack: _Stack, outputs: Sequence[int], joined: int, fused: bool) -> dict[str, int]:
-    """Bytes of the op that needs most, by moment."""
+    """Bytes of the op that needs the most, by moment."""
     plan, block = stack.plan, stack.plan.checkpoint_interval
     epilogue = stack.captured.calls_for(plan.output)[-1].template
 
@@ -263,8 +263,8 @@ def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dic
 
 
 def _complete(tiling: Tiling) -> list[set[str]]:
-    """The tiles whose gradients are complete with the backward of each call but the prologue. Several ranks and hosts add up
-    their accumulators beside the backward of the next call."""
+    """The tiles whose gradients are complete after the backward of each call but the prologue. Several ranks and hosts add up
+    their accumulators during the backward of the next call."""
     found: list[set[str]] = []
     for tiles in tiling.tiles_of.values():
         found.append(set(tiles).difference(*found))
@@ -291,7 +291,7 @@ def _given(captured: CapturedModel, plan: Plan) -> int:
 
 
 def _outputs(captured: CapturedModel, plan: Plan) -> tuple[list[int], int]:
-    """Bytes of the epilogue's outputs for each micro-batch, and of those of the whole batch where they are joined, with
+    """Bytes of the epilogue's outputs for each micro-batch, and of the outputs of the whole batch if they are joined, with
     shorter rows padded to the longest; else 0."""
     template = captured.templates[captured.calls_for(plan.output)[-1].template]
 
@@ -315,7 +315,7 @@ def _sum(tiling: Tiling, tiles: set[str]) -> int:
 
 
 def _peak(captured: CapturedModel, template: str, variant: str, plan: Plan, fused: bool) -> int:
-    """Peak bytes of a variant for the micro-batch that needs most."""
+    """Peak bytes of a variant for the micro-batch that needs the most."""
     found = captured.templates[template]
     return max(cost.peak_bytes(found, found.variant(variant, found.chunk(rows, plan.token_chunk), plan.residuals), rows, length,
                                fused) for rows, length in _largest(plan))

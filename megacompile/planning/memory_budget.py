@@ -20,8 +20,8 @@ STAGING_SLABS = 2
 
 @dataclass(frozen=True)
 class PinnedMemory:
-    """How a budget is spent. `tiles`: the tiles themselves are pinned, and slabs serve only backwards that add to gradients.
-    `staging_slabs`, `gradient_slabs`: the contents of how many layers may be in transit."""
+    """The use of a budget. `tiles`: the tiles themselves are pinned, and slabs serve only backwards that add to gradients.
+    `staging_slabs`, `gradient_slabs`: how many layers' contents may be in transit."""
 
     tiles: bool
     staging_slabs: int
@@ -39,9 +39,9 @@ def spend_pinned_memory(tiling: Tiling, budget: int | None, gradient_slabs: int)
     # Boundary tiles have their own slabs, one for weights and one for gradients.
     boundary_weights = max((x.weight_bytes for x in layouts if x.name in boundary), default=0)
     boundary_gradients = max((x.gradient_bytes for x in trained if x.name in boundary), default=0)
-    ranked = tiling.ranked()  # the tiles of each rank have their own slabs
-    weights = sum(max(x.weight_bytes for x in layers) for layers in ranked)
-    gradients = sum(max((x.gradient_bytes for x in layers if x.trainable), default=0) for layers in ranked)
+    classes = tiling.size_classes()  # the tiles of each size class have their own slabs
+    weights = sum(max(x.weight_bytes for x in layers) for layers in classes)
+    gradients = sum(max((x.gradient_bytes for x in layers if x.trainable), default=0) for layers in classes)
 
     def slabs_in(available: int) -> int:
         return min(gradient_slabs, available // gradients) if gradients else gradient_slabs
@@ -95,14 +95,13 @@ class MemoryBudget:
 
     @property
     def host_bytes_left(self) -> int:
-        """Bytes of the host budget that a plan may take in addition to weights and state, and to a budget of pinned memory,
-        which each rank has."""
+        """Bytes of the host budget that a plan may take beyond weights, state, and each rank's budget of pinned memory."""
         slabs = 0 if self.pinned_bytes is None or self.pinned().tiles else self.pinned_bytes  # they take no more
         fixed = self.tiling.host_bytes(gradients=False) + self.tiling.ranks * (HOST_MARGIN_BYTES + slabs)
         return max(0, self.host_bytes - fixed)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a training step under a plan fits the device and the host."""
+        """True if a training step under a plan fits the device and the host."""
         return self.fits_device(plan) and self.fits_host(plan)
 
     def fits_device(self, plan: Plan) -> bool:
@@ -116,7 +115,7 @@ class MemoryBudget:
         return host_parts(self.captured, self.tiling, plan)
 
     def pinned(self) -> PinnedMemory:
-        """How the budget of pinned memory is spent. Raises `InsufficientMemoryError`."""
+        """The use of the budget of pinned memory. Raises `InsufficientMemoryError`."""
         return spend_pinned_memory(self.tiling, self.pinned_bytes, self.config.gradient_slabs)
 
     def estimate(self, plan: Plan, training: bool = True) -> Estimate:
@@ -124,7 +123,7 @@ class MemoryBudget:
         return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan, self.fused)
 
     def too_small(self, batch: int, length: int, need: int, plan: Plan) -> NoFittingPlanError:
-        """The error where the smallest plan, which needs `need` device bytes, does not fit the device or the host."""
+        """The error if the smallest plan, which needs `need` device bytes, does not fit the device or the host."""
         if need <= self.device_bytes:
             parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
             return NoFittingPlanError(

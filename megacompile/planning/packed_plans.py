@@ -22,8 +22,8 @@ MORE_MICRO_BATCHES = 2
 
 
 class PackedPlans:
-    """State: the plans that were searched, by shape; and the shape that is searched for in place of another. `length`: tokens
-    of a usual row; `balanced`: a step's micro-batches have about the same size, which may be any number."""
+    """State: the plans that were searched, by shape; and the shape that is searched for instead of another. `length`: tokens of
+    a usual row. `balanced`: a step's micro-batches have about the same size, which may be any number."""
 
     def __init__(self, length: int, balanced: bool = False) -> None:
         self.length, self.balanced = length, balanced
@@ -51,8 +51,9 @@ class PackedPlans:
         return found
 
     def _of_groups(self, planner: Planner, shape: Shape) -> Choice:
-        """The plan of groups of rows where there is none for full micro-batches of the usual length: with the choices of a plan
-        for full micro-batches of the longest row, or else for the same rows without groups; or this plan itself."""
+        """The plan of groups of rows if there is none for full micro-batches of the usual length. It has the choices of a plan
+        for full micro-batches of the longest row, or else of a plan for the same rows without groups, or is that plan
+        itself."""
         with contextlib.suppress(InsufficientMemoryError):
             if (found := self._derived(planner, shape, shape.length)) is not None:
                 return found
@@ -95,11 +96,10 @@ class PackedPlans:
         return None
 
     def _with_room(self, planner: Planner, usual: Shape) -> Choice:
-        """The plan for steps with the `usual` number of rows, whose choices also fit half as many rows again.
-
-        Steps of real data have that many now and then. If the plan for the usual number fills the device, such a step would
-        stop training for a search, whose plan updates fewer tiles on the device from then on. So the search is for half as
-        many rows again at once, unless no plan fits these."""
+        """The plan for steps with the `usual` number of rows, whose choices also fit half as many rows again. Real data has
+        such steps now and then. If the plan for the usual number filled the device, such a step would stop training for a
+        search, and later plans would update fewer tiles on the device. So the search is for half as many rows again at once,
+        unless no plan fits these."""
         more = replace(usual, batch=usual.batch + usual.batch // 2)
         choice = _search(planner, usual)
         self._searched[usual], self._instead[usual] = choice.plan, usual
@@ -114,7 +114,7 @@ class PackedPlans:
 
     def in_few_sizes(self, plan: Plan, shape: Shape, most: int | None = None) -> Plan:
         """The plan of an evaluation with micro-batches of powers of two, or `balanced` ones, none larger than it has. Groups of
-        rows have their own, of at `most` so many rows."""
+        rows have separate micro-batches, of at `most` that many rows."""
         if shape.group_rows:
             micro_batches, lengths = _parts_of_groups(shape, max(plan.micro_batches) * plan.length, self.balanced, most)
             return plan if plan.token_chunk else replace(plan, micro_batches=micro_batches, lengths=lengths)
@@ -134,11 +134,10 @@ def _search(planner: Planner, wanted: Shape) -> Choice:
 
 def derived(base: Plan, shape: Shape, balanced: bool = False, most: int | None = None, waves: int | None = None) -> list[Plan]:
     """Plans with the choices of `base` for a shape with other rows. Empty if a micro-batch of `base` is shorter than a row.
-
-    Micro-batches have as many tokens as those of `base`, and smaller ones of powers of two follow; or they are `balanced`, as
+    Micro-batches have as many tokens as those of `base`, followed by smaller ones of powers of two. If `balanced`, there are as
     few as possible, and in later plans a few more, which need less memory. For a whole step, the first plan has about as many
-    tokens per wave as `base`, the second at most as many micro-batches per wave. Micro-batches of groups of rows have at `most`
-    so many rows, and go in so many `waves`, if these are given."""
+    tokens per wave as `base`, the second at most as many micro-batches per wave. If given, `most` limits the rows in
+    micro-batches of groups, and `waves` is the number of waves."""
     tokens = max(base.micro_batches) * base.length
     size = tokens // shape.length
     if size == 0 or (base.token_chunk and base.length != shape.length):  # a chunk is some tokens of each row
@@ -167,8 +166,8 @@ def derived(base: Plan, shape: Shape, balanced: bool = False, most: int | None =
 
 
 def _parts_of_groups(shape: Shape, tokens: int, balanced: bool, most: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The micro-batches of a plan for groups of rows, and their lengths. Each has rows of one group: at most so many `tokens`,
-    of which a row has no more, and at `most` so many rows."""
+    """The micro-batches of a plan for groups of rows, and their lengths. Each has rows of one group: at most `tokens` tokens
+    and at `most` that many rows. No row has more than `tokens` tokens."""
     sizes: list[tuple[int, int]] = []
     for rows, length in shape.groups:
         size = min(tokens // length, most or rows)
@@ -189,7 +188,7 @@ def _divisions(number: int, size: int) -> list[tuple[int, ...]]:
 
 
 def _power_of_two_in(number: int) -> int:
-    """The largest power of two that is not above `number`."""
+    """The largest power of two that is at most `number`."""
     return 1 << (number.bit_length() - 1)
 
 

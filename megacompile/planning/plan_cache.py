@@ -34,7 +34,7 @@ from megacompile.sizes import LONGEST_NAME
 # KEY is a digest of the question that the search answers (`plan_cache.py`) and of our source code. A plan is a few kilobytes of
 # choices; programs are made from it and verified as from a new plan. `free` is the memory that the search found free where the
 # user gave no budget. That is never the same twice, so a plan is reused where about as much memory is free.
-#: How many plans are kept, those that were used last.
+#: The largest number of stored plans. The least recently used ones are dropped.
 MOST_PLANS = 256
 #: By which share free memory may differ from that of the search. Host memory rarely decides.
 ALIKE: Mapping[str, float] = {"device": 0.01, "host": 0.125}
@@ -43,11 +43,11 @@ _LONGEST = 1 << 22
 
 _count = schema.whole(0, 2**31 - 1)
 _name = schema.must(lambda value: type(value) is str and len(value) < LONGEST_NAME, "a name")
-#: What a field of `Plan` may be in a file, by its annotation; `Plan` itself checks values and combinations.
+#: The rule for a field of `Plan` in a file, by its annotation; `Plan` itself checks values and combinations.
 _RULES: Mapping[str, schema.Rule] = {
     "int": _count, "bool": schema.flag, "str": _name, "tuple[str, ...]": schema.sequence(_name),
     "tuple[int, ...]": schema.sequence(_count)}
-#: The same for each of `Plan.values`.
+#: The rule for each of `Plan.values`.
 FIELDS: Mapping[str, schema.Rule] = {
     **{each.name: _RULES[str(each.type)] for each in fields(Plan) if each.name != "placements"},
     **dict.fromkeys(LISTS, _RULES["tuple[str, ...]"])}
@@ -115,9 +115,9 @@ def source_digest() -> str:
 # A question contains templates as digests of their joint graphs, with all shapes in B and T; variants, costs and residuals
 # follow from these. Memory that was found free, not given by the user, is kept apart from the question.
 def question(space: SearchSpace, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
-    """What the search for the plan of a training step depends on, as JSON values. None where plans are not kept: if there is no
-    search, if compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or with the user's own passes, which may read
-    anything."""
+    """Everything that the search for the plan of a training step depends on, as JSON values. None if plans are not kept: there
+    is no search, compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or the user's own passes, which may read
+    anything, run."""
     captured, tiling, config, simulator = space.captured, space.tiling, space.config, space.simulator
     if (simulator is None or not space.keep_residuals or inductor_config.force_disable_caches
             or config.passes != PIPELINE or config.template_passes != TEMPLATE_PIPELINE):
@@ -143,7 +143,7 @@ def question(space: SearchSpace, batch: int, length: int, update: str, whole_ste
 
 
 def free_memory(space: SearchSpace) -> dict[str, int]:
-    """Bytes that plans may take where no budget was given, of "device" and "host" memory."""
+    """Bytes that plans may take if no budget was given, of "device" and "host" memory."""
     config = space.config
     there = {} if config.device_memory is not None else {"device": space.device_bytes}
     return there if config.host_memory is not None else there | {"host": space.host_bytes_left}

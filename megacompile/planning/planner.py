@@ -1,8 +1,7 @@
-"""Chooses a plan for a batch: the fastest in simulation of those that fit, or the preferred one where rates are unknown.
+"""Chooses a plan for a batch: the fastest in simulation of those that fit, or the preferred one if rates are unknown.
 
-A plan has the largest micro-batch and the smallest checkpoint interval that fit the device. Memory that is left goes to waves,
-to layers that keep residuals (all, or only attention's results) and to tiles that are updated on the device.
-"""
+A plan has the largest micro-batch and the smallest checkpoint interval that fit the device. The remaining memory goes to waves,
+to layers that keep residuals (all, or only attention's results) and to tiles that are updated on the device."""
 from __future__ import annotations
 
 import itertools
@@ -30,7 +29,8 @@ LEAST_LENGTH = 16
 
 def explained(space: SearchSpace, batch: int, length: int, training: bool, refusal: NoFittingPlanError,
               update: str = "step") -> NoFittingPlanError:
-    """The refusal with the batches and options that would fit the device, for a training step that does not."""
+    """For a training step that does not fit the device: the refusal with the batches and options that would fit. Other refusals
+    are returned unchanged."""
     if not training or refusal.need <= space.device_bytes:
         return refusal
     more = f"a larger device_memory ({format_bytes(refusal.need)} for this smallest plan)"
@@ -67,20 +67,20 @@ def _options(space: SearchSpace, batch: int, length: int, update: str) -> list[s
     return [f"leave out {name}={value!r}" for name, value in given.items() if hinders(name)]
 
 
-#: By this factor a plan must be faster to replace one that computes less, since simulations are not exact.
+#: A plan replaces one that computes less if it is faster by this factor, since simulations are not exact.
 WORTH = 1.003
-#: By this factor a later plan must be faster than one that updates the same tiles on the device as earlier plans. Else a batch
+#: A later plan must be faster by this factor than one that updates the earlier plans' tiles on the device. Otherwise a batch
 #: of another size would move their state to the host, and all later steps would be planned again, with fewer tiles there.
 WORTH_MOVING = 1.1
-#: Numbers of slabs for gradients that are tried, for updates on arrival.
+#: Numbers of slabs for gradients to try, for updates on arrival.
 _SLABS = (2, 3, 4, 6, 8, 10)
-#: The same for moments on disk.
+#: Numbers of slabs to try for moments on disk.
 _STATE_SLABS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, and what it fixes for the plans that are chosen after it.
+    """A plan, and what it fixes for later plans.
 
     `stateful`: later plans update these tiles on the device, or fewer (`SearchSpace.stateful`). `answers`: how many plans of
     training steps were "searched", and how many were "kept" on disk."""
@@ -92,25 +92,26 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planner(SearchSpace):
-    """Chooses plans. `choose` is a function of these fields and its arguments. `keeping`: plans are kept on disk and reused."""
+    """Chooses plans. `choose` is a function of these fields and its arguments. `cached`: plans are read from and written to the
+    plan cache."""
 
-    keeping: bool = False
+    cached: bool = False
 
     def after(self, choice: Choice) -> Self:
-        """The planner for the plans that follow this choice."""
+        """The planner for the plans after this choice."""
         return replace(self, stateful=choice.stateful)
 
     def choose(self, batch: int, length: int, training: bool = True, update: str = "step",
                whole_step: bool = False, output: str = "loss") -> Choice:
         """The fastest plan that fits, for a loop or for a whole step as one program, with updates at "step" or on "arrival".
 
-        Later plans update on the device the tiles that the first training step does, or fewer, if they must or if that is
-        much faster (`WORTH_MOVING`).
+        Later plans update on the device the same tiles as the first training step. They update fewer if they must, or if that
+        is much faster (`WORTH_MOVING`).
 
         Raises as `plan`."""
         if output != self.output:
             return replace(self, output=output).choose(batch, length, training, update, whole_step, output)
-        asked = question(self, batch, length, update, whole_step) if self.keeping and training else None
+        asked = question(self, batch, length, update, whole_step) if self.cached and training else None
         kept = plan_cache.find(asked, free_memory(self)) if asked is not None else None
         if kept is not None and self._accepts(kept, batch, length, update):
             return Choice(kept, kept.resident_state, Counter(kept=1))
@@ -121,7 +122,7 @@ class Planner(SearchSpace):
         return Choice(found, found.resident_state if fixes else None, Counter(searched=int(training)))
 
     def _accepts(self, kept: Plan, batch: int, length: int, update: str) -> bool:
-        """Whether a plan from the disk belongs to this step and fits."""
+        """True if a plan from the disk belongs to this step and fits."""
         asked = batch, length, update, self.output
         named = {*kept.placements, *kept.update_order}
         return (asked == (kept.batch, kept.length, kept.update, kept.output) and named <= self.tiling.layouts.keys()
@@ -153,9 +154,9 @@ class Planner(SearchSpace):
 
     def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int],
                  simulator: StepSimulator) -> Plan:
-        """The fastest plan in simulation, on a host that is slower than its rates (`StepSimulator.caution`). Plans are
-        simulated in the order of their lower bounds, until no other can be faster than the best. Among plans that are nearly as
-        fast, the one that computes least wins. A plan that moves state from the device must be much faster."""
+        """The fastest plan in simulation, on a host that is slower than its rates (`StepSimulator.caution`). Simulates plans in
+        the order of their lower bounds, until no other can be faster than the best. Among plans of nearly the same speed,
+        chooses the one that computes least. A plan that moves state from the device must be much faster."""
         found = self._with_each_state(batch, length, update, whole_step, counts)
         states = (state for layout in self.tiling.layouts.values() for state in layout.state_layout.states)
         may_defer = self.config.deferred_moments is None and all(state.separable for state in states)
@@ -175,12 +176,14 @@ class Planner(SearchSpace):
         return fastest_device_updates(self._with_device_updates(best), simulator, whole_step)
 
     def _compared_s(self, plan: Plan, whole_step: bool, simulator: StepSimulator) -> float:
-        """The seconds by which a plan is compared with others: more than its step takes if it moves state from the device."""
+        """The seconds used to compare a plan with others. A plan that moves state from the device counts as slower than its
+        step."""
         moves = self.stateful is not None and plan.resident_state != self.stateful
         return simulator.cautious_s(plan, whole_step) * (WORTH_MOVING if moves else 1)
 
     def _with_state_slabs(self, plan: Plan, simulator: StepSimulator, whole_step: bool) -> Plan:
-        """The plan with as few slabs for moments on disk as make a step as fast as more do: so many tiles are read ahead."""
+        """The plan with the fewest slabs for moments on disk that do not slow the step. Tiles are read ahead into these
+        slabs."""
         if not plan.disk_state or self.config.state_slabs is not None:
             return plan
         plans = [each for each in (replace(plan, state_slabs=count) for count in _STATE_SLABS) if self.fits_host(each)]
@@ -188,9 +191,9 @@ class Planner(SearchSpace):
         return next((each for each in plans if simulator.cautious_s(each, whole_step) <= WORTH * fastest), plan)
 
     def _with_device_updates(self, plan: Plan) -> list[Plan]:
-        """The plan, and variants of it in which the first tile that the host updates visits the device, the first two tiles,
-        and so on. Their checkpoints are in host memory where the device cannot hold them beside a visiting tile. Only the plan,
-        where no variant fits."""
+        """The plan, and variants of it in which the first one, the first two, ... of the host-updated tiles visit the device.
+        Checkpoints are in host memory if the device cannot hold them beside a visiting tile. Only the plan if no variant
+        fits."""
         if (self.config.visiting_state is not None or self.pinned_bytes is not None  # visiting state takes pinned memory
                 or plan.update != "step" or plan.visiting_state):
             return [plan]  # with whole matrices, as many tiles as possible stay there, and all others visit
@@ -203,7 +206,7 @@ class Planner(SearchSpace):
 
     def _with_each_state(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int]) -> list[Plan]:
         """The plans that fit, for each number in `counts` of tiles that the device updates, and in float8 also with larger
-        micro-batches. Raises `InsufficientMemoryError` if none does."""
+        micro-batches. Raises `InsufficientMemoryError` if none fits."""
         found: dict[Plan, None] = {}
         refusal: InsufficientMemoryError | None = None
         larger = self.config.recipe is not None and self.config.micro_batch_size is None and batch * length > FULL_TOKENS
@@ -233,8 +236,8 @@ class Planner(SearchSpace):
 
 
 def fewest_slabs(plan: Plan, simulator: StepSimulator, whole_step: bool) -> Plan:
-    """The plan with as few slabs for gradients as leave a step with updates on arrival as fast: gradients that wait for their
-    update take host memory. A plan with updates at the end of a step is returned as it is."""
+    """The plan with the fewest slabs for gradients that do not slow a step with updates on arrival, since gradients that wait
+    for their update take host memory. A plan with updates at the end of a step is returned unchanged."""
     if plan.update != "arrival":
         return plan
     limit = WORTH * simulator.cautious_s(plan, whole_step)
@@ -252,12 +255,12 @@ def fewest_slabs(plan: Plan, simulator: StepSimulator, whole_step: bool) -> Plan
 
 
 def fastest_device_updates(plans: Sequence[Plan], simulator: StepSimulator, whole_step: bool) -> Plan:
-    """The fastest of `plans`, each of which lets one tile more visit than the plan before it. The first plan, if no other is
+    """The fastest of `plans`, each of which lets one more tile visit than the plan before it. The first plan, if no other is
     faster by a factor of `WORTH`, or if the host's updates delay its step by less than that.
 
-    The host's updates are bound by its memory bandwidth, which copies use too: a visit moves about as many bytes as an update
-    on the host. So visits gain most where the link is idle, and nothing where the host keeps up. All visits come before the
-    next forward's weights, which are copied in the same lane. Only a simulation says how many visits are best."""
+    The host's updates are bound by its memory bandwidth, which copies use too. A visit moves about as many bytes as an update
+    on the host. So visits gain most if the link is idle, and nothing if the host keeps up. All visits come before the next
+    forward's weights, which are copied in the same lane. Only a simulation can tell how many visits are best."""
     if len(plans) == 1:
         return plans[0]
     times = simulator.times(plans[0], whole_step)

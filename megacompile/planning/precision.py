@@ -1,4 +1,4 @@
-"""Whether a device can multiply in float8, whether a model has products for it, and which ones these are."""
+"""Checks whether a device can multiply in float8, whether a model has products for it, and which ones these are."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -14,14 +14,14 @@ from megacompile.predict.hardware import Hardware
 
 #: The first compute capability with products in float8: Ada's. Hopper has 9.0.
 FIRST_CAPABILITY = (8, 9)
-#: How many products that stay as they are, for the same reason, are listed by name.
+#: Number of products that stay in their dtype for the same reason that are listed by name.
 _LISTED = 6
 _REMEDY = "leave precision out, or use precision='float8-emulated', which rounds the same way but is slower"
 
 
 def check_float8(recipe: Float8 | None, device: torch.device, hardware: Hardware | None = None) -> None:
-    """Raises `UnsupportedError` if the device cannot multiply as the recipe says, as far as that is known. `hardware`: the
-    machine that is planned for; None: this one."""
+    """Raises `UnsupportedError` if the device is known to be unable to multiply as the recipe says. `hardware`: the machine
+    that is planned for; None: this one."""
     if recipe is None or recipe.emulated:
         return
     if device.type != "cuda":
@@ -55,7 +55,7 @@ def check_products(templates: Iterable[Template], model: nn.Module, recipe: Floa
 
 
 def described_products(captured: CapturedModel) -> Iterator[str]:
-    """Lines that say which products of a model are computed in float8, and why others are not; none without a recipe."""
+    """Lines that list the products of a model that are computed in float8, and why others are not; none without a recipe."""
     recipe = next((template.precision for template in captured.templates.values()), None)
     if recipe is None:
         return
@@ -84,6 +84,6 @@ def _described(recipe: Float8) -> str:
 
 
 def _modules(parameters: tuple[str, ...], call: Call) -> str:
-    """The modules of the parameters that a product's weight is made from, in the layer."""
+    """The modules of the parameters from which a product's weight is computed, in the layer."""
     modules = dict.fromkeys(name.removeprefix(f"{call.name}.").rpartition(".")[0] for name in parameters)
     return " and ".join(modules) or "a product of activations"

@@ -33,9 +33,9 @@ MOST_SEQUENCES = 1 << 14
 
 @dataclass(frozen=True)
 class SearchSpace(MemoryBudget):
-    """What is known when a plan is chosen: the model, the user's options, memory, rates, and what earlier plans fixed.
+    """The inputs of the choice of a plan: the model, the user's options, memory, rates, and what earlier plans fixed.
 
-    `simulator`: of steps; None where the machine's rates are unknown, and rules of thumb decide. `stateful`: the tiles that
+    `simulator`: of steps; None if the machine's rates are unknown, and rules of thumb decide. `stateful`: the tiles that
     earlier plans update on the device; None if there is no earlier plan. `output`: what the epilogue returns (`Shape.output`).
     `full_tokens`: the most tokens of a micro-batch of several sequences."""
 
@@ -45,7 +45,7 @@ class SearchSpace(MemoryBudget):
     full_tokens: int = FULL_TOKENS
 
     def with_fewer_slots(self) -> Iterator[Self]:
-        """This search space, then fallbacks for where it has no plan: with one gradient slot, then also with as few weight
+        """This search space, then fallbacks in case it has no plan: with one gradient slot, then also with only as many weight
         slots as blocks have layers. Numbers of slots that the user has given stay."""
         yield self
         lean = replace(self, config=replace(self.config, gradient_slots=self.config.gradient_slots or 1))
@@ -56,7 +56,7 @@ class SearchSpace(MemoryBudget):
             yield replace(lean, config=replace(lean.config, weight_slots=interval, checkpoint_interval=interval))
 
     def holds(self, batch: int, length: int, update: str = "step") -> bool:
-        """Whether a training step fits under any of the plans that are considered."""
+        """True if a training step fits under any of the considered plans."""
         planners = [planner.with_state(0) for planner in self.with_fewer_slots()]
         return any(planner.fits(plan) for planner in reversed(planners)
                    for plan in reversed([*planner._candidates(batch, length, update)]))
@@ -73,7 +73,7 @@ class SearchSpace(MemoryBudget):
         return tuple(tile for tile, layout in self.tiling.layouts.items() if layout.trainable)
 
     def plan(self, batch: int, length: int, training: bool = True, update: str = "step") -> Plan:
-        """The preferred plan of a loop that fits. Raises `InsufficientMemoryError` with the smallest need if none does."""
+        """The preferred plan of a loop that fits. If none fits, raises `InsufficientMemoryError` with the smallest need."""
         smallest: tuple[int, Plan] | None = None
         for candidate in self._candidates(batch, length, update):
             need = self.estimate(candidate, training).total + self.margin_bytes
@@ -85,8 +85,9 @@ class SearchSpace(MemoryBudget):
         raise self.too_small(batch, length, *smallest)
 
     def considered(self, batch: int, length: int, update: str = "step", whole_step: bool = False) -> Iterator[Plan]:
-        """Every plan of a training step that may be chosen, in order of preference, including some that do not fit. Plans of a
-        loop come with as many residuals as fit, with attention's results alone, and without. For a whole step: `step_plans`."""
+        """Every plan of a training step that may be chosen, in order of preference, including some that do not fit. For a loop,
+        each with as many residuals as fit, with only attention's results, and without residuals. For a whole step:
+        `step_plans`."""
         if whole_step:
             yield from self.step_plans(batch, length, update)
             return
@@ -97,7 +98,7 @@ class SearchSpace(MemoryBudget):
                 yield candidate
 
     def largest_batch(self, length: int, update: str = "step") -> int:
-        """The most sequences of `length` tokens whose training step fits under any of the plans that are considered, at most
+        """The most sequences of `length` tokens whose training step fits under any of the considered plans, at most
         `MOST_SEQUENCES`; 0 if none fits."""
         def too_large(batch: int) -> bool:
             return not self.holds(batch, length, update)
@@ -131,7 +132,7 @@ class SearchSpace(MemoryBudget):
         return (other for plan in plans if (other := self.fewest_on_the_host(plan)) != plan)
 
     def fewest_on_the_host(self, plan: Plan) -> Plan:
-        """The plan with as few checkpoints in host memory as let it fit, or with all of them if it does not fit."""
+        """The plan with the fewest checkpoints in host memory with which it fits, or with all of them if it never fits."""
         boundaries = len(plan.blocks(self.layers)) - 1
         if self.config.host_checkpoints is not None or boundaries < 1 or self.fits_device(plan):
             return plan
@@ -196,8 +197,8 @@ class SearchSpace(MemoryBudget):
         return [each for each in found if self.fits(each)] or [self._fitting(found[0], batch, length)]
 
     def _in_waves(self, plan: Plan) -> Iterator[Plan]:
-        """The plan with all accumulators on the device, if they fit, and as many residuals as then fit. For several waves also
-        the plan with as many residuals as fit, and as many accumulators on the device as then fit. (Without residuals waves
+        """The plan with all accumulators on the device, if they fit, and then as many residuals as fit. For several waves also
+        the plan with as many residuals as fit, and then as many accumulators on the device as fit. (Without residuals waves
         gain nothing.)"""
         budget_bytes = self.device_bytes - self.margin_bytes
         there = self._fewest_sums(plan)
@@ -209,7 +210,8 @@ class SearchSpace(MemoryBudget):
             yield self._fewest_sums(self._most_residuals(self.fewest_on_the_host(summed), budget_bytes))
 
     def _fewest_sums(self, plan: Plan) -> Plan:
-        """The plan with as few tiles added up on the host between waves as let it fit the device, or with all of `_sums`."""
+        """The plan with the fewest tiles added up on the host between waves with which it fits the device, or with all of
+        `_sums`."""
         tiles = self._sums()
         if plan.waves == 1 or not tiles:
             return plan
@@ -243,22 +245,22 @@ class SearchSpace(MemoryBudget):
         return plan
 
     def _keep_residuals(self, plan: Plan) -> Plan:
-        """Spends unused memory on residuals of the last layers: each saves one forward in the backward, which shortens a step
-        most. Leaves room for a second open forward that keeps no residuals."""
+        """Spends unused memory on residuals of the last layers, each of which saves one forward in the backward. Leaves room
+        for a second open forward without residuals."""
         if not self.keep_residuals:
             return plan
         return self._most_residuals(plan)
 
     def _bytes_for_residuals(self, plan: Plan) -> int:
-        """Device bytes for a loop's step beside a second open forward, which takes its checkpoints and the slots that only
-        they need."""
+        """Device bytes for a loop's step beside a second open forward, which takes its checkpoints and the slots that only they
+        need."""
         lean, full = (self.estimate(replace(plan, saved_layers=saved)) for saved in (0, len(self.layers)))
         return self.device_bytes - self.margin_bytes - lean.checkpoints - max(0, lean.slots - full.slots)
 
     def residuals_either_way(self, plan: Plan, budget_bytes: int | None = None) -> list[Plan]:
-        """A plan that keeps as many residuals as fit; and, if not all layers keep all residuals, plans that keep only
+        """A plan that keeps as many residuals as fit, and, if not all layers keep all residuals, plans that keep only
         attention's results: in as many layers as then fit beside the checkpoints, and with all checkpoints on the host. Only a
-        simulation can say which is fastest; without known rates the list has only the given plan."""
+        simulation can tell which is fastest. Without known rates the list has only the given plan."""
         config, depth = self.config, len(self.layers)
         if (self.simulator is None or config.residuals is not None or config.saved_layers is not None or not self.keep_residuals
                 or not self.captured.fused_attention or plan.checkpoint_interval > 1 or plan.saved_layers == depth):
@@ -279,8 +281,8 @@ class SearchSpace(MemoryBudget):
         return replace(plan, saved_layers=max(0, saved))
 
     def splits(self, output: str) -> bool:
-        """Whether the planner may split a batch into micro-batches. It may not where that changes the loss, because the loss is
-        not a sum over tokens or rows are computed together; then only the user may (`micro_batch_size`)."""
+        """True if the planner may split a batch into micro-batches. It may not if that changes the loss, because the loss is
+        not a sum over tokens or rows are computed together. Then only the user may split it (`micro_batch_size`)."""
         whole = not self.captured.has_loss_denominator or self.captured.is_averaged
         return not self.captured.across_rows and not (output == "loss" and whole)
 
@@ -319,8 +321,8 @@ class SearchSpace(MemoryBudget):
         return set(self.tiling.layouts).difference(*(tiles for tiles in named if tiles not in ("all", None)))
 
     def _placements(self, update: str) -> Placements:
-        """The placements by the user's options and `stateful`: without host sums, which depend on waves. Tiles that are updated
-        by whole matrices visit the device. Nothing visits it with updates on arrival."""
+        """The placements by the user's options and `stateful`, without host sums, which depend on waves. Tiles that are updated
+        by whole matrices visit the device. With updates on arrival no tile visits it."""
         there, stay, named = set(self.resident_state()), self.config.resident, self.config.visiting_state or ()
         visiting = self._unplaced_elsewhere("visiting_state") if named == "all" else named
 

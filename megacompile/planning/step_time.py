@@ -1,4 +1,4 @@
-"""How fast a plan is, before anything runs: its simulated program, and a cheap lower bound."""
+"""Predicts the speed of a plan: by its simulated program, and by a cheap lower bound."""
 from __future__ import annotations
 
 import functools
@@ -22,7 +22,7 @@ from megacompile.weights.tiling import Tiling
 #: rates are the least certain, since everything on the host shares its memory. So a plan that lower rates would hurt must gain
 #: more.
 CAUTION = 0.95
-#: The same where steps have rows of uneven length: a step with few tokens hides less of the host's updates than the one that a
+#: `CAUTION` for steps with rows of uneven length: a step with few tokens hides less of the host's updates than the one that a
 #: plan is made for.
 UNEVEN_CAUTION = 0.75
 #: If at least this share of a step waits for the host's updates, and the disk of these, another order of updates is tried.
@@ -33,7 +33,7 @@ _ON_HOST = (Updated.ON_HOST, Updated.FROM_HOST_SUMS, Updated.FROM_DISK)
 
 def simulator_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
                  passes: Sequence[Pass] = PIPELINE) -> StepSimulator | None:
-    """A simulator of steps on `hardware`; None where the machine's rates are unknown."""
+    """A simulator of steps on `hardware`; None if the machine's rates are unknown."""
     if hardware is None:
         return None
     caution = UNEVEN_CAUTION if captured.key.packed else CAUTION
@@ -42,9 +42,10 @@ def simulator_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | N
 
 @dataclass
 class StepSimulator:
-    """Simulates steps of one model on one machine. `caution`: the share of the host's rates that plans are chosen with. State:
-    the results of simulations so far, by plan and whether a step is one program (`known`, and `cautious` ones), and the program
-    that was made last."""
+    """Simulates steps of one model on one machine.
+
+    `caution`: the share of the host's rates with which plans are chosen. State: the results of simulations so far, by plan and
+    whether a step is one program (`known`, and `cautious` ones), and the program that was made last."""
 
     durations: Durations
     tiling: Tiling
@@ -92,8 +93,8 @@ class StepSimulator:
         return [plan, replace(plan, deferred_moments=True)] if held_up else [plan]
 
     def lowest_first(self, plan: Plan, whole_step: bool) -> Plan:
-        """The plan with updates on arrival in another order: of the tiles that have arrived, the one that the next forward
-        needs first is updated first. The same plan where updates keep up with arrivals."""
+        """The plan with updates on arrival in another order: among the tiles that have arrived, the one that the next forward
+        needs first comes first. The same plan if updates keep up with arrivals."""
         section = "train_step" if whole_step else "backward"
         items = [item for item in self.timeline(plan, whole_step).items if item.section == section]
         last = [item for item in items if item.step == items[-1].step]
@@ -115,8 +116,8 @@ class StepSimulator:
         return plan if order == sorted(order, key=arrives.__getitem__) else replace(plan, update_order=tuple(order))
 
     def _has_slab(self, tile: str, waiting: Sequence[str], plan: Plan) -> bool:
-        """Whether the gradients of a tile may arrive in a slab although those of others wait in theirs. Tiles that take turns
-        in slabs are those of the boundary, or of one rank of the layers."""
+        """True if the gradients of a tile may arrive in a slab although those of others wait in theirs. Tiles that take turns
+        in slabs are those of the boundary, or those of one size class of the layers."""
         alike = next((group for group in self._taking_turns if tile in group), frozenset({tile}))
         held = [each for each in alike.intersection(waiting)
                 if plan.placement(each).updated is not Updated.FROM_HOST_SUMS]  # a sum has memory of its own
@@ -124,11 +125,12 @@ class StepSimulator:
 
     @functools.cached_property
     def _taking_turns(self) -> list[frozenset[str]]:
-        return [frozenset(self.tiling.boundary()), *(frozenset(x.name for x in layers) for layers in self.tiling.ranked())]
+        tiling = self.tiling
+        return [frozenset(tiling.boundary()), *(frozenset(x.name for x in layers) for layers in tiling.size_classes())]
 
     def program(self, plan: Plan, whole_step: bool) -> Program:
-        """The sections of a training step, made as `compile_program` makes them, but not verified. The chosen plan's program is
-        verified when it is compiled."""
+        """The sections of a training step, made as by `compile_program` but not verified. The chosen plan's program is verified
+        when it is compiled."""
         if self._latest is None or self._latest[0] != (plan, whole_step):
             self._latest = (plan, whole_step), self._made(plan, whole_step)
         return self._latest[1]
@@ -163,7 +165,7 @@ class StepSimulator:
         return found
 
     def compute_s(self, plan: Plan) -> float:
-        """Seconds of a step's templates alone."""
+        """Seconds of only the templates of a step."""
         return self._templates(plan)[1]
 
     def _templates(self, plan: Plan) -> tuple[dict[str, float], float]:

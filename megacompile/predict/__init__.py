@@ -1,2 +1,2 @@
-"""What a program will take, before it runs: FLOPs, bytes, seconds, and the machines that rates are known of."""
+"""Predicts the cost of a program: FLOPs, bytes, seconds, and the machines with known rates."""
 from __future__ import annotations

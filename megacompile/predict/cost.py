@@ -46,8 +46,8 @@ def tensor_bytes(value: Any, size: Callable[[Any], int]) -> int:
 
 
 def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
-    """Bytes of explicit scores, [B, H, T, T] in float32, as many as are alive at once. Flash kernels hold no scores, but their
-    backward on CUDA has buffers that it sums up in."""
+    """Bytes of explicit scores, [B, H, T, T] in float32, times the number that are alive at once. Flash kernels hold no scores,
+    but their backward on CUDA has buffers for sums."""
     softcap, kernel = node.args[5 + 3 * backward:7 + 3 * backward]
     query, key = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
     batch, heads, length, width = map(size, query.shape)
@@ -71,7 +71,7 @@ def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type:
 
 
 def _masks_of_heads(segments: Sequence[Any], size: Callable[[Any], int]) -> int:
-    """How many heads have their own mask of pairs; 0 if there is no mask, or all heads share one."""
+    """The number of heads with separate masks of pairs; 0 if there is no mask, or all heads share one."""
     given = [each.meta["val"] for each in segments if isinstance(each, fx.Node)]
     heads = max((size(mask.shape[1]) for mask in given if mask.dim() == 4), default=1)
     return heads if heads > 1 else 0
@@ -109,7 +109,7 @@ def _encoder_workspace(node: fx.Node, size: Callable[[Any], int], device_type: s
 
 
 def _scaled_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
-    """Bytes of the operands in FP32 and of the product before it is rounded, where it is emulated."""
+    """Bytes of the operands in FP32 and of the product before it is rounded, if it is emulated."""
     a, b = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
     return _emulated_bytes(*map(size, (*a.shape, b.shape[1]))) if node.args[6] == "emulated" else 0
 
@@ -119,7 +119,7 @@ def _emulated_bytes(rows: int, summed: int, columns: int) -> int:
     return 4 * (rows * columns + max(rows * summed + summed * columns, rows * columns))
 
 
-#: What our own ops hold in addition to their results: (node, size, device type) -> bytes.
+#: Memory that our ops hold in addition to their results: (node, size, device type) -> bytes.
 WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
     torch.ops.megacompile.attention.default: partial(_attention_workspace, backward=False),
     torch.ops.megacompile.attention_backward.default: partial(_attention_workspace, backward=True),
@@ -131,7 +131,7 @@ WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
 
 
 def peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool = False) -> int:
-    """The most bytes that a variant's values take at once, without its inputs. `fused`: it runs compiled, so that values inside
+    """The most bytes that a variant's values take at once, without its inputs. `fused`: it runs compiled, so values inside
     fused kernels take no memory."""
     known = _peaks.setdefault(variant, {})
     if (batch, length, fused) not in known:
@@ -210,8 +210,8 @@ def _products_bytes(template: Template, variant: Variant, size: Callable[[Any], 
 
 def _hole_bytes(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
     """Bytes of unusable holes in the allocator's memory during attention's backward, the peak of a layer that computes in
-    chunks. Such a layer allocates little but whole-sequence values. Among those that stay, keys, values and their gradients, if
-    smaller than queries, leave holes that no later value fits."""
+    chunks. Such a layer allocates almost only whole-sequence values. Among the values that stay, keys, values and their
+    gradients, if smaller than queries, leave holes that no later value fits."""
     if node.target is not torch.ops.megacompile.attention_backward.default or device_type != "cuda":
         return 0
     operands = [argument.meta["val"] for argument in node.args[1:4]]  # type: ignore[union-attr]
@@ -223,7 +223,7 @@ _MAKING = ("call_function", "call_module")
 
 
 def _made_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
-    """Bytes that a node allocates. A loop allocates its results itself; the nodes that take them out of it allocate nothing."""
+    """Bytes that a node allocates. A loop allocates its results itself. The nodes that read them from it allocate nothing."""
     taken_out = node.target is operator.getitem and node.args[0].op == "call_module"  # type: ignore[union-attr]
     return 0 if taken_out else tensor_bytes(node.meta.get("val"), size)
 
@@ -257,7 +257,7 @@ def result_bytes(template: Template, variant: Variant, batch: int, length: int) 
 
 
 def output_bytes(template: Template, batch: int, length: int) -> int:
-    """Bytes of a template's outputs, which are what a checkpoint keeps."""
+    """Bytes of a template's outputs, which a checkpoint keeps."""
     return _evaluated(template, "output_bytes", batch, length)
 
 
@@ -280,7 +280,7 @@ def _evaluated(template: Template, size: str, batch: int, length: int, *options:
 
 
 # --------------------
-# What a kernel compiler fuses in a template's graph: which values exist in memory, and which values they are computed from.
+# The fusions of a kernel compiler in a template's graph: the values that exist in memory, and their inputs.
 #
 # Matrix products and attention are separate kernels. The ops between them form stages, each of which is one fused kernel. Cheap
 # values are computed again wherever they are read. A value is *stored* if a reduction makes it, if a separate kernel reads it,
@@ -302,7 +302,7 @@ _INLINED_READS = 4
 class Fusion:
     """The fusion of one graph. `made_from`: for each stored value, in the order of the graph, the values that it is computed
     from. `sources`: for each value the stored values that it is computed from (itself, if it is stored or the result of a
-    separate kernel). `stage`: its stage. `read_by_kernels`: the values that separate kernels read."""
+    separate kernel). `stage`: the stage of each value. `read_by_kernels`: the values that separate kernels read."""
 
     made_from: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     sources: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
@@ -351,7 +351,7 @@ def fuse(graph: fx.Graph) -> Fusion:
             continue
         made_from: set[fx.Node] = set().union(*(sources[used] for used in inputs(node)))
         stage[node], sources[node] = max((stage[s] for s in made_from), default=0), made_from
-        if _is(node, _REDUCTIONS) or node in found.read_by_kernels or len(made_from) > _INLINED_READS:
+        if _targets_any(node, _REDUCTIONS) or node in found.read_by_kernels or len(made_from) > _INLINED_READS:
             found.made_from[node] = made_from
             sources[node] = {node}
     return found
@@ -374,12 +374,12 @@ def tensor_of(node: Any) -> Tensor:
 
 
 def _elements(node: fx.Node) -> str:
-    """The number of elements of a value, as text: to compare symbolic numbers would fix them."""
+    """The number of elements of a value, as text, since comparing symbolic numbers would fix them."""
     return str(tensor_of(node).numel())
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node allocates its result and its op is not a separate kernel."""
+    """True if a node allocates its result and its op is not a separate kernel."""
     return (node.op == "call_function" and isinstance(node.meta.get("val"), Tensor) and base_of(node) is node
             and node.target is not operator.getitem and kernel_of(node) is None)
 
@@ -387,10 +387,10 @@ def computes(node: fx.Node) -> bool:
 def inputs(node: fx.Node) -> Iterator[fx.Node]:
     """The values that a node reads. The rows that a gather reads count as its result, not as an input."""
     for used in node.all_input_nodes:
-        gathered = _is(node, _GATHERS) and used is node.args[0]
+        gathered = _targets_any(node, _GATHERS) and used is node.args[0]
         if isinstance(used.meta.get("val"), Tensor) and not gathered:
             yield base_of(used)
 
 
-def _is(node: fx.Node, ops: Collection[Any]) -> bool:
+def _targets_any(node: fx.Node, ops: Collection[Any]) -> bool:
     return getattr(node.target, "overloadpacket", None) in ops

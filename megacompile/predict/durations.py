@@ -1,4 +1,4 @@
-"""How long each node of a program takes alone, in seconds: the work of templates and the bytes of tiles over a machine's rates.
+"""The duration of each node of a program alone, in seconds: work of templates and bytes of tiles over a machine's rates.
 `simulate.py` adds how lanes slow each other down."""
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes in B and T. `gemm_bytes` are those of the operands and results of GEMMs, grouped ones and those in
-    float8 included; a large GEMM hides them. `bytes` are all others. `kernels`: how many are launched. `attention`: by kernel
-    and direction, such as ("cudnn", "backward")."""
+    """FLOPs and bytes in B and T. `gemm_bytes`: of the operands and results of GEMMs, including grouped ones and those in
+    float8; a large GEMM hides them. `bytes`: all others. `kernels`: the number of launches. `attention`: by kernel and
+    direction, such as ("cudnn", "backward")."""
 
     gemm_flops: sympy.Expr = _ZERO
     float8_flops: sympy.Expr = _ZERO
@@ -85,7 +85,7 @@ class Work:
 
 def variant_work(template: Template, variant: Variant, fused: bool = True) -> Work:
     """The work of one run of a variant, including the products that make its gradients and their accumulation. `fused`: each
-    elementwise chain runs as one kernel; else every op reads and writes memory."""
+    elementwise chain runs as one kernel. Otherwise every op reads and writes memory."""
     sizes, loops = _Sizes(template), token_loops(variant.graph)
     graph = variant.graph.graph
     total = _graph_work(graph, sizes, fused and not loops)  # ops around loops run one by one
@@ -226,7 +226,8 @@ def _unfused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
 
 
 def _fused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
-    """A fused kernel reads each value from outside of its stage once, and writes the values that are read outside of it."""
+    """The memory traffic of fused kernels. Each reads a value from outside of its stage once, and writes the values that are
+    read outside of it."""
     fusion = fuse(graph)
     # Values that a stage makes itself are in registers or in a cache.
     fetched = {at: {s for s in read if s not in fusion.stored or fusion.stage[s] != at} for at, read in fusion.reads().items()}
@@ -285,7 +286,7 @@ def _moved_bytes(state: ElementState, dtype: torch.dtype) -> float:
 
 
 def update_rate(hardware: Hardware, state: ElementState, dtype: torch.dtype) -> float:
-    """Elements/s of the host's update. Rules other than AdamW take as long as their bytes."""
+    """Elements/s of the host's update. Rules other than AdamW take time in proportion to their bytes."""
     alike = replace(ADAMW_STATE, format=state.format)
     rate = hardware.adam * hardware.adam_formats.get(state.format.name, 1.0)
     return rate * _moved_bytes(alike, torch.bfloat16) / _moved_bytes(state, dtype)
@@ -293,10 +294,9 @@ def update_rate(hardware: Hardware, state: ElementState, dtype: torch.dtype) -> 
 
 @dataclass
 class Durations:
-    """The seconds that nodes take, for one model on one machine. State: the work of the variants so far.
-
-    `fused`: templates run compiled. A kernel takes the time of its products, or of reading and writing their operands if that
-    is longer, plus that of its elementwise chains, and at least that of its launch."""
+    """The seconds that nodes take, for one model on one machine. State: the work of the variants so far. `fused`: templates run
+    compiled. A kernel takes the time of its products, or of reading and writing their operands if that is longer, plus the time
+    of its elementwise chains, and at least the time of its launch."""
 
     captured: CapturedModel
     layouts: Mapping[str, TileLayout]
@@ -323,7 +323,7 @@ class Durations:
         return self._known(found, found.variant(variant, chunk, residuals))[0]
 
     def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0, residuals: str = "all") -> float:
-        """Seconds of one run of a variant. `chunk` and `residuals`: those of the plan."""
+        """Seconds of one run of a variant. `chunk` and `residuals`: of the plan."""
         found = self.captured.templates[template]
         cut = found.variant(variant, found.chunk(batch, chunk), residuals)
         key = cut, batch, length
@@ -360,7 +360,7 @@ class Durations:
 
     def _products_s(self, layout: TileLayout) -> float:
         """Seconds of the products of an update of whole matrices, in bf16. Each of `MATRIX_STEPS` multiplies a matrix twice
-        with a square one of its smaller side, and that one with itself."""
+        with a square one of its smaller side, and that square one with itself."""
         sides = (sorted((rows, columns)) for rows, columns, _ in layout.matrices)
         flops = sum(MATRIX_STEPS * (4 * least * least * most + 2 * least ** 3) for least, most in sides)
         return flops / self.hardware.gemm_flops["bfloat16"]

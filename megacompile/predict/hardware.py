@@ -145,7 +145,7 @@ class Hardware:
         return self.network_bandwidth or NETWORK_BANDWIDTH
 
     def attention_share(self, kernel: str, way: str) -> float:
-        """FLOP/s of an attention kernel over that of GEMMs. `way`: "forward" or "backward"."""
+        """FLOP/s of an attention kernel over those of GEMMs. `way`: "forward" or "backward"."""
         own = kernel.startswith("flash") and self.flash_efficiency
         return (own or self.attention_efficiency)[way]
 
@@ -157,8 +157,8 @@ class Hardware:
         return self._shared(speeds, ranks) if ranks > 1 else speeds
 
     def _shared(self, speeds: dict[Lane, float], ranks: int) -> dict[Lane, float]:
-        """What remains where several devices share the host's memory. Without links between them, exchanges share each device's
-        link to the host with its copies."""
+        """The remaining shares if several devices share the host's memory. Without links between them, exchanges share each
+        device's link to the host with its copies."""
         if self.peer_bandwidth is None and Lane.COLLECTIVE in speeds and {Lane.H2D, Lane.D2H} & speeds.keys():
             shared = speeds.keys() & {Lane.COLLECTIVE, Lane.H2D, Lane.D2H}
             speeds |= {lane: 0.5 * speeds[lane] for lane in shared}
@@ -233,7 +233,7 @@ class Hardware:
 
     @classmethod
     def known(cls, device: str | torch.device | None = None) -> Hardware | None:
-        """As `here`, but None for a machine without known rates."""
+        """Like `here`, but None for a machine without known rates."""
         try:
             return cls.here(device)
         except MegacompileError:

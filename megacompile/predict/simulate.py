@@ -20,7 +20,7 @@ from megacompile.runtime.frame import CarriedEvents
 #: The lanes that the caller's loop waits for: after a backward all, until gradients are in host memory; after a whole step only
 #: compute, for the loss.
 _WAITS_FOR = {"backward": tuple(Lane), "backward_accumulate": tuple(Lane), "train_step": (Lane.COMPUTE,)}
-#: The same for a backward that updates on arrival and leaves no gradients to read: the loop waits only for compute.
+#: `_WAITS_FOR` for a backward that updates on arrival and leaves no gradients to read: the loop waits only for compute.
 _WAITS_ON_ARRIVAL = {**_WAITS_FOR, "backward": (Lane.COMPUTE,)}
 
 #: Ops that run in a lane and take no time.
@@ -37,9 +37,8 @@ def alone(busy: Collection[Lane]) -> Mapping[Lane, float]:
 @dataclass(eq=False)
 class Item:
     """One instruction of one run of a section. Times are in seconds since the beginning of the simulation, or the recording.
-
-    `seconds`: how long it takes alone (recorded: how long it took). `waits_for`: for a wait, the last instruction that its
-    event covers. `cause`: the instruction that it waited for last."""
+    `seconds`: its duration alone (recorded: its actual duration). `waits_for`: for a wait, the last instruction that its event
+    covers. `cause`: the instruction that it waited for last."""
 
     step: int
     section: str
@@ -56,7 +55,7 @@ class Item:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How the seconds of a step are spent.
+    """The distribution of a step's seconds.
 
     Attributes:
         step_s: seconds of a step.
@@ -111,7 +110,7 @@ class Timeline(StepTimes):
 
     @property
     def window(self) -> tuple[float, float]:
-        """When the last step begins and ends: from the end of the last computation of the step before it to that of its own."""
+        """Start and end of the last step: from the end of the previous step's last computation to the end of its own."""
         return _window(self.steps_s)
 
     def chain(self) -> Iterator[Item]:
@@ -119,7 +118,7 @@ class Timeline(StepTimes):
         return _chain(self.items, self.window)
 
     def without_items(self) -> StepTimes:
-        """The step times alone. Items refer to their programs, thousands of objects that should not be kept for long."""
+        """Only the step times. Items refer to their programs, thousands of objects that should not be kept for long."""
         return StepTimes(self.step_s, self.busy_s, self.critical_s)
 
 
@@ -147,9 +146,8 @@ def step_of(program: Program) -> tuple[str, ...]:
 
 def simulate(program: Program, seconds: Callable[[fx.Node], float], speeds: Speeds = alone,
              sections: Sequence[str] | None = None, steps: int = 3) -> Timeline:
-    """Simulates `steps` runs of `sections` of a synchronized program (None: those of a training step).
-
-    `seconds(node)`: how long an instruction takes alone. `speeds(busy lanes)`: the share of each lane's speed that remains."""
+    """Simulates `steps` runs of `sections` of a synchronized program (None: of a training step). `seconds(node)`: the duration
+    of an instruction alone. `speeds(busy lanes)`: the share of each lane's speed that remains."""
     issue = _Issue(program, seconds)
     for step in range(steps):
         for section in step_of(program) if sections is None else sections:
@@ -209,7 +207,7 @@ class _Issue:
 
 
 def run_lanes(lanes: Mapping[Lane, Sequence[Item]], speeds: Speeds) -> list[Item]:
-    """Sets the times of all items; returns these in the order of their start."""
+    """Sets the times of all items. Returns them in the order of their start."""
     speeds = functools.cache(speeds)
     heads = dict.fromkeys(lanes, 0)
     working: dict[Lane, Item] = {}

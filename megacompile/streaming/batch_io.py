@@ -24,7 +24,7 @@ from megacompile.runtime.kernels import Activation, Batch
 # `torch.manual_seed` makes a run repeatable. A checkpoint that stores the generator's state continues the same sequence. A
 # model without dropout draws nothing.
 def seed_of_forward(captured: CapturedModel) -> int | None:
-    """A new seed. None for a model without dropout."""
+    """Returns a new seed, or None for a model without dropout."""
     if not any(source.kind == "random" for call in captured.calls for source in call.sources):
         return None
     return int(torch.randint(1 << 62, ()))
@@ -32,10 +32,8 @@ def seed_of_forward(captured: CapturedModel) -> int | None:
 
 def positions(seed: int, captured: CapturedModel, plan: Plan, first: int, total: int, device: torch.device) -> Tensor:
     """int64 [micro-batches, calls, 5], in the format that `megacompile.frontend.graph.randomness` reads. `first`: the number of
-    the first row, of `total` rows.
-
-    An element's place in the batch is counted in rows of its micro-batch's length. Rows of another length have another seed,
-    since elements of theirs would have the same places."""
+    the first row, of `total` rows. The position of an element in the batch counts rows of its micro-batch's length. Rows of
+    another length get another seed. Otherwise their elements would have the same positions."""
     drawn = []
     for rows, length in plan.sizes:
         drawn.append([[seed + plan.length - length, call, first, rows, total] for call in range(len(captured.calls))])
@@ -50,7 +48,8 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
              inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, seed: int | None,
              all_rows: AllRows | None = None) -> Batch:
     """Copies a batch to the device, outside of the program. It is a few kilobytes per step, except for images and masks of
-    pairs of tokens. `seed`: of dropout. `all_rows`: of which this batch is a part; None: it is whole."""
+    pairs of tokens. `seed`: for dropout. `all_rows`: the rows of all ranks, if this batch is only a part of them; None: it is
+    whole."""
     all_rows = all_rows or AllRows(0, plan.batch, inputs)
     # Copies tensors that are on the device too: the caller may refill its batch before the backward.
     moved = {name: tensor.to(backend.device, copy=True) for name, tensor in inputs.items()}
@@ -67,8 +66,8 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
 
 
 def _target_tokens(captured: CapturedModel, plan: Plan, inputs: Mapping[str, Tensor], with_loss: bool) -> Sequence[int]:
-    """The number of target tokens of each micro-batch, if the head can leave out the others. `with_loss`: it computes the
-    model's loss; otherwise it may compute a function of tokens."""
+    """The number of target tokens of each micro-batch, if the head can skip the other tokens. `with_loss`: the head computes
+    the model's loss; otherwise it may compute a function of tokens."""
     given = inputs.get(batch_name("targets"))
     if with_loss and captured.needs_targets_alone and captured.count_targets is not None:
         numbers = [captured.count_targets(part) for part in _cut(plan, inputs)]
@@ -86,7 +85,7 @@ def _totals_of(backend: Backend, captured: CapturedModel, inputs: Mapping[str, T
 
 
 def loss_of(backend: Backend, batch: Batch) -> Tensor:
-    """The loss of a step, 0-d. The caller's stream waits for the loss alone, and not for the backward that follows it."""
+    """The loss of a step, 0-d. The caller's stream waits only for the loss, not for the backward that follows."""
     losses = [value.loss for value in batch.results["loss"] if value.loss is not None]
     backend.exit(losses, batch.loss_known)
     with torch.no_grad():
@@ -117,7 +116,7 @@ def _hidden_states_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def evaluation_of(backend: Backend, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-    """The loss, and the logits if the model returns them. Without labels, only the logits."""
+    """Returns the loss, and the logits if the model returns them. Without labels, returns only the logits."""
     if "outputs" in batch.results:
         (logits_alone,) = outputs_of(backend, batch)
         return None, logits_alone
@@ -129,10 +128,9 @@ def evaluation_of(backend: Backend, batch: Batch) -> tuple[Tensor | None, Tensor
 
 
 def send_gradients(backend: Backend, plan: Plan, batch: Batch, gradients: Sequence[Tensor]) -> None:
-    """Sends the gradient of the loss, or of each output, to the device. The backward starts from it.
-
-    The loss is that of all ranks' rows. A loss that the caller computes from outputs is that of its own rows, and the gradients
-    are those of the mean of the ranks' losses, as with `DistributedDataParallel`."""
+    """Sends the gradient of the loss, or of each output, to the device, where the backward starts from it. The loss covers all
+    ranks' rows. A loss that the caller computes from outputs covers its own rows, and its gradients are those of the mean of
+    the ranks' losses, as with `DistributedDataParallel`."""
     moved = [gradient.to(backend.device).contiguous() for gradient in gradients]
     if plan.output != "loss" and plan.processes > 1:
         moved = [gradient / plan.processes for gradient in moved]
@@ -145,7 +143,7 @@ def send_gradients(backend: Backend, plan: Plan, batch: Batch, gradients: Sequen
 
 
 def _cut(plan: Plan, whole: Mapping[K, Tensor]) -> list[dict[K, Tensor]]:
-    """The rows of each micro-batch. Those of shorter rows are copied, since kernels read contiguous memory."""
+    """The rows of each micro-batch. Shorter rows are copied, since kernels read contiguous memory."""
     rows = itertools.pairwise(itertools.accumulate(plan.micro_batches, initial=0))
     return [{name: tensor[a:b, :plan.length_of(mb)].contiguous() if plan.lengths else tensor[a:b]
              for name, tensor in whole.items()} for mb, (a, b) in enumerate(rows)]

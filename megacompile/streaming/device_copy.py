@@ -38,8 +38,8 @@ from megacompile.streaming.streamed import Streamed
 # The forward hooks of a model, in a copy of it: those that the model has now, beside those that only the copy has.
 @dataclass(frozen=True, eq=False)
 class _Hook:
-    """A hook of a module, in the module's copy. It is the same object, so that what it remembers is of both, and does nothing
-    once it was removed from the module."""
+    """Wraps a hook of a module, for the module's copy. Both call the same hook object, so they share its state. Does nothing
+    once the hook was removed from the module."""
 
     there: Mapping[int, Any]
     key: int
@@ -50,13 +50,13 @@ class _Hook:
 
 
 class CopiedHooks:
-    """State: the keys of the hooks that the copy has from the model."""
+    """State: the keys of the hooks that the copy got from the model."""
 
     def __init__(self) -> None:
         self._keys: set[int] = set()
 
     def refresh(self, modules: Sequence[tuple[nn.Module, nn.Module]]) -> None:
-        """Gives the modules of the copy the hooks that those of the model have now. `modules`: one of each, in pairs."""
+        """Gives the copy's modules the current hooks of the model's modules. `modules`: pairs of a module and its copy."""
         copies = {id(ours): theirs for ours, theirs in modules}
         keys = set[int]()
         for ours, theirs in modules:
@@ -75,12 +75,13 @@ class CopiedHooks:
 
 
 def _in_copy(kept: Any, made: _Hook) -> _Hook:
-    """The hook that the copy has already, if it is the same: code that was compiled for the copy would be compiled again."""
+    """The hook that the copy already has, if it is the same. A new object would make compiled code of the copy compile
+    again."""
     return kept if isinstance(kept, _Hook) and kept.hook == made.hook else made
 
 
 def _of_copy(hook: Callable[..., Any], copies: Mapping[int, nn.Module]) -> Callable[..., Any]:
-    """The hook; if it is a method of one of the model's modules, that of the module's copy."""
+    """The hook. If it is a method of one of the model's modules: the same method of the module's copy."""
     if isinstance(hook, MethodType) and id(hook.__self__) in copies:
         return MethodType(hook.__func__, copies[id(hook.__self__)])
     return hook
@@ -93,7 +94,7 @@ _SHARED = ("config", "generation_config")
 
 
 class Turns(Enum):
-    """Which layers take turns in two slots: none, those that do not fit, or all."""
+    """The layers that take turns in two slots: none, those that do not fit, or all."""
 
     NONE = "none"
     SOME = "some"
@@ -102,8 +103,8 @@ class Turns(Enum):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A copy that fits: the bytes of device memory that it takes, and the bytes that cross the link for each call of it.
-    `turns`: the program by which layers take turns; None: all are on the device."""
+    """A copy that fits: the bytes of device memory that it takes, and the bytes that cross the link for each call. `turns`: the
+    program for layers that take turns; None: all are on the device."""
 
     device_bytes: int
     copied_bytes: int
@@ -117,9 +118,9 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 
 class DeviceCopy:
-    """State: the `native` model, None where there is none, with its `parameters` and the `turns` of its layers that do not stay
-    there; the versions of weights, of all tensors and of the native model's tensors when it was current; and how many uses are
-    open, during which the streamed model does not run."""
+    """State: the `native` model (None if there is none) with its `parameters`, and the `turns` of layers that do not stay on
+    the device. Also the versions of weights, of all tensors and of the native model's tensors when it was last current, and the
+    number of open uses. The streamed model does not run during a use."""
 
     def __init__(self, streamed: Streamed) -> None:
         self._streamed = streamed
@@ -132,8 +133,8 @@ class DeviceCopy:
 
     @contextmanager
     def use(self, original: type[nn.Module], more_bytes: int = 0, turns: Turns = Turns.NONE) -> Iterator[nn.Module]:
-        """The model, of its `original` class, with current weights. `more_bytes`: of device memory that its use takes; 0:
-        unknown, and all memory that the streamed model can give is freed. Raises `InsufficientMemoryError` if it does not fit,
+        """The model, of its `original` class, with current weights. `more_bytes`: device memory that the use takes. If it is 0
+        (unknown), all memory that the streamed model can give is freed. Raises `InsufficientMemoryError` if it does not fit,
         `TornError` if the weights are not all of one step, and `MegacompileError` if another use is open and has the wrong
         layers on the device."""
         streamed = self._streamed
@@ -171,8 +172,8 @@ class DeviceCopy:
             self._open -= 1
 
     def give_way(self, needed: int) -> None:
-        """Before the streamed model runs, which takes `needed` bytes of device memory: frees the copy unless both fit the
-        budget. Raises `MegacompileError` while a use is open."""
+        """Frees the copy unless it fits the budget beside the streamed model, which is about to take `needed` bytes of device
+        memory. Raises `MegacompileError` while a use is open."""
         if self._open:
             raise MegacompileError("the model's weights are on the device for inference, and streaming needs the memory: leave "
                                    "the block `with model.megacompile.on_device()` first")
@@ -180,7 +181,7 @@ class DeviceCopy:
             self.release()
 
     def expect_writes(self) -> None:
-        """Weights may be written without a trace (`.data`) before the next use, which copies all of them again."""
+        """Makes the next use copy all weights again: they may be written in a way that is not tracked (`.data`)."""
         self._version, self._versions = -1, [-1] * len(self._versions)
 
     def release(self) -> None:
@@ -196,7 +197,7 @@ class DeviceCopy:
 
     @property
     def bytes(self) -> int:
-        """Bytes of device memory that it takes with all layers."""
+        """Bytes of device memory that the copy takes with all layers on the device."""
         return sum(tensor.nbytes for tensor in _tensors(self._streamed.model))
 
     @property
@@ -205,7 +206,7 @@ class DeviceCopy:
         return self._bytes_with(None if self.turns is None else self.turns.program)
 
     def _bytes_with(self, turns: Program | None) -> int:
-        """Bytes of device memory that it takes if layers take turns by this program."""
+        """Bytes of device memory that the copy takes if layers take turns by this program."""
         return self.bytes if turns is None else self.bytes - copied_bytes(turns) + slot_bytes(turns)
 
     def _holds(self, needed: int) -> bool:
@@ -213,7 +214,7 @@ class DeviceCopy:
         return needed + planner.margin_bytes <= planner.device_bytes
 
     def arrangement(self, more_bytes: int, turns: Turns) -> Arrangement | None:
-        """How it fits the budget, with `more_bytes` for what its use takes; None if it does not."""
+        """The arrangement that fits the budget, with `more_bytes` for the use; None if none fits."""
         if turns != Turns.ALL and self._holds(self.bytes + more_bytes):
             return Arrangement(self.bytes, 0)
         layers = [] if turns == Turns.NONE else self.layers()
@@ -236,13 +237,13 @@ class DeviceCopy:
                               streamed.tiling.host)
 
     def _is_alike(self) -> bool:
-        """Whether the model has the modules, and the copy the parameters, that they had when the copy was made."""
+        """True if the model has the same modules, and the copy the same parameters, as when the copy was made."""
         assert self.native is not None, "there is a copy"
         now, then = [*nn.Module.modules(self._streamed.model), *self.native.parameters()], [*self._modules, *self._parameters]
         return len(now) == len(then) and all(map(operator.is_, now, then))
 
     def _serves(self, more_bytes: int, turns: Turns) -> bool:
-        """Whether the copy that is there can be used again."""
+        """True if the existing copy can be used again."""
         there = 0 if self.turns is None else len(self.turns.layers)
         wanted = {Turns.NONE: not there, Turns.SOME: True, Turns.ALL: there and there == len(self.layers())}[turns]
         return bool(wanted) and self._holds(self._taken + more_bytes)
@@ -258,10 +259,10 @@ class DeviceCopy:
         return found
 
     def _make_room(self, needed: int, keep_tiles: bool) -> None:
-        """Frees slots if the budget does not hold both, but not those that an open forward's backward reads. With `keep_tiles`,
-        tiles that stay on the device from step to step stay there if the budget holds them too: their optimizer state, which
-        is newer there, would have to be copied to the host and back. With several ranks they always stay: all ranks copy it
-        together, and one of them may generate alone."""
+        """Frees slots if the budget does not hold both, except slots that an open forward's backward reads. With `keep_tiles`,
+        tiles that stay on the device between steps stay there if the budget also holds them. Their optimizer state is newer
+        there and would have to be copied to the host and back. With several ranks they always stay: all ranks must copy them
+        together, and one rank may generate alone."""
         streamed = self._streamed
         if self._holds(needed + streamed.shapes.largest) or streamed.forwards.open():
             return
@@ -276,8 +277,8 @@ class DeviceCopy:
             streamed.backend.trim()
 
     def free_slots(self) -> bool:
-        """Call this after an `OutOfMemoryError` in a use. Frees the copy, and the slots that `_make_room` has left. Returns
-        whether there were any."""
+        """Frees the copy, and the slots that `_make_room` kept. Call it after an `OutOfMemoryError` in a use. Returns whether
+        there were any."""
         streamed = self._streamed
         self.release()
         with streamed.call_lock:
@@ -289,10 +290,10 @@ class DeviceCopy:
             return streamed.arena.device_bytes() < before
 
     def _forget(self, stays_too: bool) -> None:
-        """Frees the slots of the streamed model's steps; `stays_too`: also those of tiles that stay from step to step, after
-        what is newer there was copied to the host."""
+        """Frees the slots of the streamed model's steps. `stays_too`: also those of tiles that stay between steps, after newer
+        state was copied to the host."""
         streamed = self._streamed
-        stays_too = stays_too and not (streamed.together.size > 1 and streamed.residency.state_ahead)
+        stays_too = stays_too and not (streamed.rank_group.size > 1 and streamed.residency.state_ahead)
         if stays_too:
             streamed.evict()
         awaited = set(streamed.residency.awaited())
@@ -301,8 +302,8 @@ class DeviceCopy:
 
     # ---------------------------------------------------------------- the model
     def _made(self, original: type[nn.Module], turns: Program | None) -> nn.Module:
-        """A copy of the model's structure, whose parameters and buffers are on the device. `turns`: the program by which
-        layers take turns."""
+        """A copy of the model's structure with parameters and buffers on the device. `turns`: the program for layers that take
+        turns."""
         model = self._streamed.model
         self.turns = None if turns is None else LayerTurns(turns, self._streamed.backend, self._streamed.store)
         in_slots = {} if self.turns is None else self.turns.views(model)
@@ -328,13 +329,13 @@ class DeviceCopy:
         return tensor.detach().to(self._device, non_blocking=True, copy=True)
 
     def _written(self, native: nn.Module) -> bool:
-        """Whether the user has written to the copy since it was current."""
+        """True if the user has written to the copy since it was last current."""
         in_slots = {} if self.turns is None else self.turns.views(self._streamed.model)
         versions = zip(_tensors(self._streamed.model), _tensors(native), self._native_versions, strict=True)
         return any(theirs._version != then for ours, theirs, then in versions if id(ours) not in in_slots)
 
     def _copy_changed(self, native: nn.Module) -> None:
-        """Copies what may have changed since: trained parameters, and what was written from outside."""
+        """Copies what may have changed since the last use: trained parameters, and what was written from outside."""
         model, parameters = self._streamed.model, self._streamed.parameters
         # Not those that require a gradient now: PEFT freezes adapters while they are off.
         updated = {id(parameters[name]) for name in self._streamed.tiling.trained}
@@ -347,11 +348,11 @@ class DeviceCopy:
         self._finish_copies()
 
     def _finish_copies(self) -> None:
-        """The next step writes the host's memory that copies read."""
+        """Waits for the copies. The next step writes the host memory that they read."""
         self._streamed.backend.synchronize()
 
     def _refresh(self, native: nn.Module) -> None:
-        """Gives the copy the plain attributes and the hooks that the model's modules have now."""
+        """Gives the copy the current plain attributes and hooks of the model's modules."""
         modules = list(zip(self._modules, native.modules(), strict=True))
         for ours, theirs in modules:
             for name, value in vars(ours).items():

@@ -52,8 +52,8 @@ class StreamedResults(torch.autograd.Function):
 
 
 def refuse_hooks(model: nn.Module, also_of_whole: bool = False) -> None:
-    """Raises `UnsupportedError` if a parameter or a module inside the model has hooks, which nothing would call.
-    `also_of_whole`: or the model as a whole, whose hooks only a call of the model runs."""
+    """Raises `UnsupportedError` if a parameter or a module inside the model has hooks, since streamed calls run none.
+    `also_of_whole`: also for hooks of the model as a whole, which run only when the model itself is called."""
     for name, parameter in nn.Module.named_parameters(model):
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedError(f"{name} has a gradient hook, which a streamed backward does not call: remove it, "
@@ -72,6 +72,6 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _acts(hook: Callable[..., Any]) -> bool:
-    """Whether a module's hook does anything. transformers leaves hooks behind once it was asked for hidden states, which
-    collect them only while a model of its own is asked again."""
+    """True if a module's hook does anything. transformers leaves its hooks in place after a request for hidden states. They
+    collect only while a transformers model is asked again."""
     return not collects_outputs(hook) and not asks_for_gradients(hook)

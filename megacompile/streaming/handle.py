@@ -81,7 +81,7 @@ class Recording:
             executor.recorder = None
 
     def timeline(self) -> Timeline:
-        """Every instruction once, by start time. Raises `MegacompileError` before the recording ends, or if nothing ran."""
+        """All instructions, sorted by start time. Raises `MegacompileError` before the recording ends, or if nothing ran."""
         if not self._items:
             raise MegacompileError("nothing was recorded: " + (
                 "the recording has not ended, or an error ended it" if self._items is None else "no section ran meanwhile"))
@@ -128,12 +128,12 @@ def _steps(executed: Iterable[Executed]) -> dict[int, int]:
 
 # -------------------- The counters, sizes and times of a streamed model
 def compiled_variants(streamed: Streamed) -> int:
-    """The number of kernels that were compiled, or loaded, so far."""
+    """The number of kernels compiled, or loaded, so far."""
     return sum(served.binder.variants for served in streamed.captures)
 
 
 def stats_of(streamed: Streamed) -> dict[str, Any]:
-    """As `Handle.stats` describes them."""
+    """The values that `Handle.stats` describes."""
     return dict(
         steps=streamed.step.count, skipped_steps=len(streamed.step.skipped.steps), kept_tiles=len(streamed.step.skipped.tiles),
         shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
@@ -188,16 +188,16 @@ class Handle:
         return rebuild(None, self._logits(logits, given))
 
     def _told(self) -> AbstractContextManager[None]:
-        """A context around what this rank does alone before a forward that all ranks run."""
-        return self.streamed.together.told("forward") if self._differentiates() else nullcontext()
+        """A context around the work that this rank does alone before a forward that all ranks run."""
+        return self.streamed.rank_group.told("forward") if self._differentiates() else nullcontext()
 
     def _logits(self, logits: Tensor, given: BatchArguments) -> Tensor:
-        """The logits in the caller's layout: rows as the caller passed them, and only the positions that it asked for."""
+        """The logits in the caller's layout: the rows that the caller passed, and only the positions that it asked for."""
         with self.streamed.guarded():
             return logits_of(logits, given, self._captured(given).logits_of_tokens)
 
     def _unpacked(self, values: Sequence[Tensor], given: BatchArguments) -> tuple[Tensor, ...]:
-        """Values of computed tokens, in the rows that the caller passed."""
+        """Values of computed tokens, arranged in the rows that the caller passed."""
         with self.streamed.guarded():
             return tuple(map(given.unpacked, values))
 
@@ -209,10 +209,9 @@ class Handle:
 
     @exclusive
     def last_hidden_state(self, batch: Mapping[str, Any]) -> Tensor:
-        """The hidden states that the model computes logits from, [B, T, hidden]. `batch`: the model's arguments, without
-        labels. Differentiable.
-
-        Raises `UnsupportedError` if a trained parameter would get no gradient: a trained head that nothing else uses."""
+        """The hidden states that the model computes logits from, [B, T, hidden]. Differentiable. `batch`: the model's
+        arguments, without labels. Raises `UnsupportedError` if a trained parameter would get no gradient: a trained head whose
+        weights nothing else uses."""
         with self._told():
             given = self._of_mapping("last_hidden_state", batch, {})
             captured = self._captured(given)
@@ -226,14 +225,15 @@ class Handle:
 
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
                     wanted: Wanted = Wanted.ALL) -> BatchArguments:
-        """The arguments of a method that takes the model's by name, without labels. Checks `tensors`, values of its tokens."""
+        """The arguments of a method that takes the model's arguments by name, without labels. Checks `tensors`, values of its
+        tokens."""
         check_names(caller, batch)
         given = self._named(batch, wanted=wanted)
         check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
         return given
 
     def _outputs(self, given: BatchArguments, output: str) -> tuple[tuple[Tensor, ...], BatchArguments]:
-        """A head's outputs, differentiable where gradients are wanted, and the batch in their layout."""
+        """A head's outputs, differentiable if gradients are wanted, and the batch in their layout."""
         if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():
                 return self.streamed.evaluate_outputs(given, output), given
@@ -268,7 +268,7 @@ class Handle:
 
     def values_of_tokens(self, function: Callable[..., Any], batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
                          wanted: Wanted = Wanted.ALL) -> Any:
-        """Like `per_token`. `wanted` says which values the caller reads; a caller that reads no padding lets rows be packed."""
+        """Like `per_token`. `wanted` says which values the caller reads. If the caller reads no padding, rows may be packed."""
         def with_tensors(given: BatchArguments) -> BatchArguments:
             packed = {batch_name(n): given.packed(x, filling(function, n)).contiguous() for n, x in tensors.items()}
             again = given.read_again
@@ -289,7 +289,7 @@ class Handle:
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                    training: bool = False, wanted: Wanted = Wanted.ALL, hooks_run: bool = True) -> BatchArguments:
-        """Reads the user's arguments, after checking that nothing in the model or its surroundings prevents honoring them.
+        """Reads the user's arguments. First checks that they can be honored with the current model and its surroundings.
         `training`: treat the call as training in any grad mode. `hooks_run`: PyTorch runs hooks of the model as a whole."""
         streamed = self.streamed
         if torch.is_autocast_enabled(streamed.backend.device.type):
@@ -320,7 +320,7 @@ class Handle:
         `AdamW(overlap="backward")` they update as gradients arrive.
 
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
-        with self.streamed.together.told("train_step"):
+        with self.streamed.rank_group.told("train_step"):
             given = self._trained_arguments(batch, optimizer)
             optimizer.prepare()
         return self.streamed.train_step(given, optimizer, optimizer.overlap is not None)
@@ -397,7 +397,7 @@ class Handle:
         return shape
 
     def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
-        """The program for a batch's shape: the final one, or the one that the pass named `stage` produced."""
+        """The program for a batch's shape: the final one, or the result of the pass named `stage`."""
         shape = self.compiled(batch)
         return shape.program if stage is None else named_stage(shape.compiled.stages, stage)
 
@@ -405,8 +405,8 @@ class Handle:
         return self.program(batch).table(section)
 
     def text(self, batch: Mapping[str, Tensor] | None = None, **which: Any) -> str:
-        """The program for a batch's shape as text, with its shape and plan. It may be edited, and `load_program` runs it.
-        `which`: as in `compiled`."""
+        """The program for a batch's shape as text, with its shape and plan. `load_program` runs an edited text. `which`: as in
+        `compiled`."""
         return editable_text(self.compiled(batch, **which))
 
     @property
@@ -457,7 +457,7 @@ class Handle:
 
     def explain(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None) -> str:
         """The training plan of a batch (the last one by default) as text, beside alternatives: how rows are packed, or why they
-        are not, and each plan's memory, predicted speed and bottleneck. Of a batch without labels only how it is packed.
+        are not, and each plan's memory, predicted speed and bottleneck. For a batch without labels, only how it is packed.
         `hardware`, and errors: as in `simulate`."""
         streamed, shape, useful = self.streamed, self.compiled(batch), 1.0
         given = None if batch is None else self._looked_at(batch, training=shape.shape.training)
@@ -483,9 +483,8 @@ class Handle:
     # ---------------------------------------------------------------- control
     @exclusive
     def load_program(self, source: str | Path) -> Shape:
-        """Runs an edited program from now on for its shape, which is returned. `source`: a text, or a file. Open forwards
-        continue with the program that they began with. Evaluations have a program of their own (`text(batch, training=False)`).
-
+        """Runs an edited program for its shape from now on, and returns the shape. `source`: a text, or a file. Open forwards
+        continue with the program that they began with. Evaluations have a separate program (`text(batch, training=False)`).
         Raises `ProgramError` if the text does not parse, is not proved safe, or belongs to another model;
         `InsufficientMemoryError` if its slots do not fit. Then nothing has changed."""
         streamed = self.streamed

@@ -1,4 +1,4 @@
-"""What a forward holds until its backward: kept activations, and buffers for checkpoints in host memory."""
+"""The memory that a forward holds until its backward: kept activations, and buffers for checkpoints in host memory."""
 from __future__ import annotations
 
 import weakref
@@ -21,8 +21,8 @@ from megacompile.streaming.programs.shapes import CompiledShape
 @dataclass(eq=False)
 class OpenForward:
     """A forward whose backward has not run. `version`: of the weights that it read. `values`: kept activations, and gradients
-    that the epilogue has computed already, by the call and micro-batch, or the tile, of each. `host`: buffers in host memory,
-    by slot, for checkpoints. `give_back` returns these buffers; it runs at the latest when the object dies."""
+    that the epilogue has already computed, keyed by call and micro-batch, or by tile. `host`: buffers in host memory for
+    checkpoints, by slot. `give_back` returns these buffers. It runs at the latest when the object is freed."""
 
     shape: CompiledShape
     batch: Batch
@@ -33,7 +33,8 @@ class OpenForward:
     closed: bool = False
 
     def check_open(self, version: int | None) -> None:
-        """Raises `LeaseError` if its backward cannot run any more. `version`: of the weights now; None: just changed."""
+        """Raises `LeaseError` if the backward can no longer run. `version`: of the current weights; None: they have just
+        changed."""
         if self.closed:
             raise LeaseError("this loss was already used by a backward, or its backward was refused: run the forward again "
                              "(retain_graph is not supported, since the backward frees activations as it runs)")
@@ -42,18 +43,18 @@ class OpenForward:
                              "or the forward again")
 
     def close(self) -> None:
-        """From now on its backward is refused, and others do not count it as open."""
+        """Refuses the backward from now on. The forward no longer counts as open."""
         self.closed = True
 
     def end(self) -> None:
-        """Releases everything. The batch itself is kept until the update, which may dump it."""
+        """Releases everything except the batch, which is kept until the update, since the update may dump it."""
         self.values.clear()
         self.batch.output_gradients = ()  # of logits, gigabytes
         self.give_back()
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that this forward keeps from others. Memory that several values share counts once."""
+        """Device memory that this forward holds. Memory that several values share counts once."""
         tensors: list[Any] = []
         for value in self.values.values():
             if isinstance(value, Activation):
@@ -65,7 +66,7 @@ class OpenForward:
 
 
 class OpenForwards:
-    """The forwards of a model whose backward has not run. State: those that the caller still holds."""
+    """The forwards of a model whose backward has not run. State: those that the caller still references."""
 
     def __init__(self) -> None:
         self._forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
@@ -74,7 +75,7 @@ class OpenForwards:
         self._forwards.add(forward)
 
     def release(self) -> None:
-        """The model is closed: no backward can run any more."""
+        """Ends all forwards, when the model is closed. No backward can run any more."""
         for forward in self._forwards:
             forward.end()
             forward.batch.release()
@@ -87,12 +88,12 @@ class OpenForwards:
         return sum(forward.device_bytes for forward in self.open())
 
     def leave_room(self, shape: CompiledShape, planner: Planner) -> bool:
-        """Whether sections of this shape fit beside them. The planner has seen to it that the sections fit alone."""
+        """True if sections of this shape fit beside the open forwards. The planner has checked that the sections fit alone."""
         held = self.device_bytes
         return not held or shape.estimate.total + planner.margin_bytes + held <= planner.device_bytes
 
     def check_room(self, shape: CompiledShape, planner: Planner) -> None:
-        """Raises `InsufficientMemoryError` if they do not fit."""
+        """Raises `InsufficientMemoryError` if sections of this shape do not fit beside the open forwards."""
         if not self.leave_room(shape, planner):
             needed, held = shape.estimate.total + planner.margin_bytes, self.device_bytes
             raise InsufficientMemoryError(

@@ -14,10 +14,9 @@ OPTIONS = named(lambda row: row.replan)
 
 
 def replan(streamed: Streamed, **options: Any) -> None:
-    """Uses these options for plans from the next step on. Options that are not given stay.
-
-    Raises `MegacompileError` for an option that is not in `OPTIONS` or is out of range, and between a forward and the end of
-    its step; `TornError` after half an update. Then nothing has changed."""
+    """Uses these options for plans from the next step on. Other options stay. Raises `MegacompileError` for an option that is
+    not in `OPTIONS` or is out of range, and between a forward and the end of its step; `TornError` after half an update. Then
+    nothing has changed."""
     if unknown := sorted(set(options) - set(OPTIONS)):
         raise MegacompileError(f"replan() cannot change {', '.join(unknown)}: it changes {', '.join(OPTIONS)}; for others "
                                "close() the model and stream() it again")
@@ -30,8 +29,8 @@ def replan(streamed: Streamed, **options: Any) -> None:
 
 
 def discard_plans(streamed: Streamed, before: str) -> None:
-    """Discards all plans, programs and slots. `before`: what follows, for messages. Raises `MegacompileError` between a forward
-    and the end of its step, and `TornError` after half an update; then nothing has changed."""
+    """Discards all plans, programs and slots. `before`: the next action, for messages. Raises `MegacompileError` between a
+    forward and the end of its step, and `TornError` after half an update; then nothing has changed."""
     if streamed.forwards.open():
         raise MegacompileError(f"a loss waits for its backward: run it, or drop the loss, before {before}")
     if streamed.gradients.waiting:

@@ -34,7 +34,7 @@ from megacompile.streaming.user_tensors.external_writes import Constants
 # --------------------
 # Out of device memory in the middle of a step: the step is abandoned, its memory is released, and the error has numbers.
 def allocator_error(error: BaseException) -> torch.OutOfMemoryError | None:
-    """The allocator's own error, if that made a lane or a caller fail."""
+    """The allocator's error, if it made a lane or a caller fail."""
     cause = error if isinstance(error, torch.OutOfMemoryError) else error.__cause__
     return cause if isinstance(cause, torch.OutOfMemoryError) else None
 
@@ -42,7 +42,7 @@ def allocator_error(error: BaseException) -> torch.OutOfMemoryError | None:
 def device_memory_error(error: BaseException, cause: torch.OutOfMemoryError, planned: tuple[Shape, int] | None, budget: int,
                         free_bytes: Callable[[], int], torn: bool) -> DeviceMemoryError:
     """The error for the caller. `planned`: the shape that ran, and the device bytes that its plan predicted. Frees what the
-    failed instruction's frames hold, since the caller may keep the error while it runs a smaller batch."""
+    frames of the failed instruction hold, since the caller may keep the error while it runs a smaller batch."""
     traceback.clear_frames(cause.__traceback__)
     predicted = "" if planned is None else (
         f"; the plan for {planned[0].batch} x {planned[0].length} tokens predicted {format_bytes(planned[1])}")
@@ -66,7 +66,7 @@ class SectionRunner:
 
     def submit(self, shape: CompiledShape, section: str, batch: Batch | None = None, forward: OpenForward | None = None,
                update: Update | None = None) -> Any:
-        """Hands a section to the lanes, and returns at once a run that can be waited for. Slots must be reserved."""
+        """Hands a section to the lanes, and returns a run to wait for. Slots must be reserved."""
         if section not in shape.kernels:
             served = self.shapes.captures.serve(shape.shape.capture_key)
             self.constants.add(served.captured.calls)
@@ -80,16 +80,16 @@ class SectionRunner:
         return self.executor.submit(shape.program.section(section), frame, section)
 
     def forget_run(self) -> None:
-        """Errors from now on do not name the plan of the section that ran last."""
+        """Makes later errors not name the plan of the last section."""
         self.running = None
 
     def lacking(self, slots: Mapping[str, Slot]) -> list[str]:
-        """The slots that do not exist, or are too small."""
+        """The slots that do not exist or are too small."""
         made = self.arena.slots
         return [name for name, slot in slots.items() if name not in made or made[name].numel() < slot.bytes]
 
     def reserve_missing(self, slots: Mapping[str, Slot]) -> None:
-        """Makes the slots that do not exist. Slots that hold something stay as they are."""
+        """Makes the slots that do not exist. Slots in use stay as they are."""
         self.arena.reserve({name: slot for name, slot in slots.items() if name not in self.arena.slots})
 
     def forget_slots(self, names: Iterable[str]) -> None:
@@ -97,8 +97,8 @@ class SectionRunner:
             self.arena.forget(name)
 
     def drain(self, sooner: threading.Event | None = None) -> None:
-        """Waits for everything submitted, on the host and on the device; or until the event `sooner`. Raises what a lane failed
-        with."""
+        """Waits for everything submitted, on the host and on the device, or until the event `sooner`. Raises the failure of a
+        lane."""
         self.executor.idle(sooner)
         self.executor.check()
         if sooner is None:
@@ -114,9 +114,9 @@ class SectionRunner:
 
 
 class Residency:
-    """State: `shape`, one of those that the slots were filled for; None: nothing is on the device. `stale`: the host has newer
-    weights or state. `state_ahead`: the device has newer optimizer state. `weights_ahead`: the device has newer weights, which
-    only a failed update leaves behind."""
+    """State: `shape`, one of those that the slots were filled for (None: the device holds no tiles). `stale`: the host has
+    newer weights or state. `state_ahead`: the device has newer optimizer state. `weights_ahead`: the device has newer weights.
+    This happens only after a failed update."""
 
     def __init__(self, runner: SectionRunner, step: StepState) -> None:
         self.runner, self.step = runner, step
@@ -125,15 +125,16 @@ class Residency:
 
     # ---------------------------------------------------------------- to the device
     def must_leave(self, shape: CompiledShape) -> bool:
-        """Whether the tiles on the device cannot serve this shape: its plan keeps others there, or the host has newer ones."""
+        """True if the tiles on the device cannot serve this shape: its plan keeps other tiles there, or the host has newer
+        ones."""
         if self.shape is None:
             return False
         return _tiles(self.shape) != _tiles(shape) or (self.stale and bool(shape.plan.resident))
 
     def load(self, shape: CompiledShape, wait_for_updates: Callable[[], None]) -> None:
-        """Loads the tiles that the shape's plan keeps on the device, before its sections run. Call `must_leave` first, and
-        move the tiles on the device to the host if it is true. `wait_for_updates` waits until the host's tiles have the updates
-        of all ranks."""
+        """Loads the tiles that the shape's plan keeps on the device, before its sections run. Call `must_leave` first, and move
+        the tiles on the device to the host if it is true. `wait_for_updates` waits until the host's tiles have the updates of
+        all ranks."""
         if self.shape is None:  # slots that another plan had would be in the way
             kept = {slot for slot in (*shape.program.slots, *self.awaited()) if stays(slot)}
             self.runner.forget_slots([slot for slot in self.runner.arena.slots if stays(slot) and slot not in kept])
@@ -146,17 +147,18 @@ class Residency:
         self.shape = shape
 
     def left(self) -> None:
-        """All tiles were copied to the host. The next use loads them again."""
+        """Records that all tiles were copied to the host. The next use loads them again."""
         self.shape, self.stale = None, False
         self.step.gradients_changed()
 
     def awaited(self) -> Iterable[str]:
-        """Slots of a step whose update has failed and may yet be completed: a whole step has gradients nowhere else."""
+        """Slots of a step whose update has failed and may still be completed. The gradients of a whole step are only there."""
         trained = self.step.trained
         return trained.program.slots if trained is not None and self.step.unfinished is not None else ()
 
     def surplus(self, shape: CompiledShape) -> list[str]:
-        """Device slots that other shapes have left, or have made larger, if the budget does not hold them beside this shape."""
+        """Device slots of other shapes, and slots that they have made larger, if the budget does not hold them beside this
+        shape."""
         arena, own = self.runner.arena, shape.program.slots
         more = {name: memory.numel() - (own[name].bytes if name in own else 0) for name, memory in arena.slots.items()
                 if not arena.is_slab(name)}
@@ -167,21 +169,21 @@ class Residency:
         return [name for name in found if name not in self.awaited()]
 
     def _pin_visiting(self, shape: CompiledShape) -> None:
-        """Pins optimizer state that visits the device, once there is any, unless the user has limited pinned memory. Copies of
-        memory that is not pinned are correct too, and slower."""
+        """Pins optimizer state that visits the device, once it exists, unless the user has limited pinned memory. Copies of
+        memory that is not pinned are also correct, but slower."""
         if self.runner.shapes.planner.pinned_bytes is None:
             tiles = map(self.runner.store.__getitem__, shape.plan.visiting_state)
             pin_all(self.runner.backend, (part for tile in tiles for part in tile.home.state()))
 
     def refresh_gradients(self, shape: CompiledShape) -> None:
-        """Before an update: sends gradients again that were changed on the host since the device had them."""
+        """Sends gradients that changed on the host to the device again. Called before an update."""
         if "refresh" in shape.program.sections and not self.step.gradients_on_device:
             self._run(shape, "refresh")
             self.step.gradients_stored()
 
     # ---------------------------------------------------------------- to the host
     def updated(self, shape: CompiledShape) -> None:
-        """An update of this shape's program was submitted."""
+        """Records that an update of this shape's program was submitted."""
         self.state_ahead |= bool(shape.plan.resident_state)
 
     def store_state(self) -> None:
@@ -192,8 +194,8 @@ class Residency:
         self.state_ahead = False
 
     def failed(self, updated: bool) -> None:
-        """A section failed. `updated`: after an update had changed tiles. Slots may hold half of what they should. Weights that
-        were updated on the device are saved now, or else at the next chance."""
+        """Handles a failed section. `updated`: an update had already changed tiles. Slots may be half written. Saves weights
+        that were updated on the device now, or at the next opportunity."""
         self.stale = self.shape is not None
         self.weights_ahead |= updated and self.state_ahead
         self.rescue()

@@ -12,11 +12,11 @@ from megacompile.streaming.streamed import Streamed
 def loading(streamed: Streamed, doing: str, own: Collection[str] | None = None, parts: Collection[str] = WEIGHTS,
             tiles: Collection[str] | None = None, torn: Collection[str] = ()) -> Iterator[None]:
     """A context around a call on every rank that loads the same values into tiles. This rank writes only its `own` tiles; None:
-    the first rank of each host writes all. It begins when no rank uses the tiles any more, and ends when all ranks have
-    written. Then other hosts take over what the first one has of these `parts` of `tiles` (None: of all). `torn`: what of the
-    model is torn if the load stops half-way on any rank ("weights", "state"). Raises what `Together.all_or_none` raises, and
+    the first rank of each host writes all. Entering waits until no rank uses the tiles. Leaving waits until all ranks have
+    written. Then other hosts copy these `parts` of `tiles` (None: of all) from the first host. `torn`: the parts of the model
+    that are torn if the load stops half-way on any rank ("weights", "state"). Raises what `RankGroup.all_or_none` raises, and
     `RankError`."""
-    ranks = streamed.together.ranks
+    ranks = streamed.rank_group.ranks
     streamed.evict()
     streamed.store.preserve()
     if ranks is None:
@@ -25,11 +25,11 @@ def loading(streamed: Streamed, doing: str, own: Collection[str] | None = None, 
         return
     if own is None:
         own = streamed.store.tiles if ranks.hosts.leads else ()
-    streamed.together.agree(doing)
+    streamed.rank_group.agree(doing)
     with streamed.step.loading(torn):
-        with streamed.together.all_or_none(doing), streamed.store.load(own):
+        with streamed.rank_group.all_or_none(doing), streamed.store.load(own):
             yield
         if ranks.hosts.count > 1 and parts:
-            with streamed.together.failing():
+            with streamed.rank_group.failing():
                 copy_from_first_host(streamed.store, ranks, parts, tiles)
                 ranks.agree(doing)

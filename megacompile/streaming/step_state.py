@@ -49,7 +49,7 @@ _NAMED = 8  # tiles in a message
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A checked policy. `folder`: where dumps are written. Raises `MegacompileError`."""
+    """A checked policy for gradients that are not finite. `folder`: where dumps are written. Raises `MegacompileError`."""
 
     policy: str
     folder: Path
@@ -59,7 +59,7 @@ class NonFinite:
             raise MegacompileError(f"non_finite={self.policy!r} must be one of {', '.join(map(repr, POLICIES))}")
 
     def report(self, skipped: SkippedUpdates, update: Update, norms: Norms) -> None:
-        """Called in a lane. Tells `skipped` of the step, or on arrival of the tiles; or raises `NonFiniteError`."""
+        """Reports the step, or on arrival its tiles, to `skipped`, or raises `NonFiniteError`. Called in a lane."""
         if update.on_arrival:
             skipped.tiles_kept(norms)
         elif self.policy == "skip":
@@ -86,8 +86,8 @@ class NonFinite:
 
 
 def report_late(found: Mapping[str, Update], skipped: SkippedUpdates) -> None:
-    """Reports tiles that updates on the device have left alone, each step once. `found`: the update of each such tile, from
-    `Arena.take_verdicts`. Tells `skipped` of the tiles, or raises `NonFiniteError`."""
+    """Reports tiles that updates on the device did not change, each step once. `found`: the update of each such tile, from
+    `Arena.take_verdicts`. Reports the tiles to `skipped`, or raises `NonFiniteError`."""
     for update in dict.fromkeys(found.values()):
         tiles = [tile for tile, of in found.items() if of is update]
         if update.kept:  # the host kept some too, and has reported the step
@@ -97,7 +97,7 @@ def report_late(found: Mapping[str, Update], skipped: SkippedUpdates) -> None:
 
 
 def _changed(update: Update, kept: int) -> str:
-    """What the update changed. `kept`: number of tiles whose gradients are not finite."""
+    """Describes what the update changed. `kept`: number of tiles whose gradients are not finite."""
     if not update.on_arrival or kept == len(update.segments):
         return "nothing was updated"
     return (f"{kept} of {len(update.segments)} tiles kept weights and moments; the others were updated, but for those that the "
@@ -105,7 +105,7 @@ def _changed(update: Update, kept: int) -> str:
 
 
 def _loss(batch: Batch) -> float:
-    """The loss of a batch. Reads the device, which is fine for a step that is abandoned."""
+    """The loss of a batch. Reads the device, which is acceptable since the step is abandoned."""
     return sum(float(value.loss) for value in batch.results.get("loss", []) if value.loss is not None)
 
 
@@ -130,8 +130,8 @@ def _finite(value: Any) -> Any:
 
 
 class SkippedUpdates:
-    """What updates have left alone because gradients were not finite. An update holds this object after its model is closed, so
-    it refers to nothing else."""
+    """Counts updates that were skipped because gradients were not finite. An update holds this object after its model is
+    closed, so it refers to nothing else."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
@@ -144,7 +144,7 @@ class SkippedUpdates:
 
     @property
     def tiles(self) -> tuple[str, ...]:
-        """The tiles that updates on arrival have left alone, once for each time."""
+        """The tiles that updates on arrival did not change, once for each time."""
         return tuple(self._tiles)
 
     def step_skipped(self, number: int) -> None:
@@ -176,7 +176,7 @@ class StepState:
 
     @property
     def count(self) -> int:
-        """How many steps have begun."""
+        """The number of steps that have begun."""
         return self._count
 
     @property
@@ -201,7 +201,7 @@ class StepState:
 
     @property
     def gradients_on_device(self) -> bool:
-        """Whether the device has the same gradients as the host."""
+        """True if the device has the same gradients as the host."""
         return self._gradients_on_device
 
     @property
@@ -216,27 +216,28 @@ class StepState:
 
     @property
     def in_backward(self) -> Update | None:
-        """The update that a backward has begun, until `optimizer.step()`."""
+        """The update that a backward has begun and `optimizer.step()` has not ended."""
         return self._in_backward
 
     @property
     def torn(self) -> bool:
-        """Whether an update, or a load, has changed some tiles and not others."""
+        """True if an update, or a load, has changed some tiles and not others."""
         return bool(self._half_loaded) or (self._unfinished is not None and self._unfinished.has_updated)
 
     @property
     def stored(self) -> bool:
-        """Whether the last backward stored its gradients. A backward that updates on arrival consumes them."""
+        """True if the last backward stored its gradients. A backward that updates on arrival consumes them."""
         return self._trained is not None and "update" in self._trained.program.sections
 
     @property
     def updated_in_backward(self) -> bool:
-        """Whether a backward has updated weights, or is about to, and `optimizer.step()` must follow."""
+        """True if a backward has updated weights, or is about to. Then `optimizer.step()` must follow."""
         return self._in_backward is not None and self._in_backward.begun
 
     def check_stored(self) -> None:
-        """Raises `MegacompileError` unless a backward of the user's loop stored the last gradients. Only its program has an
-        update that reads gradients which were set by hand: that of a whole step reads its own, where its plan keeps them."""
+        """Raises `MegacompileError` unless a backward of the user's loop stored the last gradients. Only the program of such a
+        backward has an update that reads gradients set by hand. The update of a whole step reads the step's own gradients,
+        which its plan may keep on the device."""
         if self._trained is None or not {"backward", "update"} <= self._trained.program.sections.keys():
             raise MegacompileError("gradients were set by hand, but the last training step stored none (it was a train_step "
                                    "or updated on arrival), or there was none: run a forward and a backward first, or call "
@@ -254,7 +255,7 @@ class StepState:
 
     # ---------------------------------------------------------------- events of a step
     def backward_began(self, shape: CompiledShape, batch: Batch, adds: bool = False) -> None:
-        """`adds`: to the gradients of earlier backwards."""
+        """Records that a backward begins. `adds`: to the gradients of earlier backwards."""
         self._trained, self._unfinished = shape, None
         self._batches = (*(self._batches if adds else ()), batch)
 
@@ -262,7 +263,7 @@ class StepState:
         self._gradients_on_device = True
 
     def gradients_changed(self) -> None:
-        """The host's gradients are not those on the device."""
+        """Records that the host's gradients differ from those on the device."""
         self._gradients_on_device = False
 
     def update_began(self, update: Update) -> None:
@@ -274,17 +275,17 @@ class StepState:
         update.begin()
 
     def backward_updates(self, update: Update | None) -> None:
-        """The backward that runs now updates on arrival; None: it was stopped, and its step with it."""
+        """Records that the current backward updates on arrival. None: it was stopped, and so was its step."""
         self._in_backward = update
 
     def ended(self) -> bool:
-        """Ends a step that a backward has updated in. Returns whether one has."""
+        """Ends a step whose backward has updated. Returns whether there was one."""
         updated, self._in_backward = self.updated_in_backward, None
         return updated
 
     def failed(self) -> bool:
-        """A lane failed. Before the first tile of an update nothing has changed. After it, and before the last, the weights are
-        torn until the update is completed. Returns whether the update in flight has updated any tile."""
+        """Handles a failed lane. Before the first tile of an update nothing has changed. Between the first and the last tile
+        the weights are torn until the update is completed. Returns whether the update in flight has updated any tile."""
         update, self._updating = self._updating, None
         if update is None:
             return False
@@ -298,24 +299,24 @@ class StepState:
         self._version += 1
 
     def weights_replaced(self) -> None:
-        """The user has written all weights, so nothing of an unfinished update is missing any more."""
+        """Records that the user has written all weights. This repairs an unfinished update."""
         self._unfinished = None
         self._half_loaded.discard("weights")
         self.ended()
 
     @contextlib.contextmanager
     def loading(self, parts: Collection[str]) -> Iterator[None]:
-        """A context around a load of these parts ("weights", "state") of all tiles. If it stops half-way, for whatever reason,
-        the model is torn until loads of these parts succeed."""
+        """A context around a load of these parts ("weights", "state") of all tiles. If it stops half-way, for any reason, the
+        model is torn until loads of these parts succeed."""
         self._half_loaded.update(parts)
         yield
         self._half_loaded.difference_update(parts)
 
     def release(self) -> None:
-        """The model is closed: no update reads its batches any more."""
+        """Drops the batches, when the model is closed. No update reads them any more."""
         for batch in self._batches:
             batch.release()
 
     def programs_dropped(self) -> None:
-        """All programs were discarded while no gradients were waiting."""
+        """Records that all programs were discarded while no gradients were waiting."""
         self._trained = None

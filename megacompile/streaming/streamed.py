@@ -37,9 +37,9 @@ from megacompile.streaming.optimizer.in_backward import OptimizerInBackward, Upd
 from megacompile.streaming.optimizer.state import StateMemory
 from megacompile.streaming.programs.captures import ModelCaptures
 from megacompile.streaming.programs.shapes import CompiledShape, Shape, Shapes
+from megacompile.streaming.rank_group import RankGroup
 from megacompile.streaming.residency import Residency, SectionRunner, allocator_error
 from megacompile.streaming.step_state import StepState, report_late
-from megacompile.streaming.together import Together
 from megacompile.streaming.user_tensors.external_writes import Constants, ExternalWrites
 from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
@@ -49,8 +49,8 @@ from megacompile.weights.tiling import Tiling
 # Releases a streamed model's resources: when it is closed or garbage-collected, and when the interpreter exits.
 def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
               backend: Backend, ranks: Ranks | None = None) -> None:
-    """Stops the lanes once they have finished their work, and then frees the memory that they used. A step that fails, as on a
-    lost device, does not keep the others from being taken; then the first error is raised."""
+    """Stops the lanes once they have finished their work, and then frees their memory. If a step fails, as on a lost device,
+    the others still run, and then the first error is raised."""
 
     def unpin() -> None:
         for part in (*store.streamed_memory(), *(state for tile in store.tiles.values() for state in tile.state())):
@@ -67,7 +67,7 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
 
 
 def each(*steps: Callable[[], object]) -> None:
-    """Takes all steps, though some fail, and then raises the first failure."""
+    """Runs all steps, even if some fail, and then raises the first failure."""
     failures: list[Exception] = []
     for step in steps:
         try:
@@ -82,27 +82,25 @@ R = TypeVar("R")
 
 
 class _Part(Protocol):
-    """A part that holds memory of the model."""
+    """A part of the model that holds memory."""
 
     def release(self) -> None:
-        """The model is closed: holds none from now on."""
+        """Releases the memory, when the model is closed."""
 
 
 class Guest(_Part, Protocol):
-    """What uses the device between the sections of this model."""
+    """A user of the device between the sections of this model."""
 
     def give_way(self, needed: int) -> None:
-        """Before sections that take `needed` bytes of device memory: frees what would be in their way, or raises
-        `MegacompileError` if it is in use."""
+        """Frees memory for sections that take `needed` bytes of device memory. Raises `MegacompileError` if that memory is in
+        use."""
 
 
 class Streamed:
-    """Composes what a streamed model consists of, and runs the sections of a step in the user's order.
-
-    Each part owns its state: `shapes` the compiled programs, `step` the training step, `residency` what stays on the device,
-    `runner` the lanes, `gradients` and `states` the tensors that users see, `writes` and `constants` what users change, and
-    `optimizer_in_backward` updates on arrival, `forwards` those that are open, `guests` what else
-    uses the device."""
+    """Holds the parts of a streamed model, and runs the sections of a step in the user's order. Each part owns its state:
+    `shapes` the compiled programs, `step` the training step, `residency` what stays on the device, `runner` the lanes,
+    `gradients` and `states` the tensors that users see, `writes` and `constants` what users change, `optimizer_in_backward`
+    updates on arrival, `forwards` the open forwards, and `guests` other users of the device."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig, ranks: Ranks | None = None, agreed_budgets: Sequence[str] = ()) -> None:
@@ -123,7 +121,7 @@ class Streamed:
         self.shapes, self.step = Shapes(self.captures), StepState()
         executor = (ReferenceExecutor(backend) if config.reference else Executor(
             backend, stall_timeout_s=config.stall_timeout, check_others=None if ranks is None else ranks.check))
-        self.together = Together(ranks, self.captures, agreed_budgets, executor.check_own)
+        self.rank_group = RankGroup(ranks, self.captures, agreed_budgets, executor.check_own)
         self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
@@ -135,7 +133,7 @@ class Streamed:
             pin_all(backend, store.streamed_memory())
 
     def hold_gradients(self) -> None:
-        """Makes memory for gradients that wait for a step, unless there is. Raises `InsufficientMemoryError`."""
+        """Allocates memory for gradients that wait for a step, unless it exists. Raises `InsufficientMemoryError`."""
         if made := self.store.hold_gradients():
             self.gradients.hold()
             if self.planner.pinned().tiles:
@@ -151,13 +149,13 @@ class Streamed:
 
     @property
     def planner(self) -> Planner:
-        """The planner of plain batches, with what is known now."""
+        """The planner of plain batches, in its current state."""
         return self.shapes.planner
 
     @property
     def config(self) -> StreamConfig:
-        """The options of `stream`, with those that `replan` has changed."""
-        return self.together.asked(self.captures.config)
+        """The options of `stream`, including changes by `replan`."""
+        return self.rank_group.asked(self.captures.config)
 
     @property
     def executor(self) -> Executor | ReferenceExecutor:
@@ -173,12 +171,12 @@ class Streamed:
         return self.captures.serve(shape.shape.capture_key).captured.reached_from(shape.shape.output)
 
     def shapes_in_use(self) -> set[CompiledShape]:
-        """Shapes of open forwards, of the last backward, and of what is on the device."""
+        """Shapes of open forwards, of the last backward, and of the tiles on the device."""
         found = {*(forward.shape for forward in self.forwards.open()), self.step.trained, self.residency.shape}
         return {shape for shape in found if shape is not None}
 
     def _reserve(self, shape: CompiledShape, *sections: str) -> None:
-        """Makes the slots of these sections, and frees those of other shapes that exceed the budget beside them."""
+        """Makes the slots of these sections, and frees slots of other shapes that do not fit the budget beside them."""
         for guest in self.guests:
             guest.give_way(shape.estimate.total)
         wanted, surplus = shape.slots(*sections), self.residency.surplus(shape)
@@ -189,7 +187,7 @@ class Streamed:
 
     # ---------------------------------------------------------------- running sections
     def _enter(self, shape: CompiledShape, *sections: str) -> None:
-        """Before sections that read weights: makes slots, notices writes from outside, loads resident tiles."""
+        """Prepares sections that read weights: makes slots, adopts writes from outside, loads resident tiles."""
         self.step.check_whole()
         self.forwards.check_room(shape, self.planner)
         self._reserve(shape, "load", *sections)
@@ -199,10 +197,10 @@ class Streamed:
     def _load(self, shape: CompiledShape) -> None:
         if self.residency.must_leave(shape):
             self.evict()
-        self.residency.load(shape, self.together.wait_for_updates)
+        self.residency.load(shape, self.rank_group.wait_for_updates)
 
     def adopt_writes(self) -> None:
-        """Takes over what was written to parameters and buffers from outside."""
+        """Adopts what was written to parameters and buffers from outside."""
         if self.writes.pending() or self.constants.stale():
             with self.guarded():
                 self.evict()
@@ -212,15 +210,15 @@ class Streamed:
 
     def forward(self, given: BatchArguments,
                 output: str = "loss") -> tuple[tuple[Tensor, ...], OpenForward, BatchArguments]:
-        """The loss of a batch (0-d), or a head's outputs, on the compute device; what its backward needs; and the batch in the
-        layout that the outputs have."""
-        with self.guarded(), self.together.failing():
+        """The loss of a batch (0-d), or a head's outputs, on the compute device; the state for its backward; and the batch in
+        the layout of the outputs."""
+        with self.guarded(), self.rank_group.failing():
             self.executor.check()
-            given, own, all_rows, output = self.together.joined(given, "forward", output)
+            given, own, all_rows, output = self.rank_group.joined(given, "forward", output)
             wanted = self.shape_of(given, training=True, output=output)
-            shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
+            shape = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
             if shape.plan.saved_layers and not self.forwards.leave_room(shape, self.planner):  # beside the open forwards
-                shape = self.together.compiled(self.shapes, replace(wanted, lean=True), self.shapes_in_use())
+                shape = self.rank_group.compiled(self.shapes, replace(wanted, lean=True), self.shapes_in_use())
             self._enter(shape, "forward", "backward", "update")
             batch = self._batch(shape, given, all_rows)
             forward = self._open(shape, batch)
@@ -242,11 +240,11 @@ class Streamed:
     def train_step(self, given: BatchArguments, optimizer: Updater, overlap: bool) -> Tensor:
         """The loss of a step that runs as one program. Without `overlap`, its update runs during the next step's forward.
         `optimizer`: prepared."""
-        with self.guarded(), self.together.failing():
+        with self.guarded(), self.rank_group.failing():
             self.executor.check()
-            given, _, all_rows, _ = self.together.joined(given, "train_step")
+            given, _, all_rows, _ = self.rank_group.joined(given, "train_step")
             wanted = replace(self.shape_of(given, training=True), update="arrival" if overlap else "step", whole_step=True)
-            shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
+            shape = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
             self.store.allocate_sums(shape.plan.host_sums)
             if not overlap:
                 self.hold_gradients()
@@ -254,7 +252,7 @@ class Streamed:
             self._enter(shape, "train_step", "update")
             self.gradients.gather()  # before all ranks agree on the program: gradients that users keep move first
             batch = self._batch(shape, given, all_rows)
-            self.together.agree_on_update("update", update)
+            self.rank_group.agree_on_update("update", update)
             self.step.backward_began(shape, batch)
             if overlap:
                 self.begin_update(shape, update)
@@ -272,7 +270,7 @@ class Streamed:
         self.step.update_began(update)
 
     def evaluate(self, given: BatchArguments) -> tuple[Tensor | None, Tensor | None]:
-        """(loss or None, logits) without gradients."""
+        """Returns (loss or None, logits), without gradients."""
         return self._evaluate(given, "loss", batch_io.evaluation_of)
 
     def evaluate_outputs(self, given: BatchArguments, output: str) -> tuple[Tensor, ...]:
@@ -280,25 +278,25 @@ class Streamed:
         return self._evaluate(given, output, batch_io.outputs_of)
 
     def evaluate_hidden_states(self, given: BatchArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(logits and the last hidden state, or of a model without a head this alone; all states before it)."""
+        """Returns the logits and the last hidden state (only the hidden state for a model without a head), and all states
+        before it."""
         return self._evaluate(given, ALL, batch_io.outputs_and_hidden_states_of)
 
     def _evaluate(self, given: BatchArguments, output: str, results_of: Callable[[Backend, Batch], R]) -> R:
         with self.guarded():
             self.executor.check()
             shape = self.compiled(self.shape_of(given, training=False, output=output))
-            self.together.wait_for_updates()
+            self.rank_group.wait_for_updates()
             self._enter(shape, "evaluate")
             batch = self._batch(shape, given, None)
             self.runner.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
             return results_of(self.backend, batch)
 
     def backward(self, forward: OpenForward, gradients: Sequence[Tensor]) -> None:
-        """Runs the backward of an open forward, given the gradients of its results, and sets `.grad` of every trained
-        parameter that the results depend on. Returns when gradients are in host memory. With updates on arrival it returns
-        once compute was issued, and sets no `.grad`.
-
-        Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
+        """Runs the backward of an open forward, given the gradients of its results, and sets `.grad` of every trained parameter
+        that the results depend on. Returns when gradients are in host memory. With updates on arrival it returns once compute
+        was issued, and sets no `.grad`. If anything stops it, no parameter has a `.grad` afterwards. Otherwise only some would
+        hold this batch's gradients."""
         self.raise_pending()
         if self.closed:
             raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
@@ -307,25 +305,25 @@ class Streamed:
         self.optimizer_in_backward.check(forward, [each for each in self.forwards.open() if each is not forward], reached)
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
-        with self.guarded(), self.together.failing():
+        with self.guarded(), self.rank_group.failing():
             if forward.shape.shape.update == "step":
                 self.hold_gradients()
             added = self.gradients.gather()
             section = "backward_accumulate" if added else "backward"
-            self.together.agree(section)  # also: no rank has yet to clear gradients that another one writes
+            self.rank_group.agree(section)  # also: no rank has yet to clear gradients that another one writes
             self._reserve(forward.shape, section)
             self._load(forward.shape)
         forward.close()
         self.step.backward_began(forward.shape, forward.batch, added)
         try:
-            with self.guarded(), self.together.failing():
+            with self.guarded(), self.rank_group.failing():
                 batch_io.send_gradients(self.backend, forward.shape.plan, forward.batch, gradients)
                 update = self.optimizer_in_backward.request(forward, reached)
                 of_loss = forward.shape.plan.output == "loss"
                 if update is not None:
                     if of_loss:
-                        self.together.agree_on_factor(section, *gradients)
-                    self.together.agree_on_update("update", update)
+                        self.rank_group.agree_on_factor(section, *gradients)
+                    self.rank_group.agree_on_update("update", update)
                     self.begin_update(forward.shape, update)
                 run = self.runner.submit(forward.shape, section, forward.batch, forward, update)
                 if update is not None:
@@ -334,9 +332,9 @@ class Streamed:
                 run.wait()
                 self.drain()
                 if of_loss:  # late, since the device may have to compute the factor
-                    self.together.agree_on_factor("the end of backward", *gradients)
+                    self.rank_group.agree_on_factor("the end of backward", *gradients)
                 else:
-                    self.together.agree("the end of backward")  # every rank's shards of gradients are there
+                    self.rank_group.agree("the end of backward")  # every rank's shards of gradients are there
             self.gradients.hand_out(reached)
             self.step.gradients_stored()
         except BaseException:
@@ -351,8 +349,8 @@ class Streamed:
         self.settle()  # the step before it is over, or `recover` would take this one for the one that failed
         trained = self.step.trained
         assert trained is not None, "no backward has stored gradients"
-        with self.guarded(), self.together.failing():
-            self.together.agree_on_update("step", update)
+        with self.guarded(), self.rank_group.failing():
+            self.rank_group.agree_on_update("step", update)
             self._reserve(trained, "update")
             self._load(trained)
             self.residency.refresh_gradients(trained)
@@ -360,7 +358,7 @@ class Streamed:
             self.runner.submit(trained, "update", update=update)
 
     def complete(self) -> bool:
-        """Completes an update that failed, with its own hyper-parameters. Returns False, and does nothing, if gradients have
+        """Completes a failed update, with its own hyper-parameters. Returns False, and does nothing, if gradients have
         changed."""
         assert self.step.unfinished is not None, "no update has failed"
         if not self.step.stored or not self.gradients.untouched():
@@ -371,7 +369,8 @@ class Streamed:
     # ---------------------------------------------------------------- waiting and failing
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """A context around lane work: after any failure the lanes are ready for the next step. Out of memory is explained."""
+        """A context around lane work. After any failure the lanes are ready for the next step. Explains errors for lack of
+        memory."""
         try:
             yield
         except (LaneError, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError) as error:
@@ -381,62 +380,63 @@ class Streamed:
             raise
 
     def recover(self) -> None:
-        """After a failure: the lanes are idle and ready, and weights that were updated on the device are saved."""
+        """Makes the lanes ready after a failure, and saves weights that were updated on the device."""
         self.executor.recover()
         self.residency.failed(updated=self.step.failed())
 
     def raise_pending(self) -> None:
         """Raises the failure of an update in flight."""
-        with self.guarded(), self.together.failing():
+        with self.guarded(), self.rank_group.failing():
             self.executor.check()
 
     def drain(self, sooner: threading.Event | None = None) -> None:
-        """Waits for everything submitted, on the host and on the device; or until the event `sooner`."""
+        """Waits for everything submitted, on the host and on the device, or until the event `sooner`."""
         self.runner.drain(sooner)
 
     def settle(self) -> None:
-        """As `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state after
-        `copy_back`)."""
+        """Like `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state
+        after `copy_back`)."""
         with self.call_lock:
-            with self.guarded(), self.together.failing():
+            with self.guarded(), self.rank_group.failing():
                 self.runner.drain()
-                self.together.wait_for_updates()
+                self.rank_group.wait_for_updates()
             self.residency.rescue()
             report_late(self.arena.take_verdicts(), self.step.skipped)
 
     # ---------------------------------------------------------------- host and device
     def copy_back(self) -> None:
-        """Copies optimizer state that is newer on the device to the host. All lanes are idle on return."""
+        """Copies newer optimizer state from the device to the host. All lanes are idle on return."""
         self.settle()
         if self.residency.state_ahead:
-            with self.guarded(), self.together.failing():
+            with self.guarded(), self.rank_group.failing():
                 self.residency.store_state()
             self.settle()
-            self.together.agree("copying state back to the host")
+            self.rank_group.agree("copying state back to the host")
             self.residency.stored_state()
 
     def copy_back_whole(self) -> None:
-        """As `copy_back`, and takes over writes from outside. Raises `TornError` if the weights are not all of one step."""
+        """Like `copy_back`, and adopts writes from outside. Raises `TornError` if the weights are not all of one step."""
         with self.call_lock:
             self.copy_back()
             self.step.check_whole()
             self.adopt_writes()  # a remainder belongs to the weight that was there before
 
     def evict(self) -> None:
-        """As `copy_back`. What stays on the device is loaded again before its next use, so the host's memory may be written."""
+        """Like `copy_back`. What stays on the device is loaded again before its next use, so the host's memory may be
+        written."""
         with self.call_lock:
             self.copy_back()
             self.residency.left()
 
     def _before_state_write(self, tile: str) -> None:
-        """The user writes optimizer state of a tile."""
+        """Called before the user writes optimizer state of a tile."""
         if not self.closed:
             self.evict()
             self.store.preserve(tile)
 
     # ---------------------------------------------------------------- batches
     def shape_of(self, given: BatchArguments, training: bool, output: str = "loss") -> Shape:
-        """The shape of a batch in the user's loop, with the optimizer that it has now."""
+        """The shape of a batch in the user's loop, with the current optimizer."""
         output = self.captured.main_output if output == "loss" else output
         return Shape(given.rows, given.length, output == "loss" and given.has_labels, training,
                      group_rows=tuple(rows for rows, _ in given.groups), group_lengths=tuple(each for _, each in given.groups),
@@ -446,10 +446,10 @@ class Streamed:
     def _batch(self, shape: CompiledShape, given: BatchArguments, all_rows: AllRows | None) -> Batch:
         captured, constants = self.captures.serve(shape.shape.capture_key).captured, self.constants.on_device
         loss_denominator = given.loss_denominator if shape.shape.labels else None
-        seed = self.together.seed(captured, all_rows)
+        seed = self.rank_group.seed(captured, all_rows)
         batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, given.inputs, loss_denominator, seed, all_rows)
         batch.useful_tokens = given.useful_tokens
-        batch.computed_tokens = shape.plan.tokens * self.together.size  # of all ranks, like useful_tokens
+        batch.computed_tokens = shape.plan.tokens * self.rank_group.size  # of all ranks, like useful_tokens
         return batch
 
     def close(self) -> None:
@@ -461,8 +461,8 @@ class Streamed:
             self.step.check_whole()
 
     def _release(self) -> None:
-        """Ends the lanes. Whoever still refers to this object, such as the graph of a loss, the handle, an optimizer or a
-        traceback, holds no memory of the model from now on."""
+        """Ends the lanes, and releases all memory of the model. Objects that still refer to this one, such as the graph of a
+        loss, the handle, an optimizer or a traceback, then keep no memory alive."""
         parts: list[_Part] = [self.forwards, self.step, *self.guests, self.constants, self.gradients,
                               *self.states.values(), self.store]
         # PyTorch's allocator would keep the device's memory from other processes.

@@ -33,7 +33,7 @@ class StreamedModule(nn.Module):
         return self.megacompile.call(self, super().forward, args, kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """`to()` of an enclosing module calls this. Does nothing if `fn` leaves a tensor on the compute device unchanged."""
+        """Called by `to()` of an enclosing module. Does nothing if `fn` leaves a tensor on the compute device unchanged."""
         streamed = self.megacompile.streamed
         probes = [torch.empty(0, dtype=dtype, device=streamed.backend.device)
                   for dtype in {p.dtype for p in streamed.parameters.values()}]
@@ -70,7 +70,7 @@ class StreamedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
-            self.megacompile.streamed.together.agree("zero_grad")  # a rank may still read what this one overwrites
+            self.megacompile.streamed.rank_group.agree("zero_grad")  # a rank may still read what this one overwrites
             self.megacompile.whole()  # an update in flight reads gradients, and one that stopped half-way still needs them
             super().zero_grad(set_to_none)
             return
@@ -82,7 +82,7 @@ class StreamedModule(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Writing all weights also repairs weights that an update left half-way."""
+        """Loads a state. Writing all weights also repairs weights that an update left half-way."""
         if kwargs.get("assign"):
             raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
                                    "assign out")
@@ -104,13 +104,13 @@ class StreamedModule(nn.Module):
         return result
 
     def _own_values(self, state_dict: Mapping[str, Any]) -> list[str]:
-        """The names of parameters whose values in a state are their own memory."""
+        """The names of parameters whose values in a state are the parameters' own memory."""
         return [name for name, parameter in nn.Module.named_parameters(self)
                 if isinstance(given := state_dict.get(name), torch.Tensor) and given.data_ptr() == parameter.data_ptr()]
 
     def _without_tiles_of_others(self, state_dict: Any) -> Any:
-        """The state with which `load_state_dict` checks everything, and leaves alone the parameters that another rank writes:
-        each is copied to itself."""
+        """The state that `load_state_dict` is given: parameters that another rank writes are replaced by their own values, so
+        that all are checked and these do not change."""
         position, store = self.megacompile.streamed.tiling.position, self.megacompile.streamed.store
         first = {id(p): name for name, p in nn.Module.named_parameters(self)}
         state_dict = copy.copy(state_dict)  # with its metadata
@@ -133,11 +133,11 @@ class StreamedModule(nn.Module):
 
 
 class StreamedPretrained(StreamedModule):
-    """Overrides for models of transformers."""
+    """Overrides for transformers models."""
 
     @property
     def device(self) -> torch.device:
-        """The compute device: Trainer sends batches there."""
+        """The compute device. Trainer sends batches there."""
         return self.megacompile.streamed.backend.device
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
@@ -150,28 +150,29 @@ class StreamedPretrained(StreamedModule):
         if streamed.tiling.quantized and not (hasattr(self, "peft_config") or getattr(self, "_hf_peft_config_loaded", False)):
             raise UnsupportedError("quantized weights are not saved as a model: save the adapter, or close() the model and "
                                    "call megacompile.dequantize(model) first")
-        ranks = streamed.together.ranks
+        ranks = streamed.rank_group.ranks
         if ranks is not None and ranks.rank != 0:
             return None
         return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the plan decides what is recomputed (`checkpoint_interval`). Trainers call this by default."""
+        """Does nothing, since the plan decides what is recomputed (`checkpoint_interval`). Trainers call this by default."""
 
     activation_checkpointing_enable = gradient_checkpointing_enable
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """As in transformers, without its warning that the name is deprecated: trainers of TRL read it in every generation."""
+        """As in transformers, without the warning that the name is deprecated: TRL's trainers read it in every generation."""
         return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
 
     def enable_input_require_grads(self) -> None:
-        """Does nothing: trainers call this when parameters are frozen, to give PyTorch's checkpointing a gradient."""
+        """Does nothing. Trainers call this when parameters are frozen, since PyTorch's checkpointing needs an input with a
+        gradient."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generates with the plain model on the device, where all its layers fit, or some of them take turns (`on_device`). If
-        the keys and values of all tokens do not fit either, parts of the batch generate one after another, or keys and values
-        wait in host memory. Otherwise streams all layers for every token, without a cache: correct, and slow."""
+        """Generates with the plain model on the device, if all its layers fit, or if some of them can take turns (`on_device`).
+        If the keys and values of all tokens do not fit, parts of the batch generate one after another, or keys and values stay
+        in host memory. Otherwise streams all layers for every token, without a cache, which is slow."""
         # The parameters are on the CPU, so callers that send prompts to a parameter's device send them there.
         given = pytree.tree_map_only(Tensor, lambda each: each.to(self.device), by_name(super().generate, args, kwargs))  # type: ignore[misc]
         device_copy, finished = self.megacompile.device_copy, Finished()
@@ -210,7 +211,7 @@ def generate_by(model: StreamedPretrained, way: Way, finished: Finished) -> Any:
 
 
 def generate_streamed(model: StreamedPretrained, given: Mapping[str, Any]) -> Any:
-    """Generates with the streamed model: all layers are copied for every token, which computes all tokens before it anew."""
+    """Generates with the streamed model. Every token copies all layers, and computes all earlier tokens again."""
     original: Any = original_class(model)
     with torch.no_grad(), base_calls_streamed(model, _for_generation):
         return original.generate(model, **with_options(given, use_cache=False))
@@ -221,7 +222,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _for_generation(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Removes the request for only the last token's logits: all are computed, and generation reads the last."""
+    """Removes the request for only the last token's logits. All are computed, and generation reads the last."""
     inputs.pop("logits_to_keep", None)
     return inputs
 

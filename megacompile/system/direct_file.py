@@ -28,7 +28,7 @@ from megacompile.errors import DiskError, RankError
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import host_memory
 
-#: What direct accesses are multiples of: the page, which is at least the block of any drive.
+#: Direct accesses are multiples of this size: the page, which is at least the block of any drive.
 BLOCK = 4096
 #: Bytes of one system call. A drive reaches its rate with a few of them at a time.
 CHUNK = 1 << 23
@@ -41,15 +41,14 @@ Address = tuple[int, int, int, bool]
 
 
 def in_blocks(size: int) -> int:
-    """So many bytes, and the padding to whole blocks."""
+    """The number of bytes, rounded up to whole blocks."""
     return -(-size // BLOCK) * BLOCK
 
 
 class DirectFile:
-    """`size` bytes of zeros in a new file in `folder`, which is made if it does not exist. `direct`: whether accesses go around
-    the page cache. `bytes_read`, `bytes_written`: whole blocks that `read` and `write` have transferred so far.
-
-    Raises `DiskError` if the folder cannot be used or has too little space; then nothing is left there."""
+    """`size` bytes of zeros in a new file in `folder`, which is made if it does not exist. `direct`: accesses bypass the page
+    cache. `bytes_read`, `bytes_written`: whole blocks that `read` and `write` have transferred so far. Raises `DiskError` if
+    the folder cannot be used or has too little space; then nothing is left there."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._begin(folder, in_blocks(size), self._create(folder))
@@ -66,7 +65,7 @@ class DirectFile:
 
     @classmethod
     def of(cls, folder: Path, address: Address) -> Self:
-        """The file of another process, which must have it open meanwhile. Raises `RankError` if it cannot be opened."""
+        """The file of another process, which must have it open. Raises `RankError` if it cannot be opened."""
         process, number, size, direct = address
         try:
             opened = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -88,7 +87,7 @@ class DirectFile:
 
     @property
     def address(self) -> Address:
-        """What other processes open the file by."""
+        """The address by which other processes open the file."""
         return os.getpid(), self._file, self.size, self.direct
 
     # ---------------------------------------------------------------- making it
@@ -128,7 +127,7 @@ class DirectFile:
         return hasattr(os, "O_DIRECT") and self._set_direct(True)
 
     def _set_direct(self, direct: bool) -> bool:
-        """Whether the file is direct afterwards. File systems in memory refuse it."""
+        """Makes accesses direct. Returns False if the file system refuses it, as those in memory do."""
         import fcntl
 
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
@@ -141,7 +140,7 @@ class DirectFile:
         return direct
 
     def _transfers_directly(self) -> bool:
-        """Whether direct accesses of a block work. Leaves zeros."""
+        """True if direct accesses of a block work. Leaves zeros."""
         there = host_memory(BLOCK)
         try:
             view = there.numpy().data
@@ -165,17 +164,18 @@ class DirectFile:
             self.bytes_written += memory.numel()
 
     def read_bytes(self, memory: Tensor, start: int) -> None:
-        """As `read`, for any number of bytes from any one on, into memory that need not be aligned. Not counted."""
+        """Like `read`, for any number of bytes from any position, into memory that need not be aligned. Not counted."""
         self._through_blocks(memory, start, writes=False)
 
     def write_bytes(self, memory: Tensor, start: int) -> None:
-        """As `write`, for any bytes. The other bytes of their blocks stay; no other process may write those meanwhile."""
+        """Like `write`, for any bytes. The other bytes of their blocks stay. No other process may write those at the same
+        time."""
         with self._editing:
             self._through_blocks(memory, start, writes=True)
 
     def _through_blocks(self, memory: Tensor, start: int, writes: bool) -> None:
-        """Through one buffer, which after the first pass begins where the last one ended. A write reads only the blocks at its
-        ends, of which it has a part."""
+        """Copies through one buffer. After the first pass the buffer begins where the last pass ended. A write reads only the
+        blocks at its ends, which it changes in part."""
         at, stop = start, start + memory.numel()
         buffer = host_memory(min(THREADS * CHUNK, in_blocks(stop) - start // BLOCK * BLOCK))
         while at < stop:
@@ -230,7 +230,7 @@ class DirectFile:
 
     @property
     def closed(self) -> bool:
-        """Whether the file was given up."""
+        """True if the file was closed."""
         return not self._close.alive
 
     def stop_threads(self) -> None:

@@ -91,7 +91,7 @@ def sync_folder(path: Path) -> None:
 # Temporary folders whose contents are renamed into place when they are complete. The process that works in one holds its lock.
 # The system drops the lock when the process ends in any way, so a folder that can be locked is abandoned.
 class WorkingFolder:
-    """A new, locked folder. State: the lock, a descriptor; None where the file system has no locks."""
+    """A new, locked folder. State: the lock, a descriptor; None if the file system has no locks."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         """Raises `OSError`."""
@@ -118,8 +118,8 @@ def unused(directory: Path, prefix: str) -> Path:
 
 
 def abandoned(directory: Path, prefix: str) -> Iterator[Path]:
-    """Yields the folders of dead processes, each locked until the next one is requested. Yields none where the file system has
-    no locks."""
+    """Yields the folders of dead processes, each locked until the next one is requested. Yields none if the file system has no
+    locks."""
     for path in sorted(directory.iterdir()):
         if not path.name.startswith(prefix):
             continue

@@ -72,20 +72,20 @@ def _memory(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 @functools.cache
 def cores(proc: Path = _PROC, cgroups: Path = _GROUPS) -> int:
-    """How many processors this process may use at a time. A container that has the time of two processors on a machine of 64
-    may run on any of the 64: 64 threads would use up that time at once, then wait for the rest of each period."""
+    """The number of processors that this process may use at a time. A container with the time of two processors on a machine of
+    64 may run on any of the 64. There 64 threads would use up that time at once, then wait for the rest of each period."""
     return max(1, min([len(os.sched_getaffinity(0)), *_cpu_quotas(proc, cgroups)]))
 
 
 def share_of_cores(processes: int, proc: Path = _PROC, cgroups: Path = _GROUPS) -> int:
-    """How many processors each of several equal processes on this machine should use. A process that may only run on some
-    processors, such as those near its GPU, uses no more than these."""
+    """The number of processors that each of several equal processes on this machine should use. A process that may only run on
+    some processors, such as those near its GPU, uses no more than these."""
     everything = min([os.cpu_count() or 1, *_cpu_quotas(proc, cgroups)])
     return max(1, min(cores(proc, cgroups), everything // processes))
 
 
 def _cpu_quotas(proc: Path, cgroups: Path) -> Iterator[int]:
-    """The processors whose time each limited group has."""
+    """The processors whose time each limited group may use."""
     for version, group in _groups("cpu", proc, cgroups):
         try:
             if version == 2:
@@ -123,14 +123,14 @@ def host_memory(size: int, inherited: bool = False) -> Tensor:
 
 
 def give_back_freed_memory() -> None:
-    """Gives back to the system the freed memory that the C library keeps: that of all freed tensors below 32 MiB."""
+    """Returns the freed memory that the C library keeps to the system: that of all freed tensors below 32 MiB."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):  # glibc
         library.malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Host memory that this process takes now: its resident set, with Python, libraries, and memory that it shares."""
+    """Host memory that this process takes now: its resident set, including Python, libraries, and shared memory."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
 
 

@@ -26,10 +26,10 @@ _EXCLUDED_AT_START = 1000
 
 class LongLived:
     """A context around a training loop, which calls `after_step`. `made`: a value that changes when a step has made many
-    objects that stay, such as the number of compiled kernels. The garbage of that moment is then collected, and what is left is
-    not looked at again until the context ends. `added`: a value that changes when a step has made a few more objects that stay,
+    objects that stay, such as the number of compiled kernels. Then garbage is collected, and the remaining objects are excluded
+    from collections until the context ends. `added`: a value that changes when a step has made a few more objects that stay,
     such as the number of programs. They are excluded too, after a collection of young objects only. Does nothing if collections
-    are switched off, or if somebody else has excluded objects from them."""
+    are switched off, or if other code has excluded objects from them."""
 
     def __init__(self, made: Callable[[], object], added: Callable[[], object] = lambda: None) -> None:
         self._made, self._added = made, added

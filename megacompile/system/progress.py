@@ -1,4 +1,4 @@
-"""What a command or a call is doing, and for how long: shown while it runs."""
+"""Shows the current work of a command or a call, and its duration, while it runs."""
 from __future__ import annotations
 
 import contextlib

@@ -48,8 +48,8 @@ MEASURED_S = 4.0
 
 
 def with_disk_rates(hardware: Hardware, folder: Path, scale: float = 1.0, say: Say = nothing) -> Hardware:
-    """The rates of a machine, with those of the drives that `folder` is on. `scale` multiplies the time of each measurement,
-    and the size of the file. Raises `DiskError` if the folder cannot be used, or has too little space, or a drive fails."""
+    """The rates of a machine, with those of the drives under `folder`. `scale` multiplies the time of each measurement, and the
+    size of the file. Raises `DiskError` if the folder cannot be used, or has too little space, or a drive fails."""
     slab_bytes = in_blocks(max(1 << 16, int(SLAB_BYTES * min(1.0, scale))))
     file = DirectFile(folder, max(4 * slab_bytes, in_blocks(int(FILE_BYTES * min(1.0, scale)))))
     try:

@@ -145,7 +145,7 @@ class DType(enum.StrEnum):
 
 
 class Update(enum.StrEnum):
-    """When tiles are updated (see `Plan`)."""
+    """The time when tiles are updated (see `Plan`)."""
 
     STEP = "step"
     ARRIVAL = "arrival"
@@ -202,7 +202,7 @@ class Knobs:
         def __getattr__(self, name: str) -> Any: ...
 
     def given(self) -> dict[str, Any]:
-        """The options that were given, as `StreamConfig` takes them."""
+        """The given options, in the form for `StreamConfig`."""
         return {name: _tile_names(value) for name, value in asdict(self).items() if value is not None}
 
 
@@ -221,7 +221,7 @@ def _tile_names(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Planning:
-    """What to make a schedule for. A batch or length of None stands for the default of `train`."""
+    """The target of a schedule. A batch or length of None stands for the default of `train`."""
 
     batch: Annotated[int | None, typer.Option(
         min=1, max=LARGEST["batch"], rich_help_panel=_SCHEDULE_PANEL, help="Number of sequences per step, on each GPU.",

@@ -11,7 +11,7 @@ from typing import Any
 # --------------------
 # Learning rate decay of `megacompile train`. Does not import torch, since the command line needs it for --help.
 class Decay(enum.StrEnum):
-    """How the learning rate falls after the warmup."""
+    """The decay of the learning rate after the warmup."""
 
     COSINE = "cosine"
     LINEAR = "linear"
@@ -29,7 +29,7 @@ class Decay(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What a run trains."""
+    """The kind of training in a run."""
 
     FULL = "full fine-tuning"
     LORA = "LoRA"

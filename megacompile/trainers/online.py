@@ -1,4 +1,4 @@
-"""What TRL's trainers of online reinforcement learning, GRPO and RLOO, share when their policy is streamed."""
+"""Code shared by TRL's trainers of online reinforcement learning, GRPO and RLOO, with a streamed policy."""
 from __future__ import annotations
 
 import inspect
@@ -14,8 +14,8 @@ from megacompile.trainers.sent_weights import sends_weights
 
 
 class OnlineTrainer(trainer.Trainer):
-    """A base before one of TRL's trainers. `theirs`: that trainer. `name`: as in the names of its folders. `settings`: its
-    class of arguments, by name in trl."""
+    """A base to put before one of TRL's trainers. `theirs`: that trainer. `name`: as in the names of its folders. `settings`:
+    its class of arguments, by name in trl."""
 
     theirs: ClassVar[type]
     name: ClassVar[str]

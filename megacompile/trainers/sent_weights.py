@@ -20,8 +20,8 @@ _BASE = ".base_layer."
 @torch.no_grad()
 def sent_weights(model: Any, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The weights of a streamed model on a device, one at a time, by their names in the model without an adapter. Tied weights
-    come once. A layer with an adapter comes merged, as PEFT merges it; the merge is made on a copy of the layer, so the model's
-    own weights stay as they are. On the meta device they have shapes and dtypes alone. Waits for the update in flight. Raises
+    come once. A layer with an adapter comes merged, as PEFT merges it. The merge is made on a copy of the layer, so the model's
+    own weights do not change. On the meta device they have only shapes and dtypes. Waits for the update in flight. Raises
     `TornError` if the weights are not all of one step."""
     model.megacompile.whole()
     adapted = _adapted_layers(model)

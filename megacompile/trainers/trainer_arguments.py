@@ -27,7 +27,7 @@ def _elsewhere(args: Any, streamed: Streamed) -> bool:
 
 
 def _other_processes(args: Any, streamed: Streamed) -> bool:
-    return bool(args.world_size != streamed.together.size)
+    return bool(args.world_size != streamed.rank_group.size)
 
 
 def _uneven_steps(args: Any, streamed: Streamed) -> bool:
@@ -60,14 +60,14 @@ _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
 
 def check_arguments(args: Any, streamed: Streamed) -> None:
     """Raises `UnsupportedError` if TrainingArguments request something that a streamed model does not support, and
-    `ArgumentError` for an optimizer that there is not."""
+    `ArgumentError` for an unknown optimizer."""
     for asked, reason in _REFUSED:
         if asked(args, streamed):
             raise UnsupportedError(reason)
     optimizer_asked(args)
 
 
-#: What Trainer logs of each evaluation, without `compute_metrics`.
+#: The values that Trainer logs for each evaluation, without `compute_metrics`.
 _EVALUATED = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 #: Methods that may log more, and the modules whose methods are known not to, or say what they log.
 _LOGGING = ("evaluate", "evaluation_loop", "prediction_step", "compute_loss", "log")
@@ -95,7 +95,7 @@ def check_metric(trainer: Any, logged: Sequence[str]) -> None:
 
 
 def optimizer_asked(args: Any) -> tuple[type[StreamedOptimizer], dict[str, Any]]:
-    """The class and the options of the optimizer in TrainingArguments: the one that `optim_args` names, else `optim`. Raises
+    """The class and the options of the optimizer in TrainingArguments: the one named by `optim_args`, else by `optim`. Raises
     `ArgumentError`."""
     optim = _word(args.optim)
     name, options = named_in_text(args.optim_args)

@@ -81,7 +81,7 @@ def trained(program: Program) -> Iterator[Fault]:
 
 
 def _forward(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
-    """In a whole step, only forwards before a micro-batch's loss count: later ones recompute."""
+    """Checks the forwards. In a whole step, only those before a micro-batch's loss count: later ones recompute."""
     expected = [call.name for call in program.calls]
     visits, lost = [], set()
     for node in find(graph, *_FORWARD):
@@ -114,7 +114,7 @@ def _backward(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
 
 def _visits(program: Program, name: str, found: list[fx.Node], order: list[str],
             required: list[str]) -> Iterator[Fault]:
-    """For each micro-batch calls come in this order, none twice, and no required one is missing."""
+    """Checks that calls come in this order for each micro-batch, none twice, and that no required one is missing."""
     place = {call: i for i, call in enumerate(order)}
     latest: dict[int, fx.Node] = {}
     seen: dict[tuple[str, int], fx.Node] = {}
@@ -136,7 +136,7 @@ def _visits(program: Program, name: str, found: list[fx.Node], order: list[str],
 
 
 def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
-    """Inputs, residuals, gradients and accumulators are those of the right call and micro-batch."""
+    """Checks that inputs, residuals, gradients and accumulators are those of the right call and micro-batch."""
     order = [call.name for call in program.calls]
     position = {call: i for i, call in enumerate(order)}
     for node in find(graph, "stash", "fetch"):
@@ -170,7 +170,7 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
 
 
 def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
-    """The backward takes each value that the forward kept, once, and no other."""
+    """Checks that the backward takes each value that the forward kept, once, and no other."""
     taken: dict[Kept, fx.Node] = {}
     for node in find(graph, "leased"):
         what = Kept.of(node)
@@ -191,7 +191,7 @@ def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> 
 
 
 def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
-    """The backward takes each checkpoint that the forward stashed, once, from its slot, and no other."""
+    """Checks that the backward takes each checkpoint that the forward stashed, once, from its slot, and no other."""
     sent: dict[Stashed, fx.Node] = {}
     taken: dict[Stashed, fx.Node] = {}
     for section, op, seen in ((forward, "stash", sent), (graph, "stashed", taken)):
@@ -223,7 +223,7 @@ def sent_home(program: Program) -> Iterator[Fault]:
     tiles, there, consumed = trainable(program, program.tiles), updated_there(program), consumed_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
         if name not in program.sections:
-            # Where the backward itself updates, gradients are consumed: there is nothing to add to.
+            # If the backward itself updates, it consumes gradients, so none are left to add to.
             if "forward" in program.sections and name != "train_step" and not updates_on_arrival(program):
                 yield Fault(f"the program has a forward and no {name}", "add the section")
             continue
@@ -276,7 +276,8 @@ def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> 
 
 
 def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], overwrite: bool) -> Iterator[Fault]:
-    """Gradients stay in the slot that the update on the device reads; sums made on the host are fetched into it."""
+    """Checks that gradients stay in the slot that the update on the device reads, and that sums made on the host are fetched
+    into it."""
     if not overwrite:
         yield from once(name, graph, ("fetch_gradients",), there)
         for node in find(graph, "fetch_gradients"):

@@ -13,8 +13,8 @@ from megacompile.ir.text import print_node
 
 @dataclass(frozen=True)
 class Fault:
-    """One violation: `message` says what is wrong, `remedy` what to do, `node` is at fault and `other` conflicts with it.
-    `order` names two accesses that nothing orders. `hazard`: accesses collide."""
+    """One violation. `message`: what is wrong. `remedy`: what to do. `node` is at fault, and `other` conflicts with it.
+    `order`: two accesses that nothing orders. `hazard`: accesses collide."""
 
     message: str
     remedy: str

@@ -78,7 +78,7 @@ def placed(program: Program) -> Iterator[Fault]:
 
 
 def kept_slots(program: Program) -> dict[str, str]:
-    """Slot -> tile, for the slots whose contents outlive sections."""
+    """Maps each slot whose contents outlive sections to its tile."""
     return {argument(node, "into"): argument(node, "tile") for graph in program.sections.values() for node in nodes(graph)
             if argument(node, "into") is not None and stays(argument(node, "into"))}
 
@@ -104,17 +104,17 @@ def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
 
 
 def stashed_by(node: fx.Node) -> Stashed:
-    """The checkpoint that a `stash` or `stashed` node stashes or takes."""
+    """The checkpoint that a `stash` or `stashed` node writes or takes."""
     return argument(node, "call"), argument(node, "mb")
 
 
 def _waits(node: fx.Node, awaited: set[Stashed]) -> bool:
-    """Whether a node stashes what a later section takes."""
+    """True if a node stashes a checkpoint that a later section takes."""
     return op_of(node).name == "stash" and stashed_by(node) in awaited
 
 
 def _lives(name: str, graph: fx.Graph, awaited: set[Stashed]) -> Iterator[Fault]:
-    """`awaited`: what later sections take from host memory."""
+    """Checks the lifetimes of values. `awaited`: the checkpoints that later sections take from host memory."""
     alive: dict[str, fx.Node] = {}  # slot -> the value in it
     ended: set[fx.Node] = set()
     leased: dict[fx.Node, fx.Node] = {}
@@ -158,17 +158,15 @@ _INDEX = {lane: i for i, lane in enumerate(_LANES)}
 
 @dataclass(frozen=True)
 class Clock:
-    """How far each lane certainly is.
-
-    `done[i]`: how many of lane i's nodes in this section are done; 0: only its whole past; -1: not even its past. `past` is a
-    set of bits, one for each access (place, access, lane) of the past that is done while later ones of that lane may not
-    be."""
+    """A lower bound of each lane's progress. `done[i]`: how many of lane i's nodes in this section are done; 0: only its whole
+    past; -1: not even its past. `past`: a set of bits, one for each access (place, access, lane) of the past that is done
+    although later accesses of that lane may not be."""
 
     done: tuple[int, ...]
     past: int = 0
 
     def join(self, other: Clock) -> Clock:
-        """What is done where both clocks hold."""
+        """The clock of everything that is done according to either clock."""
         return Clock(tuple(map(max, self.done, other.done)), self.past | other.past)
 
     def tick(self, lane: Lane) -> Clock:
@@ -178,10 +176,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Hazard:
-    """An access that may run while an earlier, conflicting access to the same place is still running.
-
-    `earlier` made the conflicting `access` on `lane`. It is None where that access ran before the section;
-    `enter(place, access, lane)` is the event to wait for then."""
+    """An access that may run while an earlier, conflicting access to the same place still runs. `earlier` made the conflicting
+    `access` on `lane`. If that access ran before the section, `earlier` is None, and `enter(place, access, lane)` is the event
+    to wait for."""
 
     place: str
     node: fx.Node
@@ -209,8 +206,8 @@ class Clocks:
         self._bits: dict[tuple[str, Access, Lane], int] = {}
 
     def hazards(self, node: fx.Node) -> Iterator[Hazard]:
-        """Earlier accesses that conflict with this node's and may still be running when its lane gets to it: the latest of
-        each lane and kind. A read conflicts with writes of other lanes, a write with all accesses of other lanes."""
+        """Earlier accesses that conflict with this node's and may still be running when its lane reaches it: the latest of each
+        lane and kind. A read conflicts with writes of other lanes, a write with all accesses of other lanes."""
         lane = lane_of(node)
         if lane is None:
             return
@@ -229,7 +226,7 @@ class Clocks:
                         yield Hazard(place, node, None, earlier_access, other)
 
     def step(self, node: fx.Node) -> None:
-        """Advances the node's lane: it waits, or is done with one more node, whose accesses are known from now on."""
+        """Advances the node's lane: it waits, or completes the node, whose accesses are known from now on."""
         op, lane = op_of(node).name, lane_of(node)
         if op == "enter":
             self._after[node] = self._entered(node)
@@ -244,7 +241,7 @@ class Clocks:
             self._accesses.setdefault(place, {})[lane, access] = node
 
     def last(self) -> dict[tuple[str, Lane], dict[Access, fx.Node]]:
-        """For each place that other sections know and each lane that accessed it: the last node of each access."""
+        """For each place that other sections know, and each lane that accessed it: the last node of each access."""
         found: dict[tuple[str, Lane], dict[Access, fx.Node]] = {}
         for place, here in self._accesses.items():
             if place_kind(place) is not None:
@@ -253,13 +250,13 @@ class Clocks:
         return found
 
     def known_to(self, node: fx.Node, lanes: Iterable[Lane]) -> bool:
-        """Whether each of these lanes is ordered, from here on, after `node`, an executed node of another lane."""
+        """True if each of these lanes is ordered after `node` from here on. `node` is an executed node of another lane."""
         own = lane_of(node)
         assert own is not None, f"{node.name} runs on no lane"
         return all(self._lanes[lane].done[_INDEX[own]] >= self._position[node] for lane in lanes)
 
     def covers(self, event: fx.Node, node: fx.Node) -> bool:
-        """Whether a recorded event fires only after an executed node is done."""
+        """True if a recorded event fires only after an executed node is done."""
         lane = lane_of(node)
         assert lane is not None, f"{node.name} runs on no lane"
         return self._after[event].done[_INDEX[lane]] >= self._position[node]

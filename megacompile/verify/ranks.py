@@ -16,7 +16,7 @@ from megacompile.ir.printing import describe
 from megacompile.ir.program import SECTIONS_OF_ALL_RANKS, Program, argument, find, nodes, op_of, operands
 from megacompile.verify.fault import Fault
 
-#: What the ranks of a host do, what hosts do, and what both do.
+#: Exchanges of the ranks of a host, of hosts, and of both.
 _OF_RANKS = ("pack_shard", "prefetch_shard", "gather", "reduce_scatter", "share_norms", "share_host_norms", "gather_resident",
              "announce")
 _OF_HOSTS = ("all_reduce",)
@@ -70,7 +70,7 @@ def _gathered(graph: fx.Graph) -> Iterator[Fault]:
 
 
 def _summed(graph: fx.Graph, exchanges: Sequence[str]) -> Iterator[Fault]:
-    """Accumulators: contributions, then each of the `exchanges` once, in this order, then `reduce`."""
+    """Checks accumulators: contributions, then each of the `exchanges` once, in this order, then `reduce`."""
     done: dict[fx.Node, list[fx.Node]] = {}  # accumulators -> their exchanges so far
     for node in nodes(graph):
         op = op_of(node).name

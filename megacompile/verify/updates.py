@@ -18,7 +18,8 @@ _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weig
 
 def once(name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: Collection[str],
          often: frozenset[str] = frozenset()) -> Iterator[Fault]:
-    """Each of `tiles` has one node of `ops` in the section; those in `often` may have several. No other tile has one."""
+    """Checks that each of `tiles` has one node of `ops` in the section (those in `often` may have several), and that no other
+    tile has one."""
     op = ops[0]
     seen: dict[str, fx.Node] = {}
     for node in find(graph, *ops):
@@ -77,7 +78,7 @@ def updated(program: Program) -> Iterator[Fault]:
 
 
 def _moments(graph: fx.Graph, clips: list[fx.Node]) -> Iterator[Fault]:
-    """Each `update_weights` is followed by one `update_moments` of the same tile, with the same clip."""
+    """Checks that each `update_weights` is followed by one `update_moments` of the same tile, with the same clip."""
     waiting: dict[str, fx.Node] = {}
     for node in find(graph, "update_weights", "update_moments"):
         tile = argument(node, "tile")
@@ -99,15 +100,15 @@ def updates_on_arrival(program: Program) -> bool:
 
 
 def updated_there(program: Program) -> list[str]:
-    """The tiles that are updated on the device; before there are updates, those whose gradients stay there."""
+    """The tiles that are updated on the device. Before updates are inserted: the tiles whose gradients stay there."""
     marks = ("update_on_device",) if reached(program, "optimizer") else ("fetch_gradients", "offload_norms")
     found = [argument(node, "tile") for graph in program.sections.values() for node in find(graph, *marks)]
     return list(dict.fromkeys(found if reached(program, "optimizer") else [*found, *consumed_there(program)]))
 
 
 def consumed_there(program: Program) -> list[str]:
-    """The tiles updated on the device whose gradients are never copied to the host: after a whole step, or an update on
-    arrival, none are read."""
+    """The tiles updated on the device whose gradients are never copied to the host. After a whole step, or an update on
+    arrival, nothing reads them."""
     if reached(program, "optimizer"):
         return updated_there(program) if "train_step" in program.sections or updates_on_arrival(program) else []
     sent = {argument(node, "tile") for graph in program.sections.values() for node in find(graph, "offload")}
@@ -115,7 +116,7 @@ def consumed_there(program: Program) -> list[str]:
 
 
 def _copied_home(program: Program, name: str) -> Iterator[Fault]:
-    """Weights that were updated on the device are then copied back to the host."""
+    """Checks that weights which were updated on the device are then copied back to the host."""
     graph = program.section(name)
     updated: dict[str, fx.Node] = {}
     for node in find(graph, "update_on_device", "offload_weights"):
@@ -152,7 +153,7 @@ def _refreshed(program: Program, name: str, tiles: Collection[str]) -> Iterator[
 
 # -------------------- Rule `summed`: where the host adds up the gradients of a step's waves in FP32, each wave is added once
 def summed_tiles(program: Program, section: str) -> frozenset[str]:
-    """The tiles whose gradients the host adds up over the waves of a section. Before stage "offload" any tile may be one."""
+    """The tiles whose gradients the host adds up over the waves of a section. Before stage "offload" this may be any tile."""
     if section != "train_step":
         return frozenset()
     if not reached(program, "offload"):
@@ -235,7 +236,7 @@ def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
 
 
 def _norms(program: Program, graph: fx.Graph, tile: str) -> Iterator[Fault]:
-    """Norms are taken once, of the whole sum, after the last wave. Where nothing is clipped no norms are needed."""
+    """Checks that norms are taken once, of the whole sum, after the last wave. Without a clip they are not needed."""
     ops = ("norms_of_sum", "add_to_sum", "offload", "update_from_sum")
     found = [node for node in find(graph, *ops) if argument(node, "tile") == tile]
     arrival = any(op_of(node).name == "update_from_sum" for node in found)
@@ -273,7 +274,7 @@ def on_disk(program: Program) -> Iterator[Fault]:
 
 @dataclass
 class _Tile:
-    """What a section has done with the moments of a tile: the node that `read` them last, whether that slab served weights
+    """The accesses of a section to the moments of a tile: the node that `read` them last, whether that slab served weights
     alone, and the nodes that `updated` and have `written` them."""
 
     section: str

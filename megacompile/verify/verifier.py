@@ -56,10 +56,9 @@ Rule = Callable[[Program], Iterator[Fault]]
 
 
 def verify(program: Program, others: Iterable[Program] = ()) -> None:
-    """Raises ProgramError, or HazardError where accesses to a place collide, at the first rule that does not hold.
-
-    `others` are programs of other batch shapes that run before or after this one on the same memory, already verified one by
-    one. They must agree on tiles."""
+    """Raises ProgramError, or HazardError if accesses to a place collide, at the first rule that does not hold. `others`:
+    programs of other batch shapes that run before or after this one on the same memory, each already verified. They must agree
+    on tiles."""
     for rule, stage in RULES:
         if reached(program, stage):
             for fault in rule(program):
@@ -68,7 +67,7 @@ def verify(program: Program, others: Iterable[Program] = ()) -> None:
 
 
 def check_agreement(program: Program, others: Iterable[Program]) -> None:
-    """Raises ProgramError where a program disagrees with `others` that run on the same memory (each verified alone)."""
+    """Raises ProgramError if a program disagrees with `others` that run on the same memory (each verified alone)."""
     for other in others:
         for fault in _agree(program, other):
             raise fault.error(program)
@@ -76,7 +75,8 @@ def check_agreement(program: Program, others: Iterable[Program]) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a rule `holds` for a program; None where it was not checked. `why`: the fault, or why it was not checked."""
+    """`holds`: whether a rule holds for a program; None: it was not checked. `why`: the fault, or the reason why it was not
+    checked."""
 
     rule: str
     holds: bool | None

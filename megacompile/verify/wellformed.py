@@ -78,7 +78,7 @@ def _declarations(program: Program) -> Iterator[Fault]:
 
 
 def _words(section: str, node: fx.Node) -> Iterator[Fault]:
-    """Checks the form of a node. These faults show no excerpt, which only nodes of valid form have."""
+    """Checks the form of a node. These faults show no excerpt, since an excerpt needs nodes of valid form."""
     where = f"section {section}, node {node.name}"
     if node.op != "call_function" or not isinstance(node.target, Op):
         yield Fault(f"{where}: {node.op} of {node.target} is not an op of a schedule", "use the ops of `program.OPS`")
@@ -133,7 +133,7 @@ def _operands(node: fx.Node) -> Iterator[Fault]:
 
 
 def _operand(node: fx.Node, name: str, value: fx.Node, made: Op) -> Iterator[Fault]:
-    """`made`: the op that makes the value."""
+    """Checks an operand. `made`: the op that makes the value."""
     takes = _TAKES.get(name)
     if takes is not None and made.result not in takes and made.name != "leased":
         yield Fault(f"{describe(node)} takes {value.name} as {name}, but {made.name} makes {made.result or 'no value'}",
@@ -148,7 +148,7 @@ def _operand(node: fx.Node, name: str, value: fx.Node, made: Op) -> Iterator[Fau
 
 
 def _names(known: Mapping[str, Collection[Any]], calls: Mapping[str, CallSpec], node: fx.Node) -> Iterator[Fault]:
-    """Tiles, calls, templates, lanes, accesses and micro-batches exist."""
+    """Checks that tiles, calls, templates, lanes, accesses and micro-batches exist."""
     for name, value in node.kwargs.items():
         if name in known and value is not None and value not in known[name]:
             yield Fault(f"{describe(node)} names {name} {value}, which the program does not have",
@@ -227,7 +227,7 @@ def returned(program: Program) -> Iterator[Fault]:
 
 
 def _parts(result: fx.Node) -> Iterator[fx.Node]:
-    """The values that a result hands over; those of a total loss are its parts."""
+    """The values that a result returns. For a total loss, these are its parts."""
     for value in operands(result, "values"):
         yield from operands(value, "values") if op_of(value).name == "total_loss" else (value,)
 

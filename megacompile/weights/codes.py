@@ -1,4 +1,4 @@
-"""How frozen weights are stored in four or eight bits, and their values.
+"""Formats of frozen weights in four or eight bits, and the values of their codes.
 
     format        bytes per weight    values
     FourBits      0.516               16 of a table, times a scale for each block of 64 weights. Scales are 8-bit codes
@@ -40,20 +40,20 @@ class Format(Protocol):
     def name(self) -> str: ...
 
     def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether a matrix of this shape can be stored in this format."""
+        """True if a matrix of this shape can be stored in this format."""
 
     def code_bytes(self, shape: tuple[int, int]) -> int: ...
 
     def scale_bytes(self, shape: tuple[int, int]) -> int: ...
 
     def piece(self, shape: tuple[int, int]) -> int:
-        """How many weights are encoded at a time. All pieces but the last one have so many."""
+        """The number of weights that are encoded at a time. All pieces but the last have this size."""
 
     def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
         """Floats, 1-D, in pieces -> codes and scales."""
 
     def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Codes and scales -> FP32 `shape`. A compiler should make one kernel of this."""
+        """Codes and scales -> FP32 `shape`. A compiler should fuse this into one kernel."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _groups(blocks: int) -> int:
 
 
 def _nearest(values: Tensor, table: Tensor) -> Tensor:
-    """The number of the nearest value of an ascending table, uint8 of the shape of `values`."""
+    """The index of the nearest value in an ascending table, uint8, in the shape of `values`."""
     return torch.bucketize(values, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
@@ -179,7 +179,7 @@ def _inverse(maximum: Tensor) -> Tensor:
 
 
 def is_finite(weights: Tensor) -> bool:
-    """Whether all weights are finite. A scale that is not finite makes all weights that share it NaN."""
+    """True if all weights are finite. A scale that is not finite makes all weights that share it NaN."""
     return bool(torch.isfinite(weights).all())
 
 
@@ -207,7 +207,7 @@ class QuantizedLinear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, stored: Format, compute_dtype: torch.dtype | None = None) -> QuantizedLinear:
-        """A layer with the rounded values of this one; on the meta device, if this one is there."""
+        """A layer with the rounded values of this one; on the meta device if this one is there."""
         device = "meta" if linear.weight.is_meta else "cpu"
         made = cls(linear.in_features, linear.out_features, linear.bias, stored, device, compute_dtype)
         if not linear.weight.is_meta:
@@ -216,7 +216,7 @@ class QuantizedLinear(nn.Linear):
         return made.train(linear.training)
 
     def put(self, codes: Tensor, scales: Tensor) -> None:
-        """Replaces codes and scales by these, uint8, 1-D."""
+        """Replaces codes and scales, uint8, 1-D."""
         self.weight, self.scales = (nn.Parameter(each, requires_grad=False) for each in (codes, scales))
 
     def dequantized_weight(self) -> Tensor:
@@ -241,7 +241,7 @@ def shape_of(linear: nn.Linear) -> tuple[int, int]:
 
 
 def weights_of_codes(model: nn.Module) -> dict[int, int]:
-    """How many weights each parameter of codes or scales stands for, by its `id`."""
+    """The number of weights that each parameter of codes or scales encodes, by its `id`."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     return {id(layer.weight): math.prod(shape_of(layer)) for layer in layers} | {id(layer.scales): 0 for layer in layers}
 

@@ -25,10 +25,9 @@ from megacompile.weights.tiling import Tiling
 # Models whose weights may not be loaded yet (on the meta device): replacing their parameters, and putting adapters on them.
 def put_adapter(model: Any, adapter: Any) -> Any:
     """The model in PEFT's wrapper, with an adapter of this configuration. The model's weights may be on the meta device. The
-    adapter has its initial values, on the CPU, in the dtype of the layers that it is put on.
-
-    Raises `UnsupportedError` for an adapter whose initial values depend on the weights, and `ArgumentError` for one that PEFT
-    cannot put on this model, such as one for layers that the model does not have."""
+    adapter has its initial values, on the CPU, in the dtype of the layers under it. Raises `UnsupportedError` for an adapter
+    whose initial values depend on the weights, and `ArgumentError` for one that PEFT cannot put on this model, such as one for
+    layers that the model does not have."""
     from peft import get_peft_model
 
     _refuse_values_from_weights(adapter)
@@ -47,8 +46,8 @@ def put_adapter(model: Any, adapter: Any) -> Any:
 
 
 def stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
-    """For the `id` of each parameter on the meta device, a parameter of its shape and dtype on the CPU, which takes no memory
-    and has no values of use."""
+    """Maps the `id` of each parameter on the meta device to a parameter of its shape and dtype on the CPU, which takes no
+    memory and has undefined values."""
     return {id(p): nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad)
             for p in model.parameters() if p.is_meta}
 
@@ -73,7 +72,7 @@ def _refuse_values_from_weights(adapter: Any) -> None:
 
 
 def fill_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Gives buffers on the meta device the values that they have on rank 0. All ranks call this. Raises `RankError`."""
+    """Gives buffers on the meta device rank 0's values. All ranks call this. Raises `RankError`."""
     empty = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
     asked = {name for names in ranks.agree("stream", list(empty)) for name in names}
     if not asked:
@@ -141,11 +140,10 @@ def _is_divisible(tensor: Tensor) -> bool:
 
 # -------------------- Moves a model's weights into tiles, without a second copy of the model
 def build_store(model: nn.Module, tiling: Tiling, memory: TileMemory | None = None) -> Store:
-    """Moves the model's parameters into tiles, one tile at a time, and points the parameters there, so that no second copy of
-    the model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder. Where another process writes the
-    tiles, parameters may be on the meta device; they are replaced.
-
-    Raises `UnsupportedError` if a parameter that is in no tile is on the meta device."""
+    """Moves the model's parameters into tiles, one tile at a time, and points the parameters there, so that there is never a
+    second copy of the model. A bf16 tile made from fp32 weights keeps their exact remainder. If another process writes the
+    tiles, parameters may be on the meta device; they are replaced. Raises `UnsupportedError` if a parameter that is in no tile
+    is on the meta device."""
     if lost := [name for name, p in model.named_parameters() if p.is_meta and name not in tiling.position]:
         raise UnsupportedError(f"the parameter {lost[0]} is on the meta device, and no call of the model reads it: give it a "
                                "value on every rank, or remove it")
@@ -166,8 +164,8 @@ def build_store(model: nn.Module, tiling: Tiling, memory: TileMemory | None = No
 
 
 def move_rest(model: nn.Module, tiling: Tiling) -> None:
-    """Moves to the host what is in no tile: buffers, and parameters that no call reads. So after `close()` the whole model is
-    on the CPU."""
+    """Moves to the host what is in no tile: buffers, and parameters that no call reads. Then the whole model is on the CPU
+    after `close()`."""
     for name, parameter in model.named_parameters():
         if name not in tiling.position and parameter.device.type != "cpu":
             parameter.data = parameter.data.cpu()

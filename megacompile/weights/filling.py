@@ -29,14 +29,14 @@ from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 # --------------------
 # Weights in files -> codes in tiles. Those that bitsandbytes has quantized are copied; others are rounded while they are read.
 _STATE = ".quant_state.bitsandbytes__"
-#: What is read of the state that bitsandbytes stores of a four-bit weight. Other entries are ignored.
+#: The entries that are read from bitsandbytes' state of a four-bit weight. Others are ignored.
 _FLAT = {"shape": schema.sequence(schema.whole(1, 2**31)), "blocksize": schema.whole(1, 2**20)}
 _NESTED = {**_FLAT, "nested_blocksize": schema.whole(1, 2**20), "nested_offset": schema.finite()}
 
 
 @dataclass(frozen=True)
 class PackedTensor(StoredTensor):
-    """A weight that is stored in codes. `shape` is that of the weight; `file`, `offset` and `bytes` say where the codes are.
+    """A weight that is stored in codes. `shape`: of the weight. `file`, `offset` and `bytes`: the location of the codes.
     `scales`: the stored tensors, and numbers, that our scales consist of, in order. FP32 numbers are multiplied by `factor`."""
 
     stored: Format
@@ -94,10 +94,9 @@ class CodedPart:
 
 
 def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader) -> dict[str, StoredTensor]:
-    """The stored tensors, in which one `PackedTensor` takes the place of all tensors that bitsandbytes stores of a weight.
-
-    Raises `UnsupportedError` for a weight that is not in a format of ours, and `CheckpointError` if a part of one is missing or
-    has another size."""
+    """The stored tensors, with one `PackedTensor` instead of all tensors that bitsandbytes stores for a weight. Raises
+    `UnsupportedError` for a weight that is not in a format of ours, and `CheckpointError` if a part of one is missing or has
+    another size."""
     found = dict(stored)
     for name in stored:
         if _STATE in name:
@@ -188,7 +187,7 @@ def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored
 
 
 def least_bytes_quantized(model: nn.Module, stored: Format) -> int:
-    """Bytes that a model's parameters take at least: those once all its linear layers are quantized."""
+    """The fewest bytes that a model's parameters take: with all its linear layers quantized."""
     total = sum(p.nbytes for p in model.parameters())
     for linear in model.modules():
         if type(linear) is nn.Linear and stored.fits(shape := shape_of(linear)):
@@ -204,8 +203,8 @@ READERS = max(4, min(16, os.cpu_count() or 1))
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of a stored tensor from `start` on, and the 1-D memory that they are read into: `weights`, and in a bf16 tile
-    also `remainder`."""
+    """Elements of a stored tensor from `start` on, and the 1-D memory for them: `weights`, and in a bf16 tile also
+    `remainder`."""
 
     source: StoredTensor
     start: int

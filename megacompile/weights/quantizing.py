@@ -55,22 +55,22 @@ def _supported(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def compute_dtype_of_checkpoint(config: Any) -> torch.dtype | None:
-    """As `compute_dtype_of`, by the config of a checkpoint. None also for float16, which the user has not asked for."""
+    """Like `compute_dtype_of`, for the config of a checkpoint. Also None for float16, which the user has not asked for."""
     said = _said(config)
     bfloat16 = said.get("load_in_4bit") and str(said.get("bnb_4bit_compute_dtype")) in ("bfloat16", "torch.bfloat16")
     return torch.bfloat16 if bfloat16 else None
 
 
 def _said(config: Any) -> dict[str, Any]:
-    """What a model's config says of how bitsandbytes has quantized it; empty if it does not."""
+    """The part of a model's config that says how bitsandbytes has quantized it; empty if there is none."""
     how = getattr(config, "quantization_config", None) or {}
     said = dict(how if isinstance(how, dict) else how.to_dict())
     return said if said.get("quant_method") == "bitsandbytes" else {}
 
 
 def forget_bitsandbytes(model: nn.Module) -> None:
-    """Removes from a model and its config what says that bitsandbytes has quantized it. With that, trainers would cast adapters
-    to bfloat16 and refuse to move the model, and a saved model's config would describe other weights than its files have."""
+    """Removes the marks of bitsandbytes' quantization from a model and its config. With them, trainers would cast adapters to
+    bfloat16 and refuse to move the model, and a saved model's config would describe other weights than its files have."""
     for module in model.modules():
         marked = vars(module)
         config: Any = marked.get("config")
@@ -122,7 +122,7 @@ def _four_bits(what: str, layer: Any) -> tuple[Format, Tensor, Tensor] | None:
 
 
 def _eight_bits(layer: Any) -> tuple[Format, Tensor, Tensor] | None:
-    """As `_four_bits`. After the first forward, codes and scales are in the layer's state."""
+    """Like `_four_bits`. After the first forward, codes and scales are in the layer's state."""
     def part(name: str) -> Tensor | None:
         return next((found for holder in (layer.weight, getattr(layer, "state", None))
                      if (found := getattr(holder, name, None)) is not None), None)

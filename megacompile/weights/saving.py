@@ -44,8 +44,9 @@ def save_whole(save: Callable[..., Any], directory: str | os.PathLike[str], **op
 
 
 def forget_quantized_layout(model: nn.Module) -> None:
-    """Lets `save_pretrained` write a model that transformers has dequantized in the layout of models that never were quantized.
-    transformers writes the layout that it has read: full weights under the names of codes, which it does not find again."""
+    """Makes `save_pretrained` write a model that transformers has dequantized in the layout of models that never were
+    quantized. Otherwise transformers writes the layout that it has read: full weights under the names of codes, which it cannot
+    load again."""
     for module in model.modules():
         steps = [step for conversion in getattr(module, "_weight_conversions", None) or ()
                  for step in getattr(conversion, "operations", ())]
@@ -77,7 +78,7 @@ def replacing(directory: Path) -> Iterator[Path]:
 
 
 def recover(directory: Path) -> None:
-    """Puts back the folders of `directory` that a killed save had moved, and removes what else it left. Raises
+    """Puts back the folders of `directory` that a killed save had moved, and removes its other leftovers. Raises
     `CheckpointError`."""
     target = directory.resolve()
     try:
@@ -95,7 +96,7 @@ def _prefix(target: Path) -> str:
 
 
 def _place(target: Path) -> Path:
-    """Where the working folder is made: beside the target, so that the two can be exchanged. Inside the target if that is
+    """The parent of the working folder: beside the target, so that the two can be exchanged. Inside the target if that is
     impossible: for a mount point, a parent without write permission, and the working directory of this process."""
     inside = target.exists() and (not os.access(target.parent, os.W_OK)
                                   or target.stat().st_dev != target.parent.stat().st_dev
@@ -132,7 +133,7 @@ def _weights_name(name: str) -> str:
 
 def _change_places(folder: Path, target: Path, kept: Collection[str]) -> bool:
     """Exchanges the folder and the target in one step, and moves what is `kept` of the target into the new one. Returns False,
-    and changes nothing, where the system cannot: on file systems without links or exchange, and for a folder that is a mount
+    and changes nothing, if the system cannot: on file systems without links or exchange, and for a folder that is a mount
     point."""
     try:
         shutil.copymode(target, folder)
@@ -158,7 +159,7 @@ def _way(folder: Path, name: str) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Exchanges two names in one step. Raises `OSError` where the system cannot."""
+    """Exchanges two names in one step. Raises `OSError` if the system cannot."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -176,8 +177,8 @@ def _take_back(folder: Path, target: Path) -> None:
 
 
 def _replace_files(folder: Path, target: Path, new: Collection[str], old: Collection[str]) -> None:
-    """Replaces file by file, where the system cannot exchange folders. The index is removed first and added last: a folder that
-    is read in between has no index and is refused, rather than read as shards of two checkpoints."""
+    """Replaces file by file, for systems that cannot exchange folders. The index is removed first and added last. A folder that
+    is read in between has no index and is refused, instead of being read as shards of two checkpoints."""
     is_index = re.compile(r"\.index\.json$").search
     for name in (*new, *old):
         if is_index(name):

@@ -23,7 +23,7 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.graph.pieces import Rows
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.frontend.tracing.fake_model import streamed_dtype
-from megacompile.ir.program import CallSpec, Tile, boundary_tiles, differentiated_layers, first_trained, slot_ranks
+from megacompile.ir.program import CallSpec, Tile, boundary_tiles, differentiated_layers, first_trained, size_classes
 from megacompile.predict import cost
 from megacompile.runtime.memory.shards import TilePart
 from megacompile.runtime.memory.state_layout import ElementState
@@ -45,8 +45,8 @@ Kind = tuple[bool, torch.dtype]
 
 
 class Spec(NamedTuple):
-    """What a tile needs to know of a parameter, or of a share of one. `weights`: the number of weights that its elements are
-    codes of; None: they are weights."""
+    """A parameter, or a share of one, as tiles see it. `weights`: the number of weights that its elements encode; None: they
+    are weights."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -55,12 +55,11 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of a model: `layouts` as they are streamed, `host` as they are in host memory.
-
-    `tiles_of`: the tiles of each call, its own first. `position`: each parameter's tile in host memory, and its index there.
-    `streamed_at`: where it is streamed, several positions for experts in pieces. `read_at`: where a call finds a value, by the
-    call's name for it. `hosts`: how many hosts have a copy of these tiles. `on_disk`: the tiles whose moments are on disk; they
-    are streamed whole."""
+    """The tiles of a model: `layouts` as they are streamed, `host` as they are in host memory. `tiles_of`: the tiles of each
+    call, its own first. `position`: each parameter's tile in host memory, and its index there. `streamed_at`: where it is
+    streamed, several positions for experts in pieces. `read_at`: where a call finds a value, by the call's name for it.
+    `hosts`: the number of hosts with a copy of these tiles. `on_disk`: the tiles whose moments are on disk; they are streamed
+    whole."""
 
     layouts: Mapping[str, TileLayout]
     host: Mapping[str, TileLayout]
@@ -75,8 +74,8 @@ class Tiling:
     def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None,
            rows: Mapping[str, Rows] = MappingProxyType({}), ranks: int = 1,
            hosts: int = 1) -> Tiling:
-        """The tiling of a model. `dtype`: that of all parameters; None: each has its own. `rows`: names that calls read which
-        are shares of a parameter. `ranks`: the number of processes of a host, which share the tiles."""
+        """The tiling of a model. `dtype`: of all parameters; None: each has its own. `rows`: names that calls read which are
+        shares of a parameter. `ranks`: the number of processes of a host, which share the tiles."""
         readers = _readers(calls)
         group = _groups(calls, readers)
         shares = {name: share for name, share in rows.items() if name in readers}
@@ -109,12 +108,12 @@ class Tiling:
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter is trained."""
+        """True if any parameter is trained."""
         return any(layout.trainable for layout in self.layouts.values())
 
     @property
     def quantized(self) -> bool:
-        """Whether any weights are in codes."""
+        """True if any weights are in codes."""
         return any(s.stands_for is not None for layout in self.host.values() for s in layout.slices)
 
     def _trains(self, tile: str) -> bool:
@@ -128,7 +127,7 @@ class Tiling:
     def operations(self, active: Mapping[str, float] | None = None) -> int:
         """FLOPs per token of a step's products with parameters, without recomputation. Per parameter: 2 for the forward, 2 for
         the gradient of the other operand if there is a backward, 2 for the parameter's own gradient if it is trained. `active`:
-        the share of a tile's parameters that a token uses, where it is not 1."""
+        the share of a tile's parameters that a token uses, if it is not 1."""
         chain = self._chain()
         reached = {tile for call in chain[first_trained(chain, self._trains):] for tile in call.tiles}
         boundary = self.boundary()  # an embedding tied to the head does not add a product
@@ -137,17 +136,18 @@ class Tiling:
                          * (1 if tile in boundary else self.runs(tile)) for tile, layout in self.layouts.items()))
 
     def runs(self, tile: str) -> int:
-        """How many calls of layers read a tile."""
+        """The number of layer calls that read a tile."""
         return sum(tile in tiles for tiles in self._layers())
 
     def boundary(self) -> set[str]:
         """The tiles that the prologue or the epilogue reads."""
         return boundary_tiles(self._chain())
 
-    def ranked(self) -> list[list[TileLayout]]:
-        """The tiles that only layers read, by rank (see `slot_ranks`). Tiles of one rank take turns in slots."""
-        ranks = slot_ranks(self._layers(), self.boundary(), lambda tile: self.layouts[tile].weight_bytes)
-        return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
+    def size_classes(self) -> list[list[TileLayout]]:
+        """The tiles that only layers read, by size class (`megacompile.ir.program.size_classes`), the largest first."""
+        classes = size_classes(self._layers(), self.boundary(), lambda tile: self.layouts[tile].weight_bytes)
+        return [[self.layouts[tile] for tile, its_class in classes.items() if its_class == each]
+                for each in sorted(set(classes.values()))]
 
     @property
     def trained(self) -> list[str]:
@@ -161,12 +161,12 @@ class Tiling:
 
     @property
     def has_matrices(self) -> bool:
-        """Whether whole matrices are updated. They are on the device, at the end of a step."""
+        """True if whole matrices are updated. They are updated on the device, at the end of a step."""
         return any(layout.has_matrices for layout in self.layouts.values())
 
     def with_states(self, states: Mapping[str, ElementState]) -> Tiling:
-        """The tiling of the same weights with other optimizer state of these parameters, by name. Where streamed pieces, or
-        matrices that are updated one by one, would divide blocks of 8-bit state, bf16 moments take their place."""
+        """The tiling of the same weights with other optimizer state of these parameters, by name. bf16 moments replace 8-bit
+        state if streamed pieces, or matrices that are updated one by one, would divide its blocks."""
         known = {s.name: layout.state_of(i) for layout in self.host.values() for i, s in enumerate(layout.slices)}
         known |= {name: self._undivided(name, state) for name, state in states.items()}
 
@@ -185,7 +185,7 @@ class Tiling:
         return replace(state, format=BFLOAT16) if divided else state
 
     def host_parts(self, gradients: bool = True) -> dict[str, int]:
-        """Bytes of host memory that training takes, by part of the tiles. `gradients`: whether they wait there for a step."""
+        """Bytes of host memory for training, by part of the tiles. `gradients`: they wait there for a step."""
         parts: Counter[str] = Counter()
         for layout in self.host.values():
             parts.update(layout.host_parts(gradients))
@@ -201,7 +201,7 @@ class Tiling:
                                    if layout.home})
 
     def tiles(self) -> dict[str, Tile]:
-        """The tiles as schedules see them."""
+        """The tiles in the form of schedules."""
         return {name: Tile(name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, layout.trainable,
                            layout.state_bytes, layout.visit_bytes, layout.disk_bytes if name in self.on_disk else 0,
                            layout.rule)
@@ -209,7 +209,7 @@ class Tiling:
 
     def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int,
                    lengths: Sequence[int] = ()) -> tuple[CallSpec, ...]:
-        """The calls as schedules for sequences of `length` tokens see them. `lengths`: those of each micro-batch if they
+        """The calls in the form of schedules, for sequences of `length` tokens. `lengths`: of each micro-batch if they
         differ."""
         layers = {call.template for call in calls[1:-1]}
         handed_on = {name: (cost.activation_checkpoint_bytes(templates[name], length),
@@ -242,9 +242,9 @@ def _readers(calls: Sequence[Call]) -> dict[str, tuple[str, ...]]:
 
 
 def _groups(calls: Sequence[Call], readers: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """The name of the tile, or of the tiles if there are several kinds, that each parameter belongs to. `readers`: the calls
-    that read it. A layer's tile has the layer's name, even if it runs several times; parameters that only some of its runs read
-    are in a tile apart."""
+    """The name of the tile, or of the tiles if there are several kinds, for each parameter. `readers`: the calls that read it.
+    A layer's tile has the layer's name, even if it runs several times. Parameters that only some of its runs read are in a
+    separate tile."""
     runs: dict[str, list[str]] = {}
     for call in calls:
         runs.setdefault(call.again or call.name, []).append(call.name)
@@ -262,7 +262,7 @@ def _groups(calls: Sequence[Call], readers: Mapping[str, tuple[str, ...]]) -> di
 
 
 def _specs(model: nn.Module, dtype: torch.dtype | None, shares: Mapping[str, Rows]) -> dict[str, Spec]:
-    """What tiles need to know of each parameter of a model, in the model's own order, and of each share of one."""
+    """A `Spec` for each parameter of a model, in the model's order, and for each share of one."""
     weights = weights_of_codes(model)
     specs = {name: Spec((p.requires_grad, streamed_dtype(p, dtype)), tuple(p.shape), weights.get(id(p)))
              for name, p in model.named_parameters()}
@@ -281,7 +281,8 @@ def _members(groups: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _tiles_of(calls: Sequence[Call], readers: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """The tiles that each call reads: those of the fewest calls first, so its own first. `readers`: the calls of each tile."""
+    """The tiles that each call reads. Those with the fewest calls come first, so its own come first. `readers`: the calls of
+    each tile."""
     return {call.name: tuple(sorted((tile for tile, names in readers.items() if call.name in names),
                                     key=lambda tile: len(readers[tile]))) for call in calls}
 

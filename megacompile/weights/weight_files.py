@@ -136,7 +136,7 @@ class WeightReader:
             memory, position = memory[count:], position + count
 
     def equal(self, one: StoredTensor, other: StoredTensor, block: int) -> bool:
-        """Whether two stored tensors of one shape have the same bytes, `block` elements at a time."""
+        """True if two stored tensors of one shape have the same bytes, `block` elements at a time."""
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
         dtype = DTYPES[one.dtype]
@@ -151,7 +151,7 @@ class WeightReader:
 
 
 # --------------------
-# Which stored tensor is which parameter: by name, as transformers' loader renames tensors, then by shape, dtype and ties.
+# Matches stored tensors to parameters: by name, as transformers' loader renames tensors, then by shape, dtype and ties.
 #
 # A rename changes only the name (an old layout's names, a base model's prefix). Where a checkpoint needs arithmetic (experts
 # stored one by one and used as one tensor), the match says so, and transformers' loader has to load it.

@@ -54,7 +54,7 @@ def run(program: Program, plan: Plan) -> Program:
 
 
 def _anchor_loss(program: Program, section: fx.Graph) -> fx.Graph:
-    """The forward, whose loss also accumulates the epilogue's gradients and keeps them for the backward."""
+    """The forward. Its loss also accumulates the epilogue's gradients and keeps them for the backward."""
     epilogue = program.calls[-1]
     accumulators: list[fx.Node] = []
 
@@ -76,7 +76,7 @@ def _anchor_loss(program: Program, section: fx.Graph) -> fx.Graph:
 
 
 def _leased_backward(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
-    """The section `backward`. It takes what `forward` kept, and scales gradients with the gradient of the caller's loss."""
+    """The section `backward`. It takes what `forward` kept, and scales gradients by the gradient of the caller's loss."""
     graph = fx.Graph()
     build = Builder(graph, name)
     kept = {Kept.of(value): value for lease in find(forward, "lease") for value in operands(lease, "value")}
@@ -146,7 +146,7 @@ class _Backward:
         self.gradients: dict[int, fx.Node] = {}
 
     def begin(self, micro_batches: list[int]) -> list[fx.Node]:
-        """The gradients that the loss made: of its input, and in its accumulators."""
+        """Takes the gradients that the loss made: of its input, and in its accumulators."""
         epilogue = self.program.calls[-1]
         self.gradients = {mb: self.kept(Kept(epilogue.name, mb)) for mb in micro_batches}
         return [*self.gradients.values(), *self.accumulators_of(epilogue)]
@@ -193,7 +193,7 @@ class _Backward:
             self.step("backward", layer, mb, value, saved=saved)
 
     def saved(self, layers: tuple[str, ...], mb: int) -> None:
-        """The backward of one layer that kept its residuals."""
+        """Adds the backward of a layer that kept its residuals."""
         (layer,) = layers
         self.step("backward", layer, mb, self.kept(self.input_of(layer, mb)), saved=self.kept(Kept(layer, mb)))
 

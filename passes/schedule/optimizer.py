@@ -58,7 +58,7 @@ from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import OPS, Builder, Program, argument, boundary_tiles, copy_section, find
 
-from .prefetch import layer_ranks
+from .prefetch import layer_size_classes
 
 name, requires, provides = "optimizer", "offload", "optimizer"
 #: The op that updates a tile.
@@ -180,11 +180,11 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
 
 
 def _turns(program: Program, plan: Plan, arriving: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The order of updates, each with the tile whose arrival it follows. That is the plan's order, but where a tile needs a
-    slab and all are taken, one that waits in a slab is updated first. `arriving`: tiles in the order of arrival."""
-    boundary, ranks = boundary_tiles(program.calls), layer_ranks(program)
+    """The order of updates, each with the tile whose arrival it follows. It is the plan's order, except that a tile waiting in
+    a slab is updated first if another tile needs a slab and all are taken. `arriving`: tiles in the order of arrival."""
+    boundary, classes = boundary_tiles(program.calls), layer_size_classes(program)
     order = [tile for tile in plan.update_order or arriving if tile in arriving]
-    group = {tile: -1 if tile in boundary else ranks.get(tile, 0) for tile in arriving}  # tiles that take turns in slabs
+    group = {tile: -1 if tile in boundary else classes.get(tile, 0) for tile in arriving}  # tiles that take turns in slabs
     summed = set(plan.host_sums)  # a sum has memory of its own
     waiting: set[str] = set()
     before = ""

@@ -7,8 +7,8 @@
 
 A value lives from its node to its last use. The slot that has been free for longest is used first: two consecutive values are
 then in different slots, so that a copy can run beside a kernel. Boundary tiles are the largest and have their own slots.
-Otherwise every slot of a layer would need the size of a boundary tile. For the same reason, each rank of a layer's tiles has
-its own slots (`Wb0` for the second largest).
+Otherwise every slot of a layer would need the size of a boundary tile. For the same reason, each size class of a layer's tiles
+has its own slots (`Wb0` for the second largest).
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megacompile.ir.program import (
     operands,
 )
 
-from .prefetch import layer_ranks
+from .prefetch import layer_size_classes
 
 name, requires, provides = "place", "shard", "place"
 
@@ -52,8 +52,8 @@ def run(program: Program, plan: Plan) -> Program:
 
 def _release(graph: fx.Graph, plan: Plan) -> None:
     """Releases every value after its last use, except values that later sections read, events, and values without memory.
-
-    Gradients that are offloaded straight into the tile have no slot and need no release; what stays on the device has none."""
+    Gradients that are offloaded straight into the tile have no slot and need no release. What stays on the device has no
+    release."""
     build = Builder(graph, name)
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes(graph):
@@ -70,7 +70,7 @@ def _release(graph: fx.Graph, plan: Plan) -> None:
 
 
 def _stays(value: fx.Node, plan: Plan) -> bool:
-    """Whether a value outlives its section, in its own slot. Gradients that an update on arrival consumes do not."""
+    """True if a value outlives its section, in its own slot. Gradients that an update on arrival consumes do not."""
     tile = argument(value, "tile")
     match op_of(value).result:
         case "weights":
@@ -93,14 +93,14 @@ _UPDATED_THERE = {"weights": Family.UPDATED_WEIGHTS, "state": Family.UPDATED_STA
 
 
 class _Places:
-    """Assigns slots in one section. State: for each group of slots that take turns (named by its first slot), how many are made
-    and which are free, in the order in which they became free; the slot of each value; and `stashes`, the slots in which an
-    earlier section left checkpoints, by call and micro-batch."""
+    """Assigns slots in one section. State: for each group of slots that take turns (named by its first slot), the number of
+    slots made, and the free slots in the order in which they became free; the slot of each value; and `stashes`, the slots in
+    which an earlier section left checkpoints, by call and micro-batch."""
 
     def __init__(self, program: Program, plan: Plan, sizes: dict[SlotName, int],
                  stashes: dict[tuple[str, int], SlotName]) -> None:
         self.program, self.plan, self.sizes, self.stashes = program, plan, sizes, stashes
-        self.boundary, self.ranks = boundary_tiles(program.calls), layer_ranks(program)
+        self.boundary, self.size_classes = boundary_tiles(program.calls), layer_size_classes(program)
         self.free: dict[SlotName, list[SlotName]] = defaultdict(list)
         self.made: dict[SlotName, int] = defaultdict(int)
         self.slot_of: dict[fx.Node, SlotName] = {}
@@ -135,20 +135,20 @@ class _Places:
             return self.stashes[argument(node, "call"), argument(node, "mb")]
         family = _FAMILIES[kind or ""]
         if tile not in self.boundary:
-            return self._take(SlotName(family, rank=self.ranks.get(tile, 0)), self.counts[family])
-        return self._take_ranked(node) if kind == "weights" else self._take(SlotName(family, boundary=True), 1)
+            return self._take(SlotName(family, size_class=self.size_classes.get(tile, 0)), self.counts[family])
+        return self._take_in_size_order(node) if kind == "weights" else self._take(SlotName(family, boundary=True), 1)
 
     def _take(self, first: SlotName, count: int) -> SlotName:
-        """A slot from the group of `first`: one that was never used, or else the one that has been free for longest."""
+        """A slot from the group of `first`: an unused one, or else the one that has been free for longest."""
         if self.made[first] < count:
             self.made[first] += 1
             return replace(first, number=self.made[first] - 1)
         assert self.free[first], f"no free slot beside {first}: {count} are planned"
         return self.free[first].pop(0)
 
-    def _take_ranked(self, node: fx.Node) -> SlotName:
-        """The tiles of one boundary call are on the device together: the largest of each call take turns in WB0, the next
-        largest in WB1. `prefetch` holds the tiles of one call at a time, so the slot is free."""
+    def _take_in_size_order(self, node: fx.Node) -> SlotName:
+        """A slot for a tile of a boundary call, whose tiles are on the device together. The largest tile of each call uses WB0,
+        the next largest WB1. `prefetch` holds the tiles of one call at a time, so the slot is free."""
         call = next(argument(user, "call") for user in node.users if argument(user, "call"))
         tiles = [t for t in self.program.call(call).tiles if t in self.boundary and not self.plan.placement(t).resident]
         tiles.sort(key=lambda t: -self.program.tiles[t].weight_bytes)

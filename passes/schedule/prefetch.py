@@ -9,8 +9,8 @@ and checkpoints in host memory.
 
 A *stay* is one arrival of a tile with all its uses: those of one call in a forward, those of one block in a backward, whose
 micro-batches all use the block's weights while they are on the device. Layers share `plan.weight_slots` slots; if layers have
-several tiles, each rank in size has that many. The boundary tiles (prologue, epilogue, tied weights: the largest) are held for
-one call at a time. A tile that several layers' calls read stays as long as no other tile of its rank is needed in between.
+several tiles, each size class has that many. The boundary tiles (prologue, epilogue, tied weights: the largest) are held for
+one call at a time. A tile that several layers' calls read stays until another tile of its size class is needed.
 
     c4_1 = fetch("layers.3", mb=1, stashed=x4_1)           # while micro-batch 0 is computed
     g5_0 = recompute_backward("decoder", "layers.4", mb=0, inputs=(c4_0, s_0), ...)
@@ -38,7 +38,7 @@ from megacompile.ir.program import (
     nodes,
     op_of,
     operands,
-    slot_ranks,
+    size_classes,
 )
 
 name, requires, provides = "prefetch", "differentiate", "prefetch"
@@ -69,9 +69,9 @@ def run(program: Program, plan: Plan) -> Program:
         for key, graph in program.sections.items()})
 
 
-def layer_ranks(program: Program) -> dict[str, int]:
-    """The rank of each tile of a layer, which decides the slots in which it takes turns."""
-    return slot_ranks([call.tiles for call in program.calls if call.role == "layer"], boundary_tiles(program.calls),
+def layer_size_classes(program: Program) -> dict[str, int]:
+    """The size class of each tile of a layer. Tiles of one size class take turns in slots."""
+    return size_classes([call.tiles for call in program.calls if call.role == "layer"], boundary_tiles(program.calls),
                       lambda tile: program.tiles[tile].weight_bytes)
 
 
@@ -96,19 +96,20 @@ def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
 
 
 def _without_interruption(program: Program, stays: list[_Stay]) -> list[_Stay]:
-    """Joins consecutive stays of one tile that several layers' calls read: it is on the device and need not arrive again."""
+    """Joins consecutive stays of one tile that several layers' calls read, since it is on the device and need not arrive
+    again."""
     read = Counter(tile for call in program.calls if call.role == "layer" for tile in call.tiles)
-    ranks = layer_ranks(program)
+    classes = layer_size_classes(program)
     latest: dict[int, _Stay] = {}
     kept = []
     for stay in stays:
-        before = None if stay.boundary else latest.get(ranks[stay.tile])
+        before = None if stay.boundary else latest.get(classes[stay.tile])
         if before is not None and before.tile == stay.tile and read[stay.tile] > 1:
             before.uses += stay.uses
             continue
         kept.append(stay)
         if not stay.boundary:
-            latest[ranks[stay.tile]] = stay
+            latest[classes[stay.tile]] = stay
     return kept
 
 
@@ -150,7 +151,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     stays = _stays(program, plan, graph)
     pending = deque(s for s in stays if not plan.placement(s.tile).resident)
     present: list[_Stay] = []
-    ranks = layer_ranks(program)
+    classes = layer_size_classes(program)
     first = next(iter(nodes(graph)), None)
     for stay in stays:
         if plan.placement(stay.tile).resident and first is not None:
@@ -159,7 +160,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     def fits(stay: _Stay) -> bool:
         if stay.boundary:
             return all(other.group == stay.group for other in present if other.boundary)
-        return sum(ranks.get(other.tile) == ranks[stay.tile] for other in present) < plan.weight_slots
+        return sum(classes.get(other.tile) == classes[stay.tile] for other in present) < plan.weight_slots
 
     def issue(place_next: fx.Node) -> None:
         """Inserts every arrival that fits now, in order of first use, right before `place_next`."""
@@ -181,7 +182,8 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
             if stay.weights is None:
                 raise MegacompileError(
                     f"{plan.weight_slots} weight slots do not hold the weights that {argument(node, 'call')} needs at once; "
-                    f"plan at least {_needed(stays, ranks)} (checkpoint_interval layers are resident together in the backward)")
+                    f"plan at least {_needed(stays, classes)} (checkpoint_interval layers are resident together in the "
+                    "backward)")
             if node is stay.uses[-1] and stay in present:
                 present.remove(stay)
         if here:
@@ -192,6 +194,6 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _needed(stays: list[_Stay], ranks: Mapping[str, int]) -> int:
-    together = [(s.group, ranks[s.tile]) for s in stays if not s.boundary]
+def _needed(stays: list[_Stay], classes: Mapping[str, int]) -> int:
+    together = [(s.group, classes[s.tile]) for s in stays if not s.boundary]
     return max(map(together.count, together))

@@ -104,8 +104,8 @@ def _shard(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 
 def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder, ranks: int) -> fx.Node:
-    """Adds what stands for a node with several processes, `ranks` of them on each host. Returns the node that its users
-    read."""
+    """Adds the nodes that replace a node when there are several processes, `ranks` of them on each host. Returns the node that
+    its users read."""
     op, tile = op_of(node).name, arguments.get("tile")
 
     def again(op: str = op) -> fx.Node:

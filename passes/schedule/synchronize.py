@@ -37,7 +37,7 @@ from megacompile.ir.program import (
 
 name, requires, provides = "synchronize", "place", "synchronize"
 
-#: How far each lane is known to be: position in the section, per lane.
+#: The known progress of each lane: position in the section, per lane.
 Known = dict[Lane, int]
 
 
@@ -77,8 +77,8 @@ class _Synchronizer:
                        for node, access in history.last.values() if not self._known_to_all(node, access, place, kind)]
 
     def _known_to_all(self, node: fx.Node, access: Access, place: str, kind: str) -> bool:
-        """Whether an access needs no `leave`: nothing waits for it, and every other lane that may conflict with it is ordered
-        after it, or must wait for a later access to the place anyway."""
+        """True if an access needs no `leave`: nothing waits for it, and every other lane that may conflict with it is ordered
+        after it, or must wait anyway for a later access to the place."""
         own, at = lane_of(node), self.position[node]
         assert own is not None
         later = [done for lane, (other, done) in self.places[place].last.items() if lane != own and self.done[other][own] >= at]
@@ -112,8 +112,8 @@ class _Synchronizer:
 
     def _enter(self, node: fx.Node, lane: Lane, place: str, access: Access) -> None:
         """Orders the first access to a place after what ran before the section. No `enter` is needed if the section has already
-        written the place, or if the node's lane has waited for an event that the other lane recorded in this section: the other
-        lane's whole past comes before that event. What that lane had waited for is done then too."""
+        written the place, or if the node's lane has waited for an event that the other lane recorded in this section. That
+        event is after the other lane's whole past, and after everything that lane had waited for."""
         kind, history = place_kind(place), self.places[place]
         if kind is None or history.writer is not None:
             return

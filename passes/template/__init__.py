@@ -38,7 +38,7 @@ class Target:
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of `module` to rewrite. Nodes and their `meta` are copied, attributes are shared."""
+    """A copy of `module` to rewrite. Nodes and their `meta` are copied. Attributes are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     copy = LazyGraphModule(module, graph)

@@ -27,7 +27,7 @@ _VIEWS = frozenset(view.default for view in VIEWS)
 
 
 def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
-    """`graph` with operands in place of GEMM results, for every parameter that matches the pattern."""
+    """`graph` with operands instead of GEMM results, for every parameter that matches the pattern."""
     result = copy_graph(graph)
     output = result.graph.output_node()
     results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
@@ -82,20 +82,20 @@ def _leaving(graph: fx.Graph, gradient: fx.Node, parameters: set[fx.Node]) -> tu
 
 
 def _scaled_product(gradient: fx.Node) -> fx.Node | None:
-    """The product in float8 that a gradient is, before it is rounded from float32."""
+    """The float8 product that makes a gradient, before it is rounded from float32."""
     node: Any = gradient.args[0] if gradient.target is aten._to_copy.default else gradient
     return node if is_scaled(node) and _val(node).dtype is torch.float32 and node.args[4] is None else None
 
 
 def _is_grouped_over_rows(node: fx.Node) -> bool:
-    """Whether `node` is exactly the grouped product of [K, rows] and [rows, N]: one matrix for each group of rows."""
+    """True if `node` is exactly the grouped product of [K, rows] and [rows, N], with one matrix for each group of rows."""
     if node.target is not aten._grouped_mm.default or len(node.args) != 3 or node.kwargs:
         return False
     return all(_val(operand).dim() == 2 for operand in node.args[:2])  # type: ignore[arg-type]
 
 
 def _transposes(node: fx.Node) -> bool:
-    """Whether `node` is the transpose of a matrix, or of several, in any of aten's spellings."""
+    """True if `node` is the transpose of a matrix, or of several, in any of aten's spellings."""
     if node.target is aten.t.default:
         return True
     if node.target is aten.transpose.int:

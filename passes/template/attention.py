@@ -10,7 +10,7 @@ of every pair of tokens ("neutral"), or hold several sequences ("packed"). Sinks
     cudnn         on CUDA in bf16 or fp16, where the target has it: no windows, head sizes that are multiples of 8 up to 128
     flash         on CUDA in bf16 or fp16, windows too, head sizes that are multiples of 8 up to 256
     flash_packed  the same, each sequence of a row by itself
-    efficient     the same with padding, of which it makes a mask [B, 1, T, T] for each layer while that runs, or with a mask of
+    efficient     the same with padding, as a mask [B, 1, T, T] that exists while a layer runs, or with a mask of
                   every pair; no windows
     math          everything else, on any device: explicit scores, softmax in float32
 """

@@ -34,7 +34,8 @@ from megacompile.passes.template import Target
 # layer, and would hold the widest values of all tokens if it ran before the stretch of its forward. A later stretch recomputes
 # values that need no GEMM; for others the narrowest value from which they can be computed without a GEMM is kept.
 class Stretches:
-    """`count` stretches. An op that is in none runs before a stretch, or after the last one."""
+    """The division of a graph's ops into `count` stretches. An op outside of all stretches runs before a stretch, or after the
+    last one."""
 
     def __init__(self, graph: fx.Graph, layout: Layout) -> None:
         self.layout = layout
@@ -55,7 +56,7 @@ class Stretches:
             self._nodes[number] = self._needed(number)
 
     def before(self, number: int) -> list[fx.Node]:
-        """Ops that are in no stretch and run before this one (`count`: after the last), without inputs."""
+        """Ops outside of all stretches that run before this one (`count`: after the last), without inputs."""
         return [n for n in self.order if n not in self.roles and n.op not in ("placeholder", "output")
                 and self.stage[n] == number]
 
@@ -70,7 +71,8 @@ class Stretches:
 
     # ---------------------------------------------------------------- which stretch
     def _after(self, producer: fx.Node, reader: fx.Node) -> int:
-        """How many stretches `reader` must come after `producer`: only a tokenwise value can be read in its own stretch."""
+        """1 if `reader` must be in a later stretch than `producer`, else 0. Only a tokenwise value can be read in its own
+        stretch."""
         if producer not in self.roles or self.roles[producer] == TOKENWISE and reader in self.roles:
             return 0
         return 1
@@ -82,8 +84,8 @@ class Stretches:
         return stage
 
     def _latest(self, earliest: dict[fx.Node, int]) -> dict[fx.Node, int]:
-        """For each op the latest stretch in which ops that need all tokens can still read it; otherwise the first after its
-        inputs."""
+        """For each op, the latest stretch in which ops that need all tokens can still read it. If there is none, the first
+        stretch after its inputs."""
         bound: dict[fx.Node, int] = {}
         for node in reversed(self.order):
             bounds = [bound[u] - self._after(node, u) for u in self.readers[node] if u in bound]
@@ -111,7 +113,7 @@ class Stretches:
 
     # ---------------------------------------------------------------- what crosses
     def _needed(self, number: int) -> list[fx.Node]:
-        """The ops that a stretch must run for its results. Adds the values that it reads of earlier stretches to `kept`."""
+        """The ops that a stretch must run for its results. Adds the values of earlier stretches that it reads to `kept`."""
         found: set[fx.Node] = set()
         stack = list(self.results(number))
         while stack:
@@ -130,11 +132,11 @@ class Stretches:
         return [n for n in self.order if n in found]
 
     def _is_there(self, node: fx.Node) -> bool:
-        """Whether a value of an earlier stretch is in memory anyway."""
+        """True if a value of an earlier stretch is in memory anyway."""
         return node not in self.roles or self.roles[node] == SUM or node in self.kept
 
     def _is_cheap(self, node: fx.Node, known: dict[fx.Node, bool]) -> bool:
-        """Whether a value can be computed without a GEMM from values in memory."""
+        """True if a value can be computed without a GEMM from values in memory."""
         if node not in known:
             known[node] = not is_gemm(node) and all(
                 self._is_there(u) or self._is_cheap(u, known) for u in self.inputs[node])
@@ -162,7 +164,7 @@ level = "variant"
 aten = torch.ops.aten
 
 class _WholeError(Exception):
-    """Why a graph must stay whole."""
+    """The reason why a graph must stay whole."""
 
 
 def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
@@ -230,7 +232,7 @@ class _Rewrite:
 
     # ---------------------------------------------------------------- nodes outside of loops
     def _copy(self, node: fx.Node) -> None:
-        """Copies a node that is in no loop."""
+        """Copies a node outside of all loops."""
         if node.op == "output" or is_size(node):
             return
         keeps_exact = node.op == "call_function" and is_view(node) and len(node.all_input_nodes) == 1
@@ -263,7 +265,7 @@ class _Rewrite:
 
     # ---------------------------------------------------------------- loops
     def _holds_values(self, number: int, nodes: list[fx.Node]) -> bool:
-        """Whether a stretch makes values that are not among its results; otherwise a loop saves no memory."""
+        """True if a stretch makes values that are not among its results. Otherwise a loop saves no memory."""
         results = set(self.stretches.results(number))
         return any(node not in results and not is_view(node) and node.target is not operator.getitem for node in nodes)
 
@@ -291,8 +293,8 @@ class _Rewrite:
                 self.exact.add(item)
 
     def _targets(self, body: _Body) -> int | None:
-        """The position of the loop's input that says which tokens have results of zero. None if no input does, or if the
-        dimension of sequences is not just before that of tokens in some value."""
+        """The position of the loop's input that marks tokens with results of zero. None if there is no such input, or if in
+        some value the dimension of sequences is not just before that of tokens."""
         position = self.module.meta.get("targets")
         if position is None:
             return None
@@ -306,7 +308,8 @@ class _Rewrite:
 
 
 class _Body:
-    """The graph of a loop. `reads`: the old nodes that it takes; `results`: those that it returns, products as operands."""
+    """The graph of a loop. `reads`: the old nodes that it takes. `results`: the old nodes that it returns, products as
+    operands."""
 
     def __init__(self, layout: Layout, nodes: list[fx.Node], results: list[fx.Node]) -> None:
         self.results, inside = results, set(nodes)
@@ -347,15 +350,15 @@ class _Body:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """The node whose elements this one has in the same order, in another shape; the node itself if it is not such a view."""
+    """The node whose elements this one has in the same order, in another shape. The node itself if it is not such a view."""
     while packet(node) in (aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a node makes a tensor from numbers alone, such as a range. Inside a loop a compiler computes its elements where
-    they are read, and no memory has them."""
+    """True if a node makes a tensor from numbers alone, such as a range. Inside a loop a compiler computes its elements where
+    they are read, without storing them."""
     return node.op == "call_function" and not node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
 
 
@@ -369,7 +372,7 @@ def _tokens(layout: Layout, value: Tensor) -> Tokens | None:
 
 
 def _is_product(node: fx.Node, layout: Layout) -> bool:
-    """Whether a result of a loop is a matrix product that sums over tokens."""
+    """True if a result of a loop is a matrix product that sums over tokens."""
     return packet(node) is aten.mm and layout.dim(node.meta["val"]) is None
 
 

@@ -58,7 +58,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> None:
 
 
 def _kept(recipe: Float8, x: fx.Node, weight: fx.Node, names: tuple[str, ...]) -> str:
-    """Why a product stays as it is; "" if it does not."""
+    """The reason why a product stays as it is; "" if it does not stay."""
     shape, dtypes = example_of(weight).shape, {example_of(x).dtype, example_of(weight).dtype}
     if not names or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
         return "is not a product with a matrix of weights"
@@ -72,7 +72,7 @@ def _kept(recipe: Float8, x: fx.Node, weight: fx.Node, names: tuple[str, ...]) -
 
 
 def _parameters(node: fx.Node, weights: dict[fx.Node, str]) -> tuple[str, ...]:
-    """The names of the parameters that a value is made from, if it is made from nothing else; else none."""
+    """The names of the parameters that a value is made from; none if it is also made from anything else."""
     found: dict[str, None] = {}
     stack = [node]
     while stack:

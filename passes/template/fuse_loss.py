@@ -61,7 +61,7 @@ def _fuse(graph: fx.Graph, entropy: fx.Node) -> bool:
     with graph.inserting_before(entropy):
         for node in chain.reshapes:
             arguments = node.args[1:]
-            if _is(node, "view") or _is(node, "reshape"):
+            if _calls_method(node, "view") or _calls_method(node, "reshape"):
                 arguments = _with_last(arguments, width)
             hidden = graph.create_node(node.op, node.target, (hidden, *arguments), dict(node.kwargs))
         call = graph.call_function(torch.ops.megacompile.linear_cross_entropy.default, (
@@ -87,11 +87,11 @@ def _walk(node: fx.Node, user: fx.Node) -> _Chain | None:
             chain.head = node
             chain.scale *= multiplied * (chain.softcap if capped else 1.0)
             return chain if _linear(node) else None
-        if node.op == "call_method" and node.target == "float" or _casts_to_float(node) or _is(node, "contiguous"):
+        if node.op == "call_method" and node.target == "float" or _casts_to_float(node) or _calls_method(node, "contiguous"):
             pass
         elif (factor := _factor(node)) is not None:
             multiplied *= factor
-        elif (node.target is torch.tanh or _is(node, "tanh")) and not capped:
+        elif (node.target is torch.tanh or _calls_method(node, "tanh")) and not capped:
             chain.softcap, multiplied, capped = multiplied, 1.0, True
             if chain.softcap <= 0:
                 return None
@@ -110,12 +110,12 @@ def _linear(node: fx.Node) -> bool:
     return isinstance(weight, fx.Node) and example_of(weight).dim() == 2 and not set(node.kwargs) - {"bias"}
 
 
-def _is(node: fx.Node, method: str) -> bool:
+def _calls_method(node: fx.Node, method: str) -> bool:
     return node.op == "call_method" and node.target == method
 
 
 def _casts_to_float(node: fx.Node) -> bool:
-    return _is(node, "to") and node.meta["example_value"].dtype is torch.float32
+    return _calls_method(node, "to") and node.meta["example_value"].dtype is torch.float32
 
 
 def _factor(node: fx.Node) -> float | None:
@@ -124,15 +124,15 @@ def _factor(node: fx.Node) -> float | None:
     if len(node.args) != 2 or len(numbers) != 1:
         return None
     ((place, number),) = numbers
-    if node.target in (operator.mul, torch.mul) or _is(node, "mul"):
+    if node.target in (operator.mul, torch.mul) or _calls_method(node, "mul"):
         return float(number)
-    if place == 1 and (node.target in (operator.truediv, torch.div) or _is(node, "div")):
+    if place == 1 and (node.target in (operator.truediv, torch.div) or _calls_method(node, "div")):
         return 1.0 / number
     return None
 
 
 def _keeps_last_dimension(node: fx.Node) -> bool:
-    """Whether `node` slices or reshapes leading dimensions only, so that it commutes with the head."""
+    """True if `node` slices or reshapes leading dimensions only, so that it commutes with the head."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     before, after = example_of(node.args[0]), example_of(node)
@@ -142,18 +142,18 @@ def _keeps_last_dimension(node: fx.Node) -> bool:
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         full = index[-1] == slice(None) or (Ellipsis not in index and len(index) < before.dim())
         return after.dim() == before.dim() and all(isinstance(i, slice) or i is Ellipsis for i in index) and full
-    if _is(node, "view") or _is(node, "reshape"):
+    if _calls_method(node, "view") or _calls_method(node, "reshape"):
         sizes = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
         # The vocabulary must be given as the last size: -1 there would be another number for `hidden`.
         return len(node.args) > 1 and isinstance(sizes[-1], int) and sizes[-1] == before.shape[-1]
-    if _is(node, "flatten") or node.target is torch.flatten:
+    if _calls_method(node, "flatten") or node.target is torch.flatten:
         end: Any = node.kwargs.get("end_dim", node.args[2] if len(node.args) > 2 else -1)
         return bool(end % before.dim() != before.dim() - 1)
     return False
 
 
 def _with_last(sizes: tuple[Any, ...], width: int) -> tuple[Any, ...]:
-    """A reshape's sizes, for `hidden` of this width instead of the logits."""
+    """A reshape's sizes, with this width of `hidden` instead of the vocabulary as the last size."""
     if isinstance(sizes[-1], (tuple, list)):
         return (*sizes[:-1], (*sizes[-1][:-1], width))
     return (*sizes[:-1], width)

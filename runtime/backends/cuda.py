@@ -25,13 +25,14 @@ from megacompile.runtime.optimizer.rule import Rule, Segment
 
 
 def expandable_segments() -> None:
-    """Call before the first CUDA allocation. Does nothing if the user has configured the allocator."""
+    """Selects expandable segments, unless the user has configured the allocator. Call it before the first CUDA allocation."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         set_allocator_settings("expandable_segments:True")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a CUDA device that this process could have now: free bytes, and those that PyTorch's allocator keeps unused."""
+    """Bytes of a CUDA device that this process could allocate now: free bytes, and those that PyTorch's allocator keeps
+    unused."""
     gc.collect()
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -69,7 +70,7 @@ def cupy_for_cuda() -> Any:
 
 
 class CudaBackend:
-    """One CUDA device. Each lane has a stream, but pack; the lanes cpu and pack work on the host."""
+    """One CUDA device. Each lane except pack has a stream. The lanes cpu and pack work on the host."""
 
     def __init__(self, index: int = 0) -> None:
         self.cupy, self.index = cupy_for_cuda(), index
@@ -89,7 +90,8 @@ class CudaBackend:
             yield
 
     def memory(self, size: int) -> Tensor:
-        """Memory for a slot, outside PyTorch's stream bookkeeping: other streams write it, in the order of the program."""
+        """Memory for a slot. PyTorch's stream bookkeeping ignores it, since other streams write it in the order of the
+        program."""
         with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.compute.synchronize()  # the allocator may hand out memory whose last use is still queued on this stream

@@ -20,7 +20,7 @@ from megacompile.runtime.optimizer.rule import Rule, Segment
 
 
 class Backend(Protocol):
-    """What a device must provide. Each method is called from the thread of the lane that it concerns."""
+    """The interface of a device. Each method is called in the thread of the lane that it concerns."""
 
     device: torch.device
 
@@ -31,7 +31,7 @@ class Backend(Protocol):
         """uint8 [size] on the device, for a slot."""
 
     def pin(self, host: Tensor) -> None:
-        """Pins host memory, so that copies of it run asynchronously. Idempotent. Raises `InsufficientMemoryError`."""
+        """Pins host memory, so that its copies run asynchronously. Idempotent. Raises `InsufficientMemoryError`."""
 
     def unpin(self, host: Tensor) -> None: ...
 
@@ -51,36 +51,36 @@ class Backend(Protocol):
         """A context in which PyTorch's operations are issued to compute or h2d."""
 
     def record(self, lane: Lane) -> Any:
-        """The device's event after everything issued to the lane; None if work is done when it is issued."""
+        """The device's event after everything issued to the lane; None if work is already done when it is issued."""
 
     def wait(self, lane: Lane, event: Any) -> None:
         """Holds the lane back until the device's event."""
 
     def busy(self, lane: Lane) -> bool:
-        """Whether the device has something to finish that was issued to the lane, or has failed. Called in a thread that does
-        nothing else on devices."""
+        """True if the device has unfinished work of the lane, or has failed. Called in a thread that does nothing else on
+        devices."""
 
     def timestamps(self) -> Timestamps:
-        """Time stamps of the lanes, from now on. The device must be idle."""
+        """Starts time stamps of the lanes. The device must be idle."""
 
     def synchronize(self) -> None:
         """Waits for everything on the device. Raises `LaneError` if the device is lost to this process."""
 
     def delay(self, lane: Lane, seconds: float) -> None:
-        """Delays the lane on purpose: tests use it to show that events order the lanes, not luck."""
+        """Delays the lane on purpose. Tests use it to show that events order the lanes."""
 
     def enter(self, tensors: list[Tensor]) -> None:
         """Called in the caller's thread: compute waits for the caller's stream. The caller may drop the tensors at any time."""
 
     def exit(self, tensors: list[Tensor], event: Any = None) -> None:
-        """Called in the caller's thread: the caller's stream waits for compute; with an `event`, only for what compute did
-        before it. From then on the caller owns the tensors."""
+        """Called in the caller's thread: the caller's stream waits for compute; with an `event`, only for the work before it.
+        From then on the caller owns the tensors."""
 
     def peak_bytes(self) -> int:
         """The peak of reserved device memory, in bytes; 0 if the device is the host."""
 
     def trim(self) -> None:
-        """Gives cached free memory back to the device, and workspaces of libraries, which allocate them again. Lanes must be
+        """Returns cached free memory to the device, and the workspaces of libraries, which allocate them again. Lanes must be
         idle."""
 
     def free_bytes(self) -> int:
@@ -89,7 +89,7 @@ class Backend(Protocol):
 
 # -------------------- Time stamps of lanes, on one time scale for all lanes. Used only by recordings (`executor.py`)
 class Timestamps(Protocol):
-    """Time begins at 0 when this is made; the device must be idle then."""
+    """Time stamps of lanes. Time 0 is when this object is made; the device must be idle then."""
 
     def stamp(self, lane: Lane) -> Any:
         """The time at which the lane finishes everything issued to it so far. Called from the lane's thread."""
@@ -99,7 +99,7 @@ class Timestamps(Protocol):
 
 
 class HostTimestamps:
-    """For lanes whose work is done when it is issued."""
+    """Time stamps for lanes whose work is done when it is issued."""
 
     def __init__(self) -> None:
         self.begin_s = time.perf_counter()
@@ -112,10 +112,9 @@ class HostTimestamps:
 
 
 class CudaTimestamps:
-    """For lanes that are streams of one device, whose stamps are events, and for lanes of the host.
-
-    The device measures the time between events of any of its streams. One event, which the host waits for, relates its time
-    scale to the host's, with an error of some ten microseconds, the time in which that wait returns."""
+    """Time stamps for lanes that are streams of one device, whose stamps are events, and for lanes of the host. The device
+    measures the time between events of any of its streams. The host waits for one event, which relates the two time scales. The
+    error is some ten microseconds, the time in which that wait returns."""
 
     def __init__(self, cupy: Any, streams: Mapping[Lane, Any]) -> None:
         self.cupy, self.streams = cupy, streams

@@ -21,7 +21,8 @@ from megacompile.system.host_memory import available_host_bytes, cores, host_mem
 
 
 class ThreadBackend:
-    """Lanes that are threads. There is little overlap on a CPU, but the races are those of any device: tests find them here."""
+    """Lanes that are threads. On a CPU there is little overlap, but the same races as on any device, so tests find them
+    here."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -25,7 +25,7 @@ ALIGNMENT = 128
 
 @dataclass(eq=False)
 class HostCheckpoint:
-    """`memory`: uint8, pinned. `parts`: the checkpoint that was last stashed there, on the meta device."""
+    """`memory`: uint8, pinned. `parts`: the last checkpoint that was stashed there, on the meta device."""
 
     memory: Tensor
     parts: tuple[Tensor, ...] = ()
@@ -62,7 +62,7 @@ Buffers = dict[str, HostCheckpoint]
 
 
 class HostCheckpoints:
-    """State: all sets of buffers that were `made`, and those that are `idle`, which no open forward uses."""
+    """State: all sets of buffers that were `made`, and the `idle` ones, which no open forward uses."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -71,8 +71,8 @@ class HostCheckpoints:
 
     def lend(self, owner: object, slots: Mapping[str, Slot],
              settle: Callable[[], None]) -> tuple[Buffers, Callable[[], object]]:
-        """A set that has buffers for these slots, and a function that returns it, which is called when `owner` is freed at the
-        latest. `settle` waits until lanes are idle: a buffer that is too small may be in use by a copy. Raises
+        """A set that has buffers for these slots, and a function that returns it. The function is called at the latest when
+        `owner` is freed. `settle` waits until lanes are idle, since a copy may still use a buffer that is too small. Raises
         `InsufficientMemoryError`."""
         if not slots:
             return {}, lambda: None
@@ -114,7 +114,7 @@ class HostCheckpoints:
         return sum(buffer.memory.numel() for buffers in self.made for buffer in buffers.values())
 
     def close(self) -> None:
-        """Frees all memory. Lanes must be idle; no open forward can run its backward after this."""
+        """Frees all memory. Lanes must be idle. Afterwards no open forward can run its backward."""
         for buffers in self.made:
             for buffer in buffers.values():
                 self.backend.unpin(buffer.memory)

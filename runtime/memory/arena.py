@@ -60,7 +60,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class State:
-    """A tile's optimizer state in a slot: moments as `StateLayout` says, remainder int16 [elements] if it has one."""
+    """A tile's optimizer state in a slot: moments as in `StateLayout`, and remainder int16 [elements] if there is one."""
 
     tile: str
     moments: list[Tensor]
@@ -68,7 +68,7 @@ class State:
 
 
 class Arena:
-    """The memory of the slots, by name. It grows if a program of another shape needs more; it shrinks only in `close` and
+    """The memory of the slots, by name. It grows if a program of another shape needs more. It shrinks only in `close` and
     `forget`."""
 
     def __init__(self, backend: Backend) -> None:
@@ -80,7 +80,7 @@ class Arena:
         self._verdicts: dict[str, tuple[Tensor, Any]] = {}
 
     def reserve(self, slots: Mapping[str, Slot]) -> None:
-        """Allocates slots that are missing, and reallocates slots that are too small (lanes must be idle then). Raises
+        """Allocates missing slots, and reallocates slots that are too small (lanes must be idle then). Raises
         `InsufficientMemoryError`, before it allocates anything, if the host has too little memory for slabs."""
         grown = [s for s in slots.values() if s.name not in self.slots or self.slots[s.name].numel() < s.bytes]
         slabs = [s for s in grown if self.is_slab(s.name)]
@@ -103,15 +103,16 @@ class Arena:
                     self.slots[slot.name] = self.backend.memory(slot.bytes)
 
     def verdict(self, tile: str, update: object) -> Tensor:
-        """int32 [1] on the device: becomes 1 if an update there skips the tile because its gradients are not finite. `update`:
-        returned by `take_verdicts`."""
+        """int32 [1] on the device. An update there sets it to 1 if it skips the tile because gradients are not finite.
+        `update`: returned by `take_verdicts`."""
         known = self._verdicts.get(tile)
         said = torch.zeros(1, dtype=torch.int32, device=self.backend.device) if known is None else known[0]
         self._verdicts[tile] = said, update
         return said
 
     def take_verdicts(self) -> dict[str, Any]:
-        """Tiles that updates on the device have skipped since the last call -> their last update. The device must be idle."""
+        """Maps each tile that updates on the device have skipped since the last call to its last update. The device must be
+        idle."""
         if not self._verdicts or not any(kept := torch.cat([said for said, _ in self._verdicts.values()]).tolist()):
             return {}
         found = {tile: update for (tile, (_, update)), each in zip(self._verdicts.items(), kept, strict=True) if each}

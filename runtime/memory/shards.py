@@ -29,8 +29,8 @@ from megacompile.system.host_memory import host_memory
 # link, besides the norms. Norms of gradients belong to parts and have their own memory: a parameter has one norm for each part.
 @dataclass
 class CopiedInRuns:
-    """What is copied between a slot and a host tile in several runs of elements. `layout`: in the slot. `home`: the host tile.
-    `norm_bytes`: uint8, one FP32 norm for each parameter, in memory of its own; None if nothing is trained."""
+    """A slot and a host tile that are copied in several runs of elements. `layout`: of the slot. `home`: the host tile.
+    `norm_bytes`: uint8, one FP32 norm for each parameter, in separate memory; None if nothing is trained."""
 
     layout: TileLayout
     home: HostTile
@@ -42,11 +42,11 @@ class CopiedInRuns:
         """Elements in a slot, and the same elements of the host tile."""
 
     def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's bytes of the same weights."""
+        """Bytes of a slot or slab, and the matching bytes of the host's weights."""
         yield from self._bytes_with(memory, self.home.weights)
 
     def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's bytes of the same gradients, then the norms."""
+        """Bytes of a slot or slab, and the matching bytes of the host's gradients, then the norms."""
         assert self.home.gradients is not None and self.norm_bytes is not None, f"{self.layout.name} has no gradients"
         yield from self._bytes_with(memory, self.home.gradients)
         yield memory[self.layout.weight_bytes:self.layout.gradient_bytes], self.norm_bytes
@@ -58,7 +58,7 @@ class CopiedInRuns:
 
 
 class TilePart(CopiedInRuns):
-    """A part of a host tile that is a tile of its own in programs."""
+    """A part of a host tile that programs treat as a tile."""
 
     @classmethod
     def of(cls, layout: TileLayout, home: HostTile) -> TilePart:
@@ -66,7 +66,7 @@ class TilePart(CopiedInRuns):
 
     @property
     def held(self) -> slice:
-        """The elements of a slot of the whole part that one rank alone copies and updates: all."""
+        """The elements of the part's slot that a single rank copies and updates: all."""
         return slice(0, self.layout.elements)
 
     @property
@@ -76,8 +76,8 @@ class TilePart(CopiedInRuns):
 
 @dataclass(frozen=True)
 class ShardLayout(TileLayout):
-    """The layout of a shard in a slot. It has a slice for each parameter of the whole tile, empty where the shard has none of
-    its elements. `shard_elements`: including padding."""
+    """The layout of a shard in a slot. It has a slice for each parameter of the whole tile, which is empty if the shard has
+    none of its elements. `shard_elements`: including padding."""
 
     shard_elements: int = 0
 
@@ -99,14 +99,14 @@ class ShardLayout(TileLayout):
 
 
 def held_by(layout: TileLayout, rank: int) -> slice:
-    """The elements of a slot of the whole tile that are in a rank's shard."""
+    """The elements of a whole tile's slot that are in a rank's shard."""
     count = layout.elements // layout.ranks
     return slice(rank * count, (rank + 1) * count)
 
 
 @dataclass
 class TileShard(CopiedInRuns):
-    """`whole`: what it is a shard of. `held`: its elements, in a slot of the whole tile."""
+    """`whole`: the tile, or part of one, that is divided. `held`: the shard's elements, in a slot of the whole tile."""
 
     whole: HostTile | TilePart
     held: slice
@@ -128,7 +128,7 @@ class TileShard(CopiedInRuns):
         return found
 
 
-#: What one rank copies and updates of a tile.
+#: The part of a tile that one rank copies and updates.
 Share = HostTile | TilePart | TileShard
 
 
@@ -138,8 +138,8 @@ Pair = tuple[Segment, Moments]
 
 
 def at_home(segments: Sequence[Segment], tile: Share, run: slice, moments: Sequence[Tensor] | None = None) -> list[Pair]:
-    """The parts of segments of a host tile in a run of its elements, with their moments in host memory. They count elements
-    from the run's first one. `moments`: those of the share, in a slab; None: where the tile has them."""
+    """The parts of a host tile's segments in a run of its elements, with their moments in host memory. Elements are counted
+    from the run's first one. `moments`: of the share, in a slab; None: where the tile has them."""
     found = (part for s in segments if (part := s.within(run.start, run.stop, 0)))
     return [(s, moments_at_home(s, tile, moments)) for s in sorted(found, key=lambda s: s.start)]
 
@@ -154,7 +154,7 @@ def moments_at_home(segment: Segment, tile: Share, moments: Sequence[Tensor] | N
 
 
 def in_slot(segments: Sequence[Segment], tile: Share, moments: Sequence[Tensor]) -> list[Pair]:
-    """Segments of a host tile -> segments of the slot that holds a share of it, with their `moments` in a slot of their own."""
+    """Segments of a host tile -> segments of the slot that holds a share of it, with their `moments` in a separate slot."""
     found = (part for here, there in tile.runs for s in segments if (part := s.within(there.start, there.stop, here.start)))
     pairs = []
     for s in sorted(found, key=lambda s: s.start):

@@ -25,8 +25,8 @@ from megacompile.system.host_memory import host_memory
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter's share of one part of a tile. `name`: weight, remainder, or as in an optimizer's state. `shape`: of the
-    tensor that a checkpoint holds."""
+    """One parameter's share of one part of a tile. `name`: weight, remainder, or a name in an optimizer's state. `shape`: of
+    the tensor in a checkpoint."""
 
     name: str
     position: int
@@ -39,7 +39,7 @@ class Piece:
         return self.dtype.itemsize * math.prod(self.shape)
 
     def read(self, tile: HostTile, start: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
-        """Copies bytes of the piece, from `start`, to the beginning of `into`, and returns their number. Raises `DiskError`."""
+        """Copies bytes of the piece, from `start`, to the beginning of `into`. Returns how many. Raises `DiskError`."""
         count = min(len(into), self.bytes - start)
         if tile.file is not None and self.name not in ("weight", "remainder"):
             tile.file.get(tile.layout.name, self.position, self.name, start, torch.from_numpy(into[:count]))
@@ -100,12 +100,10 @@ class TouchedError(Exception):
 
 
 class Snapshot:
-    """State, under one lock: the source of each tile that is not finished (`_sources`: the tile itself, or its copy), the bytes
-    that copies may still take, how many callers wait in `preserve`, and which tiles that other ranks write were not checked yet
-    (`_of_others`).
-
-    `tiles`: those that the writer of this process writes. `stamp(name)` changes when a tile is written from outside, without
-    `preserve`. With several ranks, `of_ranks` says which tiles their writers have read."""
+    """State, under one lock: the source of each unfinished tile (`_sources`: the tile itself, or its copy), the bytes that
+    copies may still take, how many callers wait in `preserve`, and which tiles that other ranks write were not checked yet
+    (`_of_others`). `tiles`: those that the writer of this process writes. `stamp(name)` changes when a tile is written from
+    outside, without `preserve`. With several ranks, `of_ranks` says which tiles their writers have read."""
 
     def __init__(self, tiles: Mapping[str, HostTile], copy_bytes: int, stamp: Callable[[str], object],
                  of_ranks: ReadTiles | None = None) -> None:
@@ -119,7 +117,7 @@ class Snapshot:
 
     # ---------------------------------------------------------------- for code that changes tiles
     def preserve(self, name: str) -> None:
-        """Returns once the tile may change. Raises `RankError` if a rank whose writer must read it has ended."""
+        """Returns once the tile may change. Raises `RankError` if the rank whose writer must read it has ended."""
         if name not in self._tiles:  # another rank writes it
             if self._of_ranks is not None:
                 self._of_ranks.wait(name)
@@ -148,7 +146,7 @@ class Snapshot:
             return
 
     def _claim(self, name: str) -> int | None:
-        """Reserves room for a tile's copy, and waits for it if necessary. The bytes; None if the tile needs no copy."""
+        """Reserves room for a tile's copy, and waits for it if necessary. Returns the bytes; None if the tile needs no copy."""
         with self._changed:
             size = state_bytes(self._tiles[name])
             if not (self._free(name) or size <= self._room):
@@ -167,26 +165,26 @@ class Snapshot:
         return self._sources.get(name) is not self._tiles[name]
 
     def _mark(self, *names: str) -> None:
-        """Other ranks may change these tiles."""
+        """Tells other ranks that they may change these tiles."""
         if self._of_ranks is not None:
             self._of_ranks.mark(*names)
 
     def _room_for_none(self) -> None:
-        """The system has no memory for copies: from now on callers of `preserve` wait."""
+        """Makes callers of `preserve` wait from now on, since the system has no memory for copies."""
         with self._changed:
             self._room = -(1 << 62)
 
     # ---------------------------------------------------------------- for the writer
     def read(self, name: str, piece: Piece, start: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
-        """Copies bytes of a piece, from `start`, to the beginning of `into`. Their number; 0 once the snapshot is abandoned.
-        Raises `DiskError`."""
+        """Copies bytes of a piece, from `start`, to the beginning of `into`. Returns how many; 0 once the snapshot is
+        abandoned. Raises `DiskError`."""
         with self._changed:
             if name not in self._sources:
                 return 0
             return piece.read(self._sources[name], start, into)
 
     def finish(self, name: str) -> None:
-        """The writer has read all of a tile. Raises `TouchedError` if a tile was changed without `preserve`."""
+        """Called when the writer has read all of a tile. Raises `TouchedError` if a tile was changed without `preserve`."""
         with self._changed:
             source = self._sources.get(name)
             if source is self._tiles[name]:
@@ -208,15 +206,15 @@ class Snapshot:
             self._check(name)
 
     def check_of_others(self) -> None:
-        """All ranks have read their tiles. Raises `TouchedError` if this process has changed one without `preserve`, which only
-        this process can see."""
+        """Called when all ranks have read their tiles. Raises `TouchedError` if this process has changed one without
+        `preserve`. Only this process can see that."""
         with self._changed:
             self._check_of_others(*self._of_others)
             if self.touched is not None:
                 raise TouchedError(self.touched)
 
     def abandon(self) -> None:
-        """The writer stops: all tiles may change."""
+        """Called when the writer stops. All tiles may change."""
         with self._changed:
             self._sources.clear()
             self._mark(*self._tiles)
@@ -243,12 +241,12 @@ class Snapshot:
 # Each tile of a checkpoint is written by one rank, and each rank updates a shard of every tile. So before its update, a rank
 # also waits for the writers of others. A writer's own rank runs the same update, which makes it copy the tile: nobody waits
 # long.
-#: How long a wait sleeps between two looks at the tile, and how often it looks at the other ranks, in seconds.
+#: Seconds between two looks of a wait at the tile, and at the other ranks.
 _PAUSE_S, _LOOK_S = 5e-4, 0.05
 
 
 class ReadTiles:
-    """`memory`: uint8 [tiles], zeros, shared by all ranks: 1 where a tile may change. `tiles`: all, in the same order on every
+    """`memory`: uint8 [tiles], zeros, shared by all ranks: 1 if a tile may change. `tiles`: all, in the same order on every
     rank. `check` raises `RankError` if another rank has ended or has failed."""
 
     def __init__(self, memory: Tensor, tiles: Sequence[str], check: Callable[[], None]) -> None:

@@ -25,9 +25,8 @@ from megacompile.system.host_memory import host_memory
 
 
 class StateFile:
-    """`layouts`: those of host tiles. `file`: that of this process. `files`: those of all ranks of the host, in their order.
-
-    Raises `DiskError` as `DirectFile` does, before anything has changed."""
+    """`layouts`: of host tiles. `file`: of this process. `files`: of all ranks of the host, in rank order. Raises `DiskError`
+    as `DirectFile` does, before anything has changed."""
 
     def __init__(self, folder: Path, layouts: Iterable[TileLayout]) -> None:
         self._layouts = {layout.name: layout for layout in layouts}
@@ -75,7 +74,7 @@ class StateFile:
             raise self._failed("reading", "from", tile, error, self._remedy()) from error
 
     def write(self, tile: str, slab: Tensor) -> None:
-        """Writes this rank's moments of a tile from a slab. Raises `DiskError`; then the file may have a part of them."""
+        """Writes this rank's moments of a tile from a slab. Raises `DiskError`. Then the file may have only a part of them."""
         try:
             self.file.write(slab, self._parts[tile][0])
         except OSError as error:
@@ -83,7 +82,7 @@ class StateFile:
 
     # ---------------------------------------------------------------- for all else: a parameter's, of all ranks
     def get(self, tile: str, position: int, name: str, start: int, into: Tensor) -> None:
-        """Fills `into`, uint8 [n], with what is kept of a parameter under a name, such as `exp_avg`, from byte `start` on.
+        """Fills `into`, uint8 [n], with a parameter's stored tensor of this name, such as `exp_avg`, from byte `start` on.
         Raises `DiskError`."""
         try:
             for file, at, part in self._pieces(tile, position, name, start, into):
@@ -92,7 +91,7 @@ class StateFile:
             raise self._failed("reading", "from", tile, error, "try again, or load a checkpoint") from error
 
     def put(self, tile: str, position: int, name: str, values: Tensor) -> None:
-        """Replaces what is kept of a parameter under a name by `values`, uint8 [n]. Raises `DiskError`; then a part may be
+        """Replaces a parameter's stored tensor of this name by `values`, uint8 [n]. Raises `DiskError`. Then only a part may be
         replaced."""
         try:
             for file, at, part in self._pieces(tile, position, name, 0, values):
@@ -101,7 +100,8 @@ class StateFile:
             raise self._failed("writing", "to", tile, error, "load a checkpoint") from error
 
     def copy(self, tile: str) -> list[Tensor]:
-        """The moments of a tile as memory has them: a buffer for each, uint8. Raises `DiskError`, `InsufficientMemoryError`."""
+        """The moments of a tile in the layout of memory: one buffer for each, uint8. Raises `DiskError`,
+        `InsufficientMemoryError`."""
         layout = self._layouts[tile]
         buffers = [host_memory(size) for size in layout.moment_bytes]
         for position, s in enumerate(layout.slices):

@@ -22,15 +22,16 @@ _ALIGNED = 128
 
 
 def aligned_bytes(count: int) -> int:
-    """So many bytes, and the padding after them."""
+    """The number of bytes, rounded up with padding."""
     return -(-count // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True)
 class ElementState:
-    """What an optimizer keeps for each element of a parameter: moments by name, in a format; and whether a bf16 weight has an
-    exact FP32 master, whose low bits are its remainder. `whole`: an update reads the whole matrix at once, on the device.
-    `separable`: moments may be updated later than weights (`Rule`). `rule`: the name of what updates the element."""
+    """The state that an optimizer stores for each element of a parameter: moments by name, in a format, and whether a bf16
+    weight has an exact FP32 master, whose low bits are its remainder. `whole`: an update reads the whole matrix at once, on the
+    device. `separable`: moments may be updated later than weights (`Rule`). `rule`: the name of
+    what updates the element."""
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     format: StateFormat = FLOAT32
@@ -40,7 +41,7 @@ class ElementState:
     rule: str = "adamw"
 
     def bytes(self, dtype: torch.dtype) -> float:
-        """Bytes of an element of this dtype, about."""
+        """Approximate bytes of an element of this dtype."""
         return self.moment_bytes + (2 if self.exact and dtype == torch.bfloat16 else 0)
 
     @property
@@ -49,7 +50,7 @@ class ElementState:
         return len(self.moments) * (self.format.value_bytes + (4 / BLOCK if self.format.scaled else 0.0))
 
 
-#: What AdamW keeps if nothing else is asked for.
+#: AdamW's default state.
 ADAMW_STATE = ElementState()
 #: The state of a frozen parameter.
 NO_STATE = ElementState((), FLOAT32, exact=False, rule="")
@@ -69,7 +70,7 @@ class StateLayout:
 
     @functools.cached_property
     def _regions(self) -> list[list[int]]:
-        """For each moment, the byte at which each parameter's region begins, and the bytes of all."""
+        """For each moment, the byte at which each parameter's region begins, and the total bytes."""
         return [self._begins(moment) for moment in range(self.moments)]
 
     def _begins(self, moment: int) -> list[int]:
@@ -85,7 +86,7 @@ class StateLayout:
         return [begins[-1] for begins in self._regions]
 
     def at(self, buffers: Sequence[Tensor], position: int, start: int, stop: int) -> Moments:
-        """The moments of elements [start, stop) of a parameter. `buffers`: uint8, one for each moment. Where there are scales,
+        """The moments of elements [start, stop) of a parameter. `buffers`: uint8, one for each moment. If there are scales,
         `start` is the first element of a block."""
         state = self.states[position]
         found = [self._views(buffers[moment], moment, position, start, stop) for moment in range(len(state.moments))]
@@ -102,8 +103,8 @@ class StateLayout:
         return values, buffer[scales + 4 * first:scales + 4 * last].view(torch.float32)
 
     def spans(self, position: int, count: int) -> dict[str, tuple[int, int, int]]:
-        """The location of each tensor that is kept for the first `count` elements of a parameter, by name: (moment, first byte
-        in its buffer, bytes)."""
+        """The location of each stored tensor of the first `count` elements of a parameter, by name: (moment, first byte in its
+        buffer, bytes)."""
         state, found = self.states[position], {}
         for moment, name in enumerate(state.moments):
             begin, values = self._regions[moment][position], state.format.value_bytes
@@ -113,13 +114,12 @@ class StateLayout:
         return found
 
     def slack_bytes(self, shards: int) -> int:
-        """Bytes that the regions of so many shards may take in addition to those of the whole."""
+        """The most bytes that the regions of this many shards take beyond those of the whole tile."""
         scaled = sum(state.format.scaled for state in self.states)
         return 0 if shards == 1 else 3 * _ALIGNED * scaled * self.moments * shards
 
     def named(self, buffers: Sequence[Tensor], position: int) -> Iterator[tuple[str, Tensor]]:
-        """Everything that is kept of a parameter by name, such as `exp_avg`, and `exp_avg_scale` where there are scales.
-        [n]."""
+        """All stored tensors of a parameter by name, such as `exp_avg`, and `exp_avg_scale` if there are scales. [n]."""
         moments = self.at(buffers, position, 0, self.counts[position])
         for name, values in zip(self.states[position].moments, moments.values, strict=True):
             yield name, values

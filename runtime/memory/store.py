@@ -34,7 +34,7 @@ _MOST_THREADS = 8
 
 
 class FirstTouch:
-    """State: the memory that is left, and the threads that take it."""
+    """Takes pages of memory in the background. State: the memory that is left, and the threads that take it."""
 
     def __init__(self) -> None:
         self._left: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -42,7 +42,7 @@ class FirstTouch:
         self._stopped = False
 
     def begin(self, parts: Iterable[Tensor]) -> None:
-        """Begins with these parts of host memory, if there is enough of them. Values that are written meanwhile stay."""
+        """Begins with these parts of host memory, if enough is available. Values that are written meanwhile stay."""
         chunks = [chunk for part in parts for chunk in part.view(torch.uint8).split(_CHUNK) if chunk.numel()]
         if sum(chunk.numel() for chunk in chunks) < LEAST_BYTES or (library := native.library()) is None:
             return
@@ -64,7 +64,7 @@ class FirstTouch:
             library.megacompile_touch(chunk.data_ptr(), chunk.numel(), PAGE)
 
     def stop(self) -> None:
-        """Ends the threads: no memory is used any more when this returns."""
+        """Ends the threads. On return they use no memory."""
         self._stopped = True
         for thread in self._threads:
             thread.join()
@@ -74,11 +74,11 @@ class FirstTouch:
 
 @dataclass
 class Store:
-    """All tiles of a streamed model, in the order of the model's calls, `parts` of tiles that are streamed separately, and with
-    several ranks on a host this rank's `shards` of both. `shared`: whether other ranks train the same tiles, or copies of them
-    on other hosts. Call `preserve` before changing state that a checkpoint holds: a `snapshot` may
-    not be fully written yet. `files`: those that moments are in. `_own`: while all ranks load the same values, the
-    tiles that this process writes. `_read`, `_written`: bytes of files that moments were in."""
+    """All tiles of a streamed model, in the order of the model's calls, the `parts` of tiles that are streamed separately, and
+    with several ranks on a host this rank's `shards` of both. `shared`: other ranks train the same tiles, or copies of them on
+    other hosts. Call `preserve` before changing state that a checkpoint holds, since a `snapshot` may not be fully written yet.
+    `files`: those with moments. `_own`: while all ranks load the same values, the tiles that this process writes. `_read`,
+    `_written`: bytes of files that had moments."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
     parts: dict[str, TilePart] = field(default_factory=dict)
@@ -92,16 +92,16 @@ class Store:
     _written: int = 0
 
     def __getitem__(self, name: str) -> Share:
-        """What this rank copies and updates of the tile, or part of a tile, that is streamed under a name."""
+        """The share of a streamed tile, or part of a tile, that this rank copies and updates."""
         return self.shards[name] if name in self.shards else self.whole(name)
 
     def whole(self, name: str) -> HostTile | TilePart:
-        """The tile, or part of a tile, that is streamed under a name."""
+        """The streamed tile, or part of a tile, of this name."""
         return self.parts[name] if name in self.parts else self.tiles[name]
 
     def divide(self, names: Iterable[str], rank: int, ranks: int) -> None:
-        """From now on other ranks train the same tiles, and this process copies and updates only the shards of one of the
-        `ranks` of its host."""
+        """Makes this process copy and update only the shards of one of the `ranks` of its host. Other ranks train the same
+        tiles."""
         self.shared = True
         if ranks > 1:
             self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
@@ -118,9 +118,9 @@ class Store:
 
     def keep(self, host: Mapping[str, TileLayout], streamed: Mapping[str, TileLayout], on_disk: Collection[str] = (),
              file: StateFile | None = None) -> list[Tensor]:
-        """From now on tiles and what is streamed of them have these layouts, which differ from those of before in the
-        optimizer's state alone. `on_disk`: the tiles whose moments are on disk: in `file` those that it was made for, others
-        where they are. State that is kept in another way, or elsewhere, restarts. Returns memory that can be freed now."""
+        """Gives tiles and their streamed parts these layouts, which differ from the current ones only in the optimizer's state.
+        `on_disk`: the tiles whose moments are on disk. `file` holds those that it was made for; others stay where they are.
+        State whose form or place changes restarts. Returns memory that can be freed now."""
         if file is not None:
             self.files.append(file)
         unused = []
@@ -154,7 +154,7 @@ class Store:
             self._own = None
 
     def writes(self, tile: str) -> bool:
-        """Whether this process writes the values that are loaded into a tile."""
+        """True if this process writes the loaded values of a tile."""
         return self._own is None or tile in self._own
 
     # ---------------------------------------------------------------- memory
@@ -171,7 +171,7 @@ class Store:
         self.first_touch.begin(part for share in every if share.home.layout.name in tiles for part in _state_of(share))
 
     def hold_gradients(self) -> list[Tensor]:
-        """Allocates the gradients of all trained tiles, unless they are there. Returns what was allocated. Raises
+        """Allocates the gradients of all trained tiles, unless they exist. Returns what was allocated. Raises
         `InsufficientMemoryError`; then nothing has changed."""
         missing = [tile for tile in self.tiles.values() if tile.layout.trainable and tile.gradients is None]
         needed = sum(tile.layout.gradient_bytes for tile in missing)
@@ -184,8 +184,8 @@ class Store:
         return [tile.gradients for tile in missing if tile.gradients is not None]
 
     def allocate_sums(self, tiles: Iterable[str]) -> None:
-        """Allocates FP32 sums of gradients for those of these tiles that have none. Raises `InsufficientMemoryError`; then
-        nothing has changed."""
+        """Allocates FP32 sums of gradients for tiles without them. Raises `InsufficientMemoryError`; then nothing has
+        changed."""
         homes = {name: self[name].home for name in tiles}
         missing = [tile for tile in {id(each): each for each in homes.values()}.values()
                    if tile.sums is None and tile.layout.trainable]
@@ -204,11 +204,11 @@ class Store:
 
     @property
     def has_moments(self) -> bool:
-        """Whether an optimizer has made state."""
+        """True if an optimizer has made state."""
         return any(tile.has_moments for tile in self.tiles.values())
 
     def available_bytes(self, budget: int | None = None) -> int:
-        """Bytes of host memory for training: available bytes plus those that tiles take already; at most `budget`."""
+        """Bytes of host memory for training: available bytes plus those that tiles already take, at most `budget`."""
         parts = self.bytes()
         kept = sum(part.nbytes for tile in self.tiles.values() if tile.moments_written for part in tile.state())
         there = available_host_bytes() + parts.get("weights", 0) + parts.get("gradients", 0) + kept
@@ -220,8 +220,8 @@ class Store:
             tile.sums = None
 
     def release(self) -> None:
-        """Holds no memory and no file from now on, and neither does what still refers to this store: graphs of losses, handles,
-        tracebacks. Tensors that users have over tiles keep their memory. Nothing may use tiles any more."""
+        """Drops all memory and files. Objects that still refer to this store, such as graphs of losses, handles and tracebacks,
+        keep none alive. Tensors that users have over tiles keep their memory. Nothing may use tiles any more."""
         self._read, self._written = self.disk_bytes_read, self.disk_bytes_written
         self.files.clear()
         for tile in self.tiles.values():
@@ -244,7 +244,7 @@ class Store:
 
 
 def _state_of(share: Share) -> Iterator[Tensor]:
-    """Memory of the optimizer state that a process updates: moments are bytes, of some number for each element."""
+    """Memory of the optimizer state that a process updates, as bytes."""
     home = share.home
     for part in (*home.prepare_moments(), *([] if home.remainder is None else [home.remainder])):
         for _, there in share.runs:
@@ -259,8 +259,8 @@ STATE = (*WEIGHTS, "moments")
 
 
 def copy_from_first_host(store: Store, ranks: Ranks, parts: Collection[str], tiles: Collection[str] | None = None) -> None:
-    """Copies parts of tiles (None: of all tiles) from the first host to all others, where there are others. All ranks call this
-    while no rank uses the tiles. Each sends or receives its shard. Raises `RankError`."""
+    """Copies parts of tiles (None: of all tiles) from the first host to all others, if there are any. All ranks call this while
+    no rank uses the tiles. Each sends or receives its shard. Raises `RankError`."""
     if ranks.hosts.count == 1:
         return
     for name, tile in store.tiles.items():

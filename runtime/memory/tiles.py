@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class TileMemory:
-    """Memory of this process. `writes`: whether this process writes the values of a model that is in memory."""
+    """Memory of this process. `writes`: this process writes the values of a model that is in memory."""
 
     writes = True
 
@@ -47,13 +47,13 @@ class TileMemory:
         return HostTile.allocate(layout)
 
     def share(self, work: Collection[T]) -> list[T]:
-        """The part of some work, the same on every rank, that this process does."""
+        """The part of some work that this process does. The work is the same on every rank."""
         return list(work)
 
 
 class SharedTileMemory(TileMemory):
-    """Memory that all ranks of a host map. Rank 0's values are those of the model, as with `DistributedDataParallel`, so other
-    hosts write nothing: their copies come from the first host. Raises `RankError` if the ranks' models differ."""
+    """Memory that all ranks of a host map. The model's values are rank 0's, as with `DistributedDataParallel`, so other hosts
+    write nothing: their copies come from the first host. Raises `RankError` if the ranks' models differ."""
 
     def __init__(self, layouts: Collection[TileLayout], ranks: Ranks) -> None:
         self._ranks = ranks
@@ -75,7 +75,7 @@ class SharedTileMemory(TileMemory):
 
 # -------------------- What a host tile knows of the file that its moments are in (`state_file.py`)
 class MomentFile(Protocol):
-    """Its methods raise `DiskError` if the drive fails."""
+    """A file of moments. Its methods raise `DiskError` if the drive fails."""
 
     def read(self, tile: str, slab: Tensor) -> None:
         """Fills a slab, uint8 [disk_bytes], with this rank's moments of a tile."""
@@ -84,13 +84,13 @@ class MomentFile(Protocol):
         """Writes this rank's moments of a tile from a slab."""
 
     def get(self, tile: str, position: int, name: str, start: int, into: Tensor) -> None:
-        """Fills `into`, uint8 [n], with what is kept of a parameter under a name, from byte `start` on."""
+        """Fills `into`, uint8 [n], with a parameter's stored tensor of this name, from byte `start` on."""
 
     def put(self, tile: str, position: int, name: str, values: Tensor) -> None:
-        """Replaces what is kept of a parameter under a name by `values`, uint8 [n]."""
+        """Replaces a parameter's stored tensor of this name by `values`, uint8 [n]."""
 
     def copy(self, tile: str) -> list[Tensor]:
-        """The moments of a tile as memory has them: a buffer for each, uint8."""
+        """The moments of a tile in the layout of memory: one buffer for each, uint8."""
 
 
 MOST_MOMENTS = 2
@@ -100,8 +100,8 @@ SHARD_ALIGNMENT = 256  # elements: a block of state that has one scale is in one
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Where one parameter lies in its tile, in elements. `stands_for`: the number of weights that its elements are codes
-    of; None: they are weights."""
+    """The location of one parameter in its tile, in elements. `stands_for`: the number of weights that its elements encode;
+    None: the elements are weights."""
 
     name: str
     shape: tuple[int, ...]
@@ -124,9 +124,9 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class TileLayout:
-    """The layout of a tile. All its parameters have one dtype. For a part of a host tile (`shards.py`), `home` is the name
-    of that tile and `origins` the element at which each slice begins there. `ranks`: how many shards of equal size it is
-    divided into (`shards.py`). `states`: what the optimizer keeps of each parameter; empty: what AdamW keeps by default."""
+    """The layout of a tile. All its parameters have one dtype. For a part of a host tile (`shards.py`), `home` is the name of
+    that tile and `origins` the element at which each slice begins there. `ranks`: the number of equal shards (`shards.py`).
+    `states`: the optimizer's state of each parameter; empty: AdamW's default."""
 
     name: str
     dtype: torch.dtype
@@ -139,7 +139,7 @@ class TileLayout:
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, parameters: Iterable[tuple[str, Sequence[int], bool, *tuple[int | None, ...]]],
            ranks: int = 1) -> TileLayout:
-        """`parameters`: name, shape, whether it is trained, and the number of weights if its elements are codes of them."""
+        """`parameters`: name, shape, whether it is trained, and the number of weights if its elements are codes."""
         slices, position = [], 0
         for parameter, shape, trainable, *weights in parameters:
             slices.append(ParameterSlice(parameter, tuple(shape), position, trainable, *weights))
@@ -147,7 +147,7 @@ class TileLayout:
         return cls(name, dtype, tuple(slices), ranks=ranks)
 
     def with_states(self, states: Mapping[str, ElementState]) -> Self:
-        """The layout with this state for each parameter by name, and none of frozen parameters."""
+        """The layout with these states of parameters, by name, and no state for frozen parameters."""
         chosen = tuple(states[s.name] if s.trainable else NO_STATE for s in self.slices)
         return replace(self, states=() if chosen == self._default_states else chosen)
 
@@ -159,7 +159,7 @@ class TileLayout:
 
     @property
     def elements(self) -> int:
-        """Including the padding after each parameter, and so many that shards are aligned."""
+        """The number of elements, including the padding after each parameter and the padding that aligns shards."""
         each = aligned(1, self.ranks) * self.ranks
         return -(-self.slices[-1].stop // each) * each
 
@@ -177,7 +177,7 @@ class TileLayout:
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradients, then one FP32 norm per parameter."""
+        """Bytes of the gradients and of one FP32 norm per parameter after them."""
         return self.weight_bytes + 4 * len(self.slices)
 
     # ---------------------------------------------------------------- the optimizer's state
@@ -186,12 +186,12 @@ class TileLayout:
         return tuple(ADAMW_STATE if s.trainable else NO_STATE for s in self.slices)
 
     def state_of(self, position: int) -> ElementState:
-        """What the optimizer keeps of a parameter."""
+        """The state that the optimizer stores for a parameter."""
         return (self.states or self._default_states)[position]
 
     @functools.cached_property
     def state_layout(self) -> StateLayout:
-        """How that state is laid out in memory."""
+        """The layout of the optimizer's state in memory."""
         return StateLayout(self.states or self._default_states, tuple(aligned(s.count, self.ranks) for s in self.slices))
 
     @property
@@ -206,7 +206,7 @@ class TileLayout:
 
     @property
     def has_remainder(self) -> bool:
-        """Whether the low bits of FP32 masters are kept."""
+        """True if the low bits of FP32 masters are kept."""
         return self.dtype == torch.bfloat16 and any(state.exact for state in self.state_layout.states)
 
     @property
@@ -215,7 +215,7 @@ class TileLayout:
 
     @property
     def state_bytes(self) -> int:
-        """The optimizer's state: moments, and the remainder of bf16 weights."""
+        """Bytes of the optimizer's state: moments, and the remainder of bf16 weights."""
         if not self.trainable:
             return 0
         return sum(self.moment_bytes) + self.remainder_bytes + self.state_layout.slack_bytes(self.ranks)
@@ -260,7 +260,7 @@ class TileLayout:
 
     @property
     def visit_bytes(self) -> int:
-        """Bytes of device memory for the visit of the largest of `matrices`, with its products; 0 without any."""
+        """Bytes of device memory for a visit of the largest of `matrices`, with its products; 0 without matrices."""
         def needed(rows: int, columns: int, state: ElementState) -> int:
             count, size = rows * columns, self.dtype.itemsize
             parts = [count * size, count * size, 2 * count * self.has_remainder, count * state.format.value_bytes,
@@ -271,11 +271,11 @@ class TileLayout:
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of device memory for the products of the largest of `matrices`; 0 without any."""
+        """Bytes of device memory for the products of the largest of `matrices`; 0 without matrices."""
         return max((scratch_bytes(rows, columns) for rows, columns, _ in self.matrices), default=0)
 
     def host_parts(self, gradients: bool = True) -> dict[str, int]:
-        """Bytes that training this tile takes, by part. `gradients`: whether they wait in host memory for a step."""
+        """Bytes of host memory for training this tile, by part. `gradients`: they wait in host memory for a step."""
         return {"weights": self.weight_bytes, "gradients": self.gradient_bytes if self.trainable and gradients else 0,
                 "remainder": self.remainder_bytes, "moments": self.state_bytes - self.remainder_bytes}
 
@@ -284,7 +284,7 @@ class TileLayout:
 
     def shared_pieces(self) -> dict[str, int]:
         """Bytes of every part that a tile of this layout may have, under any optimizer, by the name of its piece of
-        `SharedMemory`. What is never touched takes no memory."""
+        `SharedMemory`. Untouched pieces take no memory."""
         moments = dict.fromkeys((f"moment {k}" for k in range(MOST_MOMENTS)), self.sum_bytes)
         sizes = {"weights": self.weight_bytes, "gradients": self.gradient_bytes if self.trainable else 0,
                  "remainder": 2 * self.elements if self.trainable and self.dtype == torch.bfloat16 else 0,
@@ -297,13 +297,13 @@ class TileLayout:
         return [memory[end - size:end] for size, end in zip(self.moment_bytes, ends, strict=True)]
 
     def state(self, memory: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """The moments' buffers (uint8), and the remainder (int16; None where there is none), in a slot's memory."""
+        """The moments' buffers (uint8), and the remainder (int16, or None), in a slot's memory."""
         at = sum(self.moment_bytes)
         return self.moments(memory), memory[at:at + self.remainder_bytes].view(torch.int16) if self.has_remainder else None
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of each rank's file that its share of the moments takes."""
+        """Bytes of each rank's file for its share of the moments."""
         moments = sum(self.moment_bytes) + self.state_layout.slack_bytes(self.ranks)
         return in_blocks(-(-moments // self.ranks)) if self.trainable else 0
 
@@ -321,26 +321,26 @@ class TileLayout:
 
 
 def weights_piece(tile: str) -> str:
-    """The name of the piece of `SharedMemory` that has the weights of a tile."""
+    """The name of the piece of `SharedMemory` that holds the weights of a tile."""
     return f"{tile} weights"
 
 
 def own_storage(memory: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor over this memory (contiguous) that has a storage of its own: flat, of this dtype."""
+    """A flat tensor of this dtype over this contiguous memory, with its own storage."""
     if not memory.numel():  # `frombuffer` raises for an empty buffer
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory.view(torch.uint8).numpy(), dtype=dtype)
 
 
 def aligned(count: int, ranks: int = 1) -> int:
-    """So many elements, and the padding after them."""
+    """The number of elements, rounded up with padding."""
     each = ALIGNMENT if ranks == 1 else SHARD_ALIGNMENT
     return -(-count // each) * each
 
 
 @dataclass
 class HostTile:
-    """One tile's host memory. `file`: where its moments are, if they are on disk; then there are no `moments` in memory.
+    """One tile's host memory. `file`: the file of its moments if they are on disk; then there are no `moments` in memory.
     `begun`: an optimizer has made moments there."""
 
     layout: TileLayout
@@ -359,7 +359,7 @@ class HostTile:
 
     @classmethod
     def allocate(cls, layout: TileLayout, shared: SharedMemory | None = None, weights: Tensor | None = None) -> HostTile:
-        """Makes a tile, zeros, without gradients and moments. `shared`: memory for the `shared_pieces` of its layout, except
+        """Makes a zeroed tile without gradients and moments. `shared`: memory for the `shared_pieces` of its layout, except
         `weights` that are elsewhere."""
         if weights is None:
             weights = (host_memory(layout.weight_bytes, inherited=True) if shared is None
@@ -370,13 +370,13 @@ class HostTile:
         return tile
 
     def allocate_gradients(self) -> None:
-        """Allocates gradients and their norms, zeros."""
+        """Allocates zeroed gradients and norms."""
         self.gradients = self._memory("gradients", self.layout.gradient_bytes)
         if self.shared is None:
             self.gradients.zero_()  # touched pages are pinned faster
 
     def prepare_moments(self) -> list[Tensor]:
-        """Memory that `allocate_moments` will use, and that no page was taken of yet. None of moments on disk."""
+        """Reserves memory for `allocate_moments` without touching its pages. Nothing for moments on disk."""
         if self.file is not None:
             return []
         if not self.moments and self._prepared is None and self.layout.trainable:
@@ -384,7 +384,7 @@ class HostTile:
         return self._prepared or []
 
     def allocate_moments(self) -> None:
-        """Allocates the optimizer's moments, zeros. Those on disk are there."""
+        """Allocates the optimizer's moments, zeroed. Moments on disk exist already."""
         if self.file is not None:
             self.begun = self.layout.trainable
         elif not self.moments and self.layout.trainable:
@@ -392,18 +392,17 @@ class HostTile:
 
     @property
     def has_moments(self) -> bool:
-        """Whether an optimizer has made moments, in memory or on disk."""
+        """True if an optimizer has made moments, in memory or on disk."""
         return bool(self.moments) or self.begun
 
     @property
     def moments_are_zero(self) -> bool:
-        """Whether nothing has written the moments. The system may not have made their pages yet."""
+        """True if nothing has written the moments. The system may not have allocated their pages yet."""
         return not (self.moments_written or self.moments_lent or any(moment._version for moment in self.moments))
 
     def keep(self, layout: TileLayout, file: MomentFile | None = None) -> list[Tensor]:
-        """From now on the optimizer's state is laid out so, with moments in this file, or in memory. Moments restart if they
-        were kept in another way, and a master whose remainder is not kept is rounded to its weight. Returns memory that can be
-        freed now."""
+        """Changes the layout of the optimizer's state, with moments in this file, or in memory. Moments restart if their form
+        or place changes. A master whose remainder is dropped is rounded to its weight. Returns memory that can be freed now."""
         held, before, elsewhere = self.state(), self.layout, file is not self.file
         self.layout, self.file = layout, file
         if layout.state_layout != before.state_layout or elsewhere:
@@ -423,7 +422,7 @@ class HostTile:
         self.sums = self._memory("sums", self.layout.sum_bytes).view(torch.float32)
 
     def release(self) -> None:
-        """Holds no memory and no file from now on. Tensors that others have over it keep theirs."""
+        """Drops all memory and files. Tensors that others have over it keep theirs."""
         self.weights, self.moments = torch.empty(0, dtype=torch.uint8), []
         self.gradients = self.remainder = self.sums = self._prepared = self.shared = self.file = None
         self.begun = False
@@ -432,11 +431,11 @@ class HostTile:
         return host_memory(size) if self.shared is None else self.shared.piece(f"{self.layout.name} {part}")[:size]
 
     def state(self) -> list[Tensor]:
-        """The parts of the optimizer state that are allocated."""
+        """The allocated parts of the optimizer state."""
         return [*([] if self.remainder is None else [self.remainder]), *self.moments]
 
     def parameter_view(self, memory: Tensor, index: int) -> Tensor:
-        """A parameter's part of this tile's weights or gradients, as a tensor with its own storage. For a view of the tile's
+        """A parameter's part of this tile's weights or gradients, as a tensor with its own storage. If it shared the tile's
         storage, `torch.save` would write the whole tile and `save_pretrained` would clone everything."""
         s = self.layout.slices[index]
         size = self.layout.dtype.itemsize
@@ -448,7 +447,7 @@ class HostTile:
 
     @property
     def held(self) -> slice:
-        """The elements of a slot of the whole tile that one rank alone copies and updates: all."""
+        """The elements of the tile's slot that a single rank copies and updates: all."""
         return slice(0, self.layout.elements)
 
     @property
@@ -462,16 +461,16 @@ class HostTile:
         return None if self.gradients is None else self.gradients[self.layout.weight_bytes:self.layout.gradient_bytes]
 
     def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's bytes of the same weights."""
+        """Bytes of a slot or slab, and the matching bytes of the host's weights."""
         yield memory, self.weights
 
     def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's bytes of the same gradients and norms."""
+        """Bytes of a slot or slab, and the matching bytes of the host's gradients and norms."""
         assert self.gradients is not None, f"{self.layout.name} has no gradients"
         yield memory, self.gradients
 
     def memories(self, parts: Iterable[str]) -> Iterator[Tensor]:
-        """The memory of these parts, as far as there is any: one tensor for each, or one for each moment."""
+        """The allocated memory of these parts: one tensor for each part, or one for each moment."""
         for part in parts:
             yield from self.moments if part == "moments" else [each for each in [getattr(self, part)] if each is not None]
 

@@ -71,8 +71,8 @@ def update(cupy: Any, stream: Any, rule: Rule, weights: Tensor, remainder: Tenso
            segments: Sequence[tuple[Segment, Moments]], gradient_scale: float,
            judged: tuple[Tensor, Tensor] | None = None) -> None:
     """Issues the update to a CuPy stream. Tensors are as for `host_update.update`, on the current device, with gradients in the
-    dtype of the weights. `judged`: the gradients' norms, fp32 [n], and a flag, int32 [1]. If a norm is not finite, nothing is
-    changed and the flag becomes 1."""
+    dtype of the weights. `judged`: the gradients' norms, fp32 [n], and a flag, int32 [1]. If a norm is not finite, the update
+    changes nothing and sets the flag to 1."""
     assert weights.dtype == gradient.dtype, f"gradients are {gradient.dtype}, weights {weights.dtype}"
     tensors = [_pointer(tensor) for tensor in (weights, remainder, gradient)]
     norms, verdict = judged if judged is not None else (None, None)
@@ -100,8 +100,8 @@ def _pointer(tensor: Tensor | None) -> Any:
 
 # -------------------- Updates one matrix on the device by a `MatrixRule`
 def matrices_of(rule: MatrixRule, segment: Segment) -> Iterator[tuple[Segment, int, int]]:
-    """The part of a parameter's segment for each of its matrices, with rows and columns. The segment is the whole parameter, or
-    a run of whole matrices of it."""
+    """For each matrix of a parameter, its part of the segment, its rows and its columns. The segment is the whole parameter, or
+    a run of its whole matrices."""
     start = segment.start
     for rows, columns in rule.matrices(segment.options):
         part = segment.within(start, start + rows * columns, start)
@@ -136,8 +136,8 @@ def update_matrix(backend: Backend, rule: MatrixRule, weights: Tensor, remainder
 
 def update_there(backend: Backend, rule: MatrixRule, weights: Tensor, remainder: Tensor | None, gradient: Tensor,
                  pairs: Sequence[tuple[Segment, Moments]], gradient_scale: float) -> None:
-    """Updates parameters whose matrices stay on the device, with their state. Tensors are as for `update_matrix`; segments
-    count their elements."""
+    """Updates parameters whose matrices stay on the device, with their state. Tensors are as for `update_matrix`. Segments
+    index their elements."""
     found = [(part, moments, part.start - segment.start, (rows, columns)) for segment, moments in pairs
              for part, rows, columns in matrices_of(rule, segment)]
     with backend.issuing(Lane.COMPUTE):

@@ -20,15 +20,15 @@ from megacompile.runtime.optimizer.state_format import BLOCK, FLOAT32, StateForm
 
 @dataclass(frozen=True)
 class Moments:
-    """Where the moments of a segment are. `values`: for each moment, those of its elements, in the format's dtype, [n];
-    `scales`: those of its blocks, fp32, if the format has any."""
+    """The moments of a segment. `values`: for each moment, its elements in the format's dtype, [n]. `scales`: of their blocks,
+    fp32, if the format has any."""
 
     format: StateFormat
     values: tuple[Tensor, ...]
     scales: tuple[Tensor, ...] = field(default=())
 
     def part(self, start: int, stop: int) -> Moments:
-        """The moments of elements [start, stop) of the segment. Where there are scales, `start` is the first element of a
+        """The moments of elements [start, stop) of the segment. If there are scales, `start` is the first element of a
         block."""
         scales = slice(start // BLOCK, self.format.scales(stop))
         return Moments(self.format, tuple(values[start:stop] for values in self.values), tuple(s[scales] for s in self.scales))
@@ -72,13 +72,13 @@ def update(rule: Rule, weights: Tensor, remainder: Tensor | None, gradient: Tens
 
 
 def definitions(rule: Rule, dtype: torch.dtype, exact: bool, moments: StateFormat) -> str:
-    """What comes before `update.cpp` and `update.cu`. `dtype`: of the weights. `exact`: bf16 weights have a remainder."""
+    """The C++ text before `update.cpp` and `update.cu`. `dtype`: of the weights. `exact`: bf16 weights have a remainder."""
     master = 1 if dtype == torch.float32 else 0 if exact else 2
     return f"#define MASTER {master}\n#define MOMENTS {moments.number}\n{rule.declarations()}"
 
 
 def native_segment(rule: Rule, segment: Segment, moments: Moments) -> native.NativeSegment:
-    """What the kernel reads of a segment."""
+    """The segment in the form that the kernel reads."""
     made = native.NativeSegment(start=segment.start, stop=segment.stop, first=segment.first,
                                 key=key_of(segment.seed, segment.step))
     for index, values in enumerate(moments.values):

@@ -40,7 +40,7 @@ INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # the index is the library's 
 
 
 class BuildError(Exception):
-    """The library could not be built or loaded; the message says why. Callers get a warning."""
+    """The library could not be built or loaded. The message says why. Callers get a warning."""
 
 
 class NativeSegment(ctypes.Structure):
@@ -77,13 +77,13 @@ _lock = threading.Lock()
 
 
 def library() -> ctypes.CDLL | None:
-    """The loaded library, built if necessary. None, with one RuntimeWarning per process, if that fails. Thread-safe."""
+    """The loaded library, built if necessary. If that fails: None, with one RuntimeWarning per process. Thread-safe."""
     with _lock:  # two lanes may call this first at the same time
         return _library()
 
 
 def update_library(definitions: str) -> ctypes.CDLL | None:
-    """As `library`, for `update.cpp` with these C++ definitions before it."""
+    """Like `library`, for `update.cpp` with these C++ definitions before it."""
     if library() is None:
         return None
     with _lock:
@@ -180,9 +180,9 @@ def instruction_sets(loaded: ctypes.CDLL) -> tuple[str, ...]:
 
 
 def default_threads() -> int:
-    """`$OMP_NUM_THREADS` if it is a number (the first of a list), else the cores that this process may use: its share of them,
-    if torchrun has started several processes on this machine. torchrun sets the variable to 1 if the user has not set it, so a
-    1 in its jobs is not a choice."""
+    """`$OMP_NUM_THREADS` if it is a number (the first of a list). Otherwise the cores that this process may use, or its share
+    of them if torchrun has started several processes on this machine. torchrun sets the variable to 1 if the user has not set
+    it, so a 1 in its jobs is ignored."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     chosen = int(wanted) if wanted.isdecimal() else 0
     if chosen > 1 or (chosen == 1 and "TORCHELASTIC_RUN_ID" not in os.environ):
@@ -192,7 +192,7 @@ def default_threads() -> int:
 
 
 def _run(command: Sequence[str], source: bytes = b"") -> str:
-    """Standard output of a compiler's run, which reads `source`. Raises BuildError with the last lines of its errors."""
+    """The standard output of a compiler that reads `source`. Raises BuildError with the last lines of its errors."""
     try:
         finished = subprocess.run(command, input=source.decode(), capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S,
                                   check=False)

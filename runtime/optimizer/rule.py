@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Part(enum.IntEnum):
-    """Which part of an update is stored. Storing the weights, then the moments, gives the same bits as the whole. The next
+    """The part of an update that is stored. Storing the weights, then the moments, gives the same bits as the whole. The next
     forward needs only the weights, which are two thirds of the traffic."""
 
     WHOLE = 0
@@ -20,7 +20,7 @@ class Part(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Moment:
-    """A number that a rule keeps for each element, such as `exp_avg`. `signed`: whether it may be negative."""
+    """A number that a rule stores for each element, such as `exp_avg`. `signed`: it may be negative."""
 
     name: str
     signed: bool
@@ -55,7 +55,7 @@ class Rule:
     separable: bool = True
 
     def declarations(self) -> str:
-        """C++ definitions of what `update.cpp` and `update.cu` need of a rule."""
+        """The rule's C++ definitions for `update.cpp` and `update.cu`."""
         fields = "".join(f"  float {name};\n" for name in self.scalars)
         signed = " || ".join(f"k == {k}" for k, moment in enumerate(self.moments) if moment.signed) or "false"
         return (f"struct Scalars {{\n{fields}}};\nconstexpr int kCount = {len(self.moments)};\n"
@@ -113,10 +113,9 @@ def scratch_bytes(rows: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a tile, of one parameter, that are updated with the same options.
-
-    `options`: those of the rule. `step` counts from 1, this update included. `first`: the number of the element `start` in its
-    parameter. `seed`: of the parameter's random bits. `position`: of the parameter in its tile."""
+    """Elements [start, stop) of one parameter in a tile, which are updated with the same options. `options`: of the rule.
+    `step` counts from 1, this update included. `first`: the index of the element `start` in its parameter. `seed`: of the
+    parameter's random bits. `position`: of the parameter in its tile."""
 
     start: int
     stop: int
@@ -127,8 +126,8 @@ class Segment:
     position: int = 0
 
     def within(self, start: int, stop: int, at: int) -> Segment | None:
-        """The part of the segment in [start, stop), where `start` is the element `at` of another memory; None if there is
-        none."""
+        """The part of the segment in [start, stop), renumbered for memory in which `start` is the element `at`; None if there
+        is none."""
         begin, end = max(self.start, start), min(self.stop, stop)
         if begin >= end:
             return None

@@ -1,4 +1,4 @@
-"""How optimizer state is stored: the moments' formats, and what is kept of an FP32 master.
+"""Storage of optimizer state: the formats of moments, and the remainder of an FP32 master.
 
     format      bytes of a moment     rounding
     float32     4                     none
@@ -29,7 +29,7 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class StateFormat:
-    """A format of moments. `value_bytes`: of an element. `scaled`: whether each block has an FP32 scale. `number`: in C++."""
+    """A format of moments. `value_bytes`: of an element. `scaled`: each block has an FP32 scale. `number`: in C++."""
 
     name: str
     number: int
@@ -41,11 +41,11 @@ class StateFormat:
         return self.dtype.itemsize
 
     def scales(self, elements: int) -> int:
-        """The number of scales of so many elements of a parameter."""
+        """The number of scales for `elements` elements of a parameter."""
         return -(-elements // BLOCK) if self.scaled else 0
 
     def bytes(self, elements: int) -> int:
-        """Bytes of a moment of so many elements of a parameter."""
+        """Bytes of a moment of `elements` elements of a parameter."""
         return elements * self.value_bytes + 4 * self.scales(elements)
 
 
@@ -57,7 +57,7 @@ FORMATS: Final = {each.name: each for each in (FLOAT32, BFLOAT16, EIGHT_BITS)}
 
 # ---------------------------------------------------------------- random bits, as in csrc/values.h
 def mixed(x: Any) -> Any:
-    """A hash of 32 bits: of an int, or of each element of an int64 tensor."""
+    """A 32-bit hash of an int, or of each element of an int64 tensor."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
@@ -69,7 +69,7 @@ def key_of(seed: int, step: int) -> int:
 
 
 def random_bits(key: int, numbers: Tensor) -> Tensor:
-    """32 bits for each element, from its number in its parameter: int64 [n]."""
+    """32 random bits for each element, from its index in its parameter: int64 [n]."""
     blocks: Tensor = mixed((key + numbers // BLOCK) & _MASK)
     found: Tensor = mixed((blocks + (numbers % BLOCK) * 0x9E3779B9) & _MASK)
     return found
@@ -94,7 +94,7 @@ def decoded(codes: Tensor, levels: int) -> Tensor:
 
 
 def encoded(numbers: Tensor, random: Tensor, levels: int, signed: bool) -> Tensor:
-    """Numbers from 0 to 1, without 1, fp32 [n] -> codes, int64 [n]. `random`: 16 bits, int64 [n]."""
+    """Numbers in [0, 1), fp32 [n] -> codes, int64 [n]. `random`: 16 bits, int64 [n]."""
     exponents = 125 - (numbers.view(torch.int32).long() >> 23)
     down = (exponents.clamp_max(3 * levels - 1) + 1) // 3
     place = numbers * torch.exp2((levels + 2 * down).float())

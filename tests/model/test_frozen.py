@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import UnsupportedError
-from megacompile.ir.program import argument, find, operands, slot_ranks
+from megacompile.ir.program import argument, find, operands, size_classes
 
 
 class Layer(nn.Module):
@@ -109,7 +109,7 @@ def test_tiles_of_one_rank_take_turns_in_slots_that_fit_them(norms: Any) -> None
 
 def test_ranks_of_one_layer_are_distinct_and_go_by_size() -> None:
     sizes = {"a": 5, "b": 9, "shared": 7, "head": 100, "c": 1}
-    assert slot_ranks([("a", "shared", "b"), ("shared", "c", "head")], {"head"}, sizes.__getitem__) == {
+    assert size_classes([("a", "shared", "b"), ("shared", "c", "head")], {"head"}, sizes.__getitem__) == {
         "b": 0, "shared": 1, "a": 2, "c": 0}
 
 

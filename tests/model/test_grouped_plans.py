@@ -35,7 +35,7 @@ def planner_of(model: Any, device_bytes: int) -> Any:
     streamed = model.megacompile.streamed
     simulator = simulator_of(streamed.captured, streamed.tiling, Hardware.find("h200"), True)
     return replace(streamed.shapes.planner, simulator=simulator, budget_bytes=device_bytes, margin_bytes=0, keep_residuals=True,
-                   keeping=False, taken_bytes=0, stateful=None)  # whatever other tests made
+                   cached=False, taken_bytes=0, stateful=None)  # whatever other tests made
 
 
 def test_memory_and_time_of_a_plan_are_those_of_its_micro_batches(twins: tuple[Any, Any]) -> None:

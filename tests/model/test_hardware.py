@@ -383,7 +383,7 @@ def test_a_batch_of_another_size_moves_state_from_the_device_only_for_a_much_fas
         model = tiny_models.build(bf16=True, hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
                                   num_key_value_heads=4, num_hidden_layers=8)
     found = megacompile.schedule(model, batch=64, length=1024, hardware="h200", whole_step=True, device_memory="40GiB")
-    first = dataclasses.replace(found.planner, stateful=None, keeping=False)
+    first = dataclasses.replace(found.planner, stateful=None, cached=False)
     choice = first.choose(64, 1024, whole_step=True)
     later, simulator = first.after(choice), found.planner.simulator
     assert choice.stateful and simulator is not None

@@ -273,7 +273,7 @@ def make(analysis: Any, *, budget: int = 2**30, hardware: Hardware = GPU, host_b
     """As a process that has just begun makes it."""
     config = StreamConfig.of(device="cpu", **options or {})
     simulator = simulator_of(*analysis, hardware, fused=True, passes=config.passes)
-    made = Planner(*analysis, config, budget, margin_bytes=0, host_bytes=host_bytes, simulator=simulator, keeping=True)
+    made = Planner(*analysis, config, budget, margin_bytes=0, host_bytes=host_bytes, simulator=simulator, cached=True)
     return replace(made, **fields)
 
 
@@ -394,7 +394,7 @@ def test_a_refusal_is_not_kept(analysis: Any, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("planned", [
-    lambda a: make(a, keeping=False), lambda a: make(a, simulator=None), lambda a: make(a, keep_residuals=False),
+    lambda a: make(a, cached=False), lambda a: make(a, simulator=None), lambda a: make(a, keep_residuals=False),
     lambda a: make(a, options={"passes": insert_after(PIPELINE, "place", place)}),
     lambda a: make(a, options={"template_passes": TEMPLATE_PIPELINE[:-1]}),
 ], ids=["not asked to", "unknown machine", "no search", "a pass of the user's", "a template pass of the user's"])

@@ -336,7 +336,7 @@ def test_the_second_step_of_a_large_model_does_not_plan_for_long(monkeypatch: py
 def next_step(model: Any, rows: int) -> Any:
     """Gets the program of a training step as the step does, without running it."""
     streamed, shape = model.megacompile.streamed, model.megacompile.compiled(packed_into(rows)).shape
-    return streamed.together.compiled(streamed.shapes, shape, set())
+    return streamed.rank_group.compiled(streamed.shapes, shape, set())
 
 
 def packed_into(rows: int) -> dict[str, Tensor]:

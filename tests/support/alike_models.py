@@ -14,7 +14,7 @@ from torch import nn
 
 from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.frontend.capture import CapturedModel, capture
-from megacompile.frontend.templates import kept_graphs
+from megacompile.frontend.templates import graph_cache
 from megacompile.frontend.tracing.layers import LayerStack
 
 captured: dict[Hashable, CapturedModel] = {}
@@ -34,14 +34,14 @@ def keep_graphs_of_all_tests(patch: pytest.MonkeyPatch) -> None:
         users = cache_directory() / "graphs"
     except CacheError:
         return
-    path_of = kept_graphs._path_of
+    path_of = graph_cache._path_of
 
     def found(asked: str) -> Path | None:
         path = path_of(asked)
         return users.with_name("graphs-of-tests") / path.name if path is not None and path.parent == users else path
 
-    patch.setattr(kept_graphs, "_path_of", found)
-    patch.setattr(kept_graphs, "MOST_GRAPHS", MOST_GRAPHS)
+    patch.setattr(graph_cache, "_path_of", found)
+    patch.setattr(graph_cache, "MOST_GRAPHS", MOST_GRAPHS)
 
 
 def capture_once(model: nn.Module, **options: Any) -> CapturedModel:

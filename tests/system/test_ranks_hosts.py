@@ -97,7 +97,7 @@ refused("one dimension", lambda: streamed(mesh=flat))
 refused("a part", lambda: streamed(mesh=square["shard"]))
 
 model = streamed(mesh=square)
-hosts = model.megacompile.streamed.together.ranks.hosts
+hosts = model.megacompile.streamed.rank_group.ranks.hosts
 found["hosts"] = [hosts.rows, hosts.names]
 program = model.megacompile.program(rows(0))
 found["program"] = [program.ranks, program.hosts]
@@ -153,7 +153,7 @@ torch.distributed.init_process_group("gloo")
 found = {}
 for shape in ((2, 2), (4,), None):
     model = streamed(mesh=None if shape is None else init_device_mesh("cpu", shape))
-    hosts = model.megacompile.streamed.together.ranks.hosts
+    hosts = model.megacompile.streamed.rank_group.ranks.hosts
     found[str(shape)] = [hosts.count, hosts.ranks, hosts.beside, steps(model, adamw(model), range(3))]
     model.megacompile.close()
 (Path(os.environ["RESULTS"]) / f"{RANK}.json").write_text(json.dumps(found))

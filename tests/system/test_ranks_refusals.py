@@ -80,7 +80,7 @@ for what, (model, batch, good) in TRIED.items():
         found[what] = str(error)
     if good is not None:
         assert (getattr(model(**good), "loss")).isfinite()
-        model.megacompile.streamed.together.agree(what)  # each rank has made as many calls
+        model.megacompile.streamed.rank_group.agree(what)  # each rank has made as many calls
     model.megacompile.close()
 (Path(os.environ["RESULTS"]) / f"{rank}.json").write_text(json.dumps(found))
 """

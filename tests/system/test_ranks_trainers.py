@@ -69,7 +69,7 @@ def test_numbers_of_processes_that_differ_are_refused(model: Any, tmp_path: Path
     monkeypatch.setattr(type(arguments), "world_size", 2)
     with pytest.raises(UnsupportedError, match=r"another number of processes .* leave distributed=False out"):
         Trainer(model=model, args=arguments)
-    monkeypatch.setattr(type(model.megacompile.streamed.together), "size", 2)
+    monkeypatch.setattr(type(model.megacompile.streamed.rank_group), "size", 2)
     arguments.accelerator_config.even_batches = False
     with pytest.raises(UnsupportedError, match=r"fewer batches, .* dataloader_drop_last=True"):
         Trainer(model=model, args=arguments)

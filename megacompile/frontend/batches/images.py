@@ -32,15 +32,15 @@ from megacompile.frontend.tracing.model_graph import ModelGraph
 # Images of any size: models of transformers take them as patches [patches of all images, n] and sizes [images, 3]. In the
 # graphs both are aligned with tokens (`patch_encoder.py`), and so are the positions that the model computes from them.
 # --------------------
-# What an encoder of patches returns and holds, found by running it on fakes: an op in a graph does not show it.
+# Finds the results and memory of an encoder of patches by running it on fakes, since an op in a graph does not show them.
 #: Features along each side of the image that the survey uses.
 _SIDE = 4
 
 
 def survey(encoder: PatchEncoder, name: str) -> int:
     """Runs `encoder`, of the model called `name`, on fakes. Returns the width of a feature, and stores in `encoder` its levels
-    and the bytes that it holds. Raises `UnsupportedError` if it draws random numbers or counts batches, `CaptureError` if it
-    does not run, or does not give one feature for each `per_feature` patches."""
+    and the bytes that it holds. Raises `UnsupportedError` if the encoder draws random numbers or counts batches, and
+    `CaptureError` if it does not run, or does not give one feature for each `per_feature` patches."""
     if any(getattr(module, "track_running_stats", False) for module in encoder.modules()):
         raise UnsupportedError(f"the encoder of {name} keeps running statistics of batches, which its backward would count "
                                "twice: stream it for text alone, without images in the example")
@@ -76,8 +76,9 @@ def survey(encoder: PatchEncoder, name: str) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """State: the bytes of all tensors made within that are `held`, the `most` at once, and an op that draws random numbers. A
-    tensor with the shape of one of the `weights` is taken for its gradient, and not counted: it is a result."""
+    """State: the bytes of all living tensors that are made in this mode (`held`), the `most` at once, and an op that draws
+    random numbers. A tensor with the shape of one of the `weights` is assumed to be its gradient. It is a result, and is not
+    counted."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()
@@ -128,8 +129,8 @@ class Encoded:
 def install_encoders(
     model: nn.Module, example: Mapping[str, Tensor] | None,
 ) -> tuple[tuple[Patches, ...], Mapping[str, Tensor] | None]:
-    """Lets a fake model take the patches and sizes in its example aligned with tokens, through an op for each encoder; returns
-    the encoders, and the example as graphs take it. Raises `CaptureError` if the model lacks what this needs."""
+    """Makes a fake model take the patches and sizes in its example aligned with tokens, through an op for each encoder. Returns
+    the encoders, and the example in the form that graphs take. Raises `CaptureError` if the model lacks what this needs."""
     said = [m for m in MODALITIES if {m.patches, m.sizes} <= (example or {}).keys()]
     if example is None or not said:
         return (), example
@@ -179,7 +180,7 @@ def _encoder(owner: Any, method: str, patch: tuple[int, ...], per_feature: int) 
 
 
 def _redirect(owner: nn.Module, patches: Patches, width: int) -> None:
-    """Lets `owner` get features from the op, aligned with tokens."""
+    """Makes `owner` get features from the op, aligned with tokens."""
     encoder = patches.encoder
 
     def features(self: nn.Module, given: Tensor, sizes: Tensor, **_: Any) -> Encoded:
@@ -196,12 +197,12 @@ _ADDING = "_deepstack_process"
 
 
 def _added(self: nn.Module, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
-    """For features that are aligned with tokens, with zeros at all other positions."""
+    """Adds features that are aligned with tokens, with zeros at all other positions."""
     return hidden_states + visual_embeds.view_as(hidden_states).to(hidden_states.dtype)
 
 
 def _of_class(cls: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """A subclass with other methods and the same name."""
+    """A subclass with these methods and the same name."""
     return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
 
 
@@ -220,8 +221,8 @@ def _aligned_example(example: Mapping[str, Tensor], found: Collection[Patches]) 
 
 
 def model_arguments(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]:
-    """The batch as the model takes it: the `each` images of every sequence in a row, and positions [axes, B, T], preceded by
-    the text's positions if rows hold several sequences."""
+    """The batch in the form that the model takes: the `each` images of every sequence in a row, and positions [axes, B, T],
+    preceded by the text's positions if rows hold several sequences."""
     given = images_in_a_row(batch, each)
     if POSITIONS in given:
         positions = given.pop(POSITIONS).permute(2, 0, 1)
@@ -241,7 +242,7 @@ def with_positions(found: Collection[Patches], positions: Mapping[int, TargetCou
 
 
 def refuse_adapters(found: Collection[Patches], name: str) -> None:
-    """Raises `UnsupportedError` if an encoder has adapters: its copy is what runs, and nothing switches them off there."""
+    """Raises `UnsupportedError` if an encoder has adapters. A copy of the encoder runs, so nothing could switch them off."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if any(isinstance(module, BaseTunerLayer) for each in found for module in each.encoder.modules()):
@@ -270,8 +271,8 @@ class ImagePositions:
     images: tuple[str, ...]
 
     def numbers(self, name: str, batch: Mapping[str, Tensor]) -> list[int]:
-        """How many images each row has positions for. Raises `UnsupportedError` for a row whose positions are not those of
-        whole images or, without `images`, of one image."""
+        """The number of images that each row has positions for. Raises `UnsupportedError` for a row whose positions are not
+        those of whole images or, without `images`, of one image."""
         counted = self.count.on_host(batch)
         fits = counted % self.features == 0 if self.images else counted == self.features
         for row in (~fits).nonzero().flatten().tolist():
@@ -283,8 +284,8 @@ class ImagePositions:
 
 
 def find_image_positions(graph: ModelGraph, name: str, images: Collection[str], each: int) -> tuple[ImagePositions, ...]:
-    """Where every `masked_scatter` of a model puts features; `images` are batch arguments with `each` images for every row.
-    Rewrites the graph so that each row takes its own images' features. Raises `UnsupportedError` if the number of features
+    """The places where every `masked_scatter` of a model puts features. `images`: batch arguments with `each` images for every
+    row. Rewrites the graph so that each row takes its own images' features. Raises `UnsupportedError` if the number of features
     differs among rows, or the positions cannot be computed from the batch."""
     scatters = [n for n in graph.graph.graph.nodes if n.target in _SCATTERS]
     return tuple(_image_positions(graph, node, name, images, each) for node in scatters)
@@ -313,14 +314,14 @@ def _unknown(name: str, node: fx.Node) -> UnsupportedError:
 
 
 def _of_tokens(mask: fx.Node) -> fx.Node:
-    """The mask [B, T, 1] that `mask` may be expanded from."""
+    """The mask [B, T, 1] from which `mask` was expanded; `mask` itself if it was not."""
     while mask.target in ("expand", "expand_as", "to") and mask.all_input_nodes[0].meta["example_value"].dtype == torch.bool:
         mask = mask.all_input_nodes[0]
     return mask
 
 
 def _read(graph: ModelGraph, node: fx.Node) -> set[str]:
-    """The batch arguments that a value is computed from."""
+    """The batch arguments from which a value is computed."""
     seen, pending = {node}, [node]
     while pending:
         for argument in pending.pop().all_input_nodes:
@@ -335,10 +336,10 @@ _PASSING = ("flatten", "split", "to", operator.getitem, torch.cat, "view_as")
 
 
 def take_aligned(graph: ModelGraph, name: str) -> dict[int, TargetCount]:
-    """Rewrites the graph to take features of patch encoders from their ops' outputs, which have them at the right positions
-    already. Returns, by the encoder's number, how a batch's positions for its features are computed: float32 [batch, length],
-    1 at each. Raises `UnsupportedError` if the batch's arguments do not determine them, or the features are used for more than
-    being placed."""
+    """Rewrites the graph to take features of patch encoders from their ops' outputs, which already have them at the right
+    positions. Returns, by the encoder's number, how a batch's positions for its features are computed: float32 [batch, length],
+    1 at each. Raises `UnsupportedError` if the batch's arguments do not determine them, or if the features are not only put at
+    positions."""
     found: dict[int, TargetCount] = {}
     encoded = torch.ops.megacompile.encode_patches
     for encoder in [node for node in graph.graph.graph.nodes if node.target is encoded]:
@@ -360,7 +361,7 @@ def take_aligned(graph: ModelGraph, name: str) -> dict[int, TargetCount]:
 
 
 def _readers(features: fx.Node) -> list[fx.Node]:
-    """The nodes that read features which are passed on unchanged, except those that add them to tokens."""
+    """The nodes that read features which are passed on unchanged, except nodes that add them to tokens."""
     readers = []
     for user in features.users:
         if user.target not in _PASSING or (user.target is torch.cat and len(user.all_input_nodes) > 1):

@@ -20,8 +20,8 @@ from megacompile.frontend.templates.template import LENGTH, TemplateInput
 # -------------------- How models of transformers name the arguments for images or videos, and which arguments may be images
 @dataclasses.dataclass(frozen=True)
 class Modality:
-    """One kind of input besides text. `patches`, `sizes`: arguments of the forward; `method`: the model's method that makes
-    features of them."""
+    """One kind of input besides text. `patches`, `sizes`: arguments of the forward. `method`: the model's method that computes
+    its features."""
 
     patches: str
     sizes: str
@@ -36,8 +36,8 @@ MAKING_POSITIONS = ("mm_token_type_ids", "second_per_grid_ts")
 
 
 def is_images(argument: Tensor) -> bool:
-    """Whether a batch argument that is not aligned with tokens may be images: floats of several dimensions. There may be more
-    or fewer of them than rows."""
+    """True if a batch argument that is not aligned with tokens may be images: floats of several dimensions. Their number may
+    differ from the number of rows."""
     return argument.is_floating_point() and argument.dim() > 2
 
 
@@ -51,7 +51,7 @@ _NO_MASKS = frozenset(modality.patches for modality in MODALITIES)
 
 
 def is_pairs(value: Tensor, tokens: torch.Size) -> bool:
-    """Whether a tensor has the shape and dtype of a mask of pairs in a batch of `tokens`, [B, T]. The mask may have 1 sequence
+    """True if a tensor has the shape and dtype of a mask of pairs in a batch of `tokens`, [B, T]. The mask may have 1 sequence
     instead of B."""
     return _is_square(value) and value.shape[-1] == tokens[1] and value.shape[0] in (1, tokens[0])
 
@@ -62,7 +62,7 @@ def _is_square(value: Tensor) -> bool:
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> torch.Size:
-    """The shape of the batch's first argument that is not a mask of pairs; its sizes B and T are the batch's."""
+    """The shape of the batch's first argument that is not a mask of pairs. Its sizes B and T are the batch's."""
     first = next(iter(batch.values()))
     other = next((value for value in batch.values() if not _is_square(value)), first).shape
     return other if len(other) > 1 and is_pairs(first, other) else first.shape
@@ -77,14 +77,14 @@ def pairs_of(batch: Mapping[str, Tensor]) -> set[str]:
 
 
 def of_pairs(expected: TemplateInput | None) -> bool:
-    """Whether a batch argument of captured graphs is a mask of pairs."""
+    """True if a batch argument of captured graphs is a mask of pairs."""
     return expected is not None and len(expected.shape) > 2 and expected.shape[-2:] == (LENGTH, LENGTH)
 
 
 # ---------------------------------------------------------------- descriptions in a CaptureKey
 def described(name: str, value: Tensor) -> str:
-    """How a `CaptureKey` names an additional argument: by its name; for a mask of pairs also its dtype and shape: "mask: bool
-    [B, 1, T, T]"."""
+    """The entry of an additional argument in a `CaptureKey`: its name; for a mask of pairs also its dtype and shape: "mask:
+    bool [B, 1, T, T]"."""
     if value.dim() == 2:
         return name
     sizes = ", ".join(["B", *map(str, value.shape[1:-2]), "T", "T"])
@@ -92,7 +92,7 @@ def described(name: str, value: Tensor) -> str:
 
 
 def masks_of(example: Mapping[str, Tensor] | None) -> list[str]:
-    """The masks of pairs that every batch has, described as in a `CaptureKey`."""
+    """The masks of pairs that every batch has, in the form of a `CaptureKey`."""
     return [described(name, example[name]) for name in pairs_of(example)] if example else []
 
 
@@ -102,12 +102,12 @@ def argument(further: str) -> str:
 
 
 def masks_in(further: Collection[str]) -> dict[str, str]:
-    """The masks of pairs among a key's additional arguments: name -> what follows it, "bool [B, 1, T, T]"."""
+    """The masks of pairs among a key's additional arguments: name -> the rest of the entry, "bool [B, 1, T, T]"."""
     return {argument(each): each.partition(": ")[2] for each in further if each != argument(each)}
 
 
 def example_of(further: str, tokens: torch.Size) -> Tensor:
-    """An additional argument on the meta device: int64 [B, T], or the mask of pairs that it is described as."""
+    """An additional argument on the meta device: int64 [B, T], or the described mask of pairs."""
     found = re.fullmatch(r".+: (\w+) \[B, (?:(\d+), )?T, T\]", further)
     if found is None:
         return torch.empty(tokens[:2], dtype=torch.long, device="meta")

@@ -24,7 +24,7 @@ TRACED_ROWS = 7
 
 
 def fixes_rows(graph: ModelGraph) -> bool:
-    """Whether the batch size became a constant."""
+    """True if the batch size became a constant."""
     first = next(n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
     size = first.shape[0]
     return not isinstance(size, torch.SymInt) or isinstance(graph.shape_env.simplify(size.node.expr), sympy.Integer)
@@ -42,14 +42,15 @@ def traced_apart(batch: Mapping[str, Tensor], fakes: FakeTensorMode) -> dict[str
 
 
 def images_in_a_row(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]:
-    """The batch as a model takes it. If there are several images a sequence (`each`), the arguments have [batch, each, ...]."""
+    """The batch in the form that a model takes. If there are several images per sequence (`each`), the arguments have [batch,
+    each, ...]."""
     several = images_of(batch) if each > 1 else set()
     return {name: tensor.flatten(0, 1) if name in several else tensor for name, tensor in batch.items()}
 
 
 def join_rows(graph: ModelGraph, images: Collection[str], each: int) -> bool:
-    """Lets a graph whose batch arguments `images` were traced with `TRACED_ROWS` rows, of `each` images, hold for as many rows
-    as the batch has. Returns False if it cannot, because some items are used individually; the graph is useless then."""
+    """Makes a graph whose batch arguments `images` were traced with `TRACED_ROWS` rows, of `each` images, hold for as many rows
+    as the batch has. Returns False if it cannot, because some items are used individually. Then the graph is useless."""
     for node in list(graph.graph.graph.nodes):
         if (rows := _all_rows(node, TRACED_ROWS * each)) is not None:
             with graph.graph.graph.inserting_before(node):
@@ -65,7 +66,7 @@ def join_rows(graph: ModelGraph, images: Collection[str], each: int) -> bool:
 
 
 def _forget_number(graph: ModelGraph, images: Collection[str], traced: Collection[int]) -> bool:
-    """Drops the assumption that the number of images is one of `traced`, which making the list added. False if more was
+    """Drops the assumption that the number of images is one of `traced`, which making the list added. Returns False if more was
     assumed."""
     numbers = {symbol for n, s in graph.sources.items() if s.kind == "batch" and s.name in images
                for symbol in n.meta["example_value"].shape[0].node._expr.free_symbols}
@@ -90,8 +91,8 @@ def _all_rows(node: fx.Node, count: int) -> fx.Node | None:
 
 
 def _propagate(graph: ModelGraph, images: Collection[str], traced: Collection[int]) -> bool:
-    """Gives `images` the batch's rows, and everything computed from them the resulting shapes. False if that fails, or if a
-    `traced` number is in the graph."""
+    """Gives `images` the batch's rows, and everything computed from them the resulting shapes. Returns False if that fails, or
+    if a `traced` number is in the graph."""
     first = next(n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch" and s.name not in images)
     changed: set[fx.Node] = set()
     with graph.fakes, torch.enable_grad(), enable_python_dispatcher():
@@ -130,5 +131,5 @@ def _computed(node: fx.Node) -> Any:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two tensors have the same shape as it is written. Comparing the numbers would add guards."""
+    """True if two tensors have the same shape as text. Comparing the numbers would add guards."""
     return isinstance(a, Tensor) and isinstance(b, Tensor) and str((a.shape, a.stride())) == str((b.shape, b.stride()))

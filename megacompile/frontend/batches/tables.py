@@ -57,8 +57,8 @@ def take_totals(model: ModelGraph) -> tuple[tuple[TargetCount, ...], str]:
 
 
 def counts_positions(model: ModelGraph) -> bool:
-    """Whether a model computes with a number made of the positions of a row, which would differ for a longer row, including
-    padding."""
+    """True if a model computes with a number that depends on all positions of a row. It would differ for a longer row,
+    including padding."""
     positions = size_symbols(model, 1)
     weights = {node for node, source in model.sources.items() if source.kind in ("parameter", "buffer")}
     derived = {node for node in model.graph.graph.nodes if node not in weights and _has(node, positions)}
@@ -82,12 +82,12 @@ def _made(model: ModelGraph, derived: set[fx.Node], symbols: Symbols) -> Iterato
 
 
 def _makes_constants(node: fx.Node) -> bool:
-    """Whether a node only reads a value's size, dtype and device: new_ones, zeros_like."""
+    """True if a node only reads a value's size, dtype and device: new_ones, zeros_like."""
     return called_name(node).startswith("new_") or called_name(node).endswith("_like")
 
 
 def _matters(node: fx.Node, symbols: Symbols) -> bool:
-    """Whether values of tokens are computed from it. Totals that only end in a number are handled with the loss."""
+    """True if values of tokens are computed from a node. Totals that only end in a number are handled with the loss."""
     pending, seen = [node], {node}
     while pending:
         each = pending.pop()
@@ -112,7 +112,7 @@ def _has(node: fx.Node, symbols: Symbols) -> bool:
 
 
 def free_symbols(size: int | torch.SymInt) -> set[sympy.Symbol]:
-    """The symbols that a size is made of; none of a number."""
+    """The symbols that a size is made of; none for a number."""
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
@@ -123,15 +123,15 @@ _TOKENS = Source("batch", "input_ids")
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingTable:
-    """`name`: the parameter. `rows`: how many it has. `bounds`: computes the least and the largest row that a batch reads,
-    int64 [2]."""
+    """`name`: the parameter. `rows`: the number of its rows. `bounds`: computes the smallest and the largest row that a batch
+    reads, int64 [2]."""
 
     name: str
     rows: int
     bounds: TargetCount
 
     def missing(self, batch: Mapping[str, Tensor]) -> int | None:
-        """A row that a batch reads and the table does not have; None if it has all of them."""
+        """A row that a batch reads and the table does not have; None if it has all."""
         least, largest = self.bounds.on_host(batch).tolist()
         return next((row for row in (largest, least) if not 0 <= row < self.rows), None)
 
@@ -146,8 +146,8 @@ class EmbeddingTable:
 
 
 def find_tables(graph: ModelGraph) -> tuple[EmbeddingTable, ...]:
-    """The tables that a model reads by values that the host can compute from a batch. Tokens are left out: they have a check
-    of their own. So are values of pairs of tokens, such as their distances, which would take the host too long."""
+    """The tables that a model reads at values that the host can compute from a batch. Excludes tokens, which have a separate
+    check, and values of pairs of tokens, such as their distances, which would take the host too long."""
     lengths = size_symbols(graph, 1)
     found: dict[tuple[str, fx.Node], EmbeddingTable] = {}
     for node in graph.graph.graph.nodes:

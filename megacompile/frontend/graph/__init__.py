@@ -1,2 +1,2 @@
-"""What is done to a model's graph: attention adopted, values rewritten, cut into prologue, layers and epilogue."""
+"""Rewrites a model's graph: adopts attention, rewrites values, cuts it into prologue, layers and epilogue."""
 from __future__ import annotations

@@ -17,13 +17,13 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def is_eager(model: Any, stack: LayerStack) -> bool:
-    """Whether layers of a model of transformers run eager attention, by the configs that they read."""
+    """True if layers of a transformers model run eager attention, according to the configs that they read."""
     configs = [module.config for layer in stack.layers for module in layer.modules() if hasattr(module, "config")]
     return any(getattr(config, "_attn_implementation", None) == "eager" for config in configs or [model.config])
 
 
 def says_causal(stack: LayerStack) -> bool:
-    """Whether every list has layers whose modules declare `is_causal`, as those of transformers do, and all of them declare
+    """True if every list has layers whose modules declare `is_causal`, as those of transformers do, and all of them declare
     True. A config can override all of them (`is_causal=False`)."""
     layers = dict(zip(stack.names, stack.layers, strict=True))
     said = {path: [module.is_causal and getattr(getattr(module, "config", None), "is_causal", None) is not False
@@ -37,7 +37,7 @@ def all_layers_call_attention(model: ModelGraph) -> bool:
 
 
 def masks_pairs(model: ModelGraph) -> bool:
-    """Whether some layer's attention reads a mask of every pair, under which tokens may see later ones."""
+    """True if some layer's attention reads a mask of all pairs, which may let tokens see later ones."""
     given = [example_of(argument) for region in _regions(model) for call in _attentions(region)
              for argument in call.args[7:] if isinstance(argument, fx.Node)]
     return any(mask.dtype == torch.bool for mask in given)

@@ -1,4 +1,4 @@
-"""Which values of a model's graph need a gradient if layer calls share a region or run under `torch.no_grad()`.
+"""Finds the values of a model's graph that need a gradient, if layer calls share a region or run under `torch.no_grad()`.
 
 Dynamo shares one region among all calls that compute the same, even if their inputs or weights need different gradients, or
 they run in different grad modes. Each call is differentiated alone, in its own grad mode. So values made without a gradient
@@ -25,10 +25,8 @@ _SWITCH = set_grad_enabled
 
 
 def follow_gradients(model: ModelGraph) -> None:
-    """Marks for every value of `model` whether it needs a gradient in the model as it is written.
-
-    Raises `CaptureError` if a value is changed in place under `torch.no_grad()`: a detached copy would not see the change.
-    """
+    """Marks each value of `model` as needing a gradient or not, as in the original model. Raises `CaptureError` if a value is
+    changed in place under `torch.no_grad()`, since a detached copy would not see the change."""
     graph = model.graph.graph
     without = set(_without_gradient(model))
     if _depend_on_layers(without):
@@ -46,7 +44,7 @@ def follow_gradients(model: ModelGraph) -> None:
 
 
 def _without_gradient(model: ModelGraph) -> Iterator[fx.Node]:
-    """The values that are made while gradients are switched off."""
+    """The values that are made while gradients are disabled."""
     enabled = True
     found: set[fx.Node] = set()
     for node in model.graph.graph.nodes:
@@ -59,7 +57,7 @@ def _without_gradient(model: ModelGraph) -> Iterator[fx.Node]:
 
 
 def _depend_on_layers(found: set[fx.Node]) -> bool:
-    """Whether any of these is a layer's call, or made of layers' outputs, except for values made after the last layer."""
+    """True if any of these is a layer's call, or computed from layers' outputs. Ignores values made after the last layer."""
     if not found:
         return False
     nodes = list(next(iter(found)).graph.nodes)
@@ -72,7 +70,7 @@ def _depend_on_layers(found: set[fx.Node]) -> bool:
 
 
 def _is_of_another(model: ModelGraph, call: fx.Node) -> bool:
-    """Whether a call uses a region that was traced for inputs that need other gradients."""
+    """True if a call uses a region that was traced for inputs with other needs of gradients."""
     region: fx.GraphModule = getattr(model.graph, str(call.args[0].target))  # type: ignore[union-attr]
     inputs = zip(region.graph.find_nodes(op="placeholder"), call.args[2:], strict=True)
     return any(_needs(inside) is not _needs(given) for inside, given in inputs if isinstance(given, fx.Node))
@@ -83,7 +81,7 @@ def _needs(node: fx.Node) -> bool:
 
 
 def _run_again(model: ModelGraph) -> None:
-    """Runs the graph on fakes of plain sizes, which add no guards, and marks for each value whether it needs a gradient."""
+    """Runs the graph on fakes of plain sizes, which add no guards, and marks each value that needs a gradient."""
     graph = model.graph.graph
     for part in model.graph.modules():
         if isinstance(part, fx.GraphModule):

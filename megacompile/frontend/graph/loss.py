@@ -28,9 +28,9 @@ _OF_ELEMENTS = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
 
 @dataclasses.dataclass(frozen=True)
 class TargetCount:
-    """Counts the target tokens of a batch on the host: called with {name: tensor}, it returns a 0-d float32 tensor. It can
-    also compute other values of the batch, in its `dtype`. `counts_targets`: it counts the targets that a cross entropy does
-    not ignore, and nothing else."""
+    """Counts the target tokens of a batch on the host: called with {name: tensor}, it returns a 0-d float32 tensor. It can also
+    compute other values of the batch, in its `dtype`. `counts_targets`: it counts exactly the targets that a cross entropy does
+    not ignore."""
 
     graph: fx.GraphModule
     sources: tuple[Source, ...]
@@ -44,18 +44,18 @@ class TargetCount:
         return torch.as_tensor(count, dtype=self.dtype)  # a plain number where it is a size of the batch
 
     def on_host(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """As a call, of a batch that may be on a device. Copies the arguments whose values are read."""
+        """Like a call, for a batch that may be on a device. Copies the arguments whose values are read."""
         return self({**batch, **{s.name: batch[s.name].cpu() for s in self.sources if s.kind == "batch"}})
 
 
 def normalize_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
-    """Rewrite `model` so that `loss` is a cross entropy's sum over the loss denominator, a new last placeholder.
+    """Rewrites `model` so that `loss` is a cross entropy's sum over the loss denominator, a new last placeholder.
 
-    Recognized: a mean over target tokens or over elements of targets, and a sum divided by something computed from the batch
-    alone. Each may be cast afterwards, and multiplied or divided by numbers. If such a loss is added to others that are not
-    sums over tokens (an auxiliary loss of routers), these are weighted with the micro-batch's share of the batch. Returns how
-    to count targets, or None with the graph unchanged.
-    """
+    Recognizes a mean over target tokens or over elements of targets, and a sum divided by something computed from the batch
+    alone. Each may then be cast, and multiplied or divided by numbers. If such a loss is added to others that are not sums over
+    tokens (an auxiliary loss of routers), these are weighted by the micro-batch's share of the batch.
+
+    Returns how to count targets, or None with the graph unchanged."""
     node = loss
     others: list[tuple[fx.Node, fx.Node]] = []
     while (inner := _scaled(node) or _addend(node, others)) is not None:
@@ -67,7 +67,7 @@ def normalize_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
 
 
 def is_averaged(model: ModelGraph) -> bool:
-    """Whether a part of the loss is the mean of the micro-batches' values."""
+    """True if a part of the loss is the mean of the micro-batches' values."""
     return SHARE in model.sources.values()
 
 
@@ -82,7 +82,7 @@ def _normalize(model: ModelGraph, node: fx.Node) -> TargetCount | None:
 
 
 def _addend(node: fx.Node, others: list[tuple[fx.Node, fx.Node]]) -> fx.Node | None:
-    """If `node` adds two values, the one that contains a cross entropy; the other one is appended to `others`, with `node`."""
+    """If `node` adds two values, the one that contains a cross entropy. The other one is appended to `others`, with `node`."""
     if node.target not in (operator.add, operator.iadd, torch.add) or len(node.args) != 2 or len(node.all_input_nodes) != 2:
         return None
     found = [each for each in node.all_input_nodes if _holds_targets(each)]
@@ -93,7 +93,7 @@ def _addend(node: fx.Node, others: list[tuple[fx.Node, fx.Node]]) -> fx.Node | N
 
 
 def _holds_targets(node: fx.Node) -> bool:
-    """Whether one of the values that `node` adds up is a loss over targets, possibly scaled."""
+    """True if one of the values that `node` adds up is a loss over targets, possibly scaled."""
     while (scaled := _scaled(node)) is not None:
         node = scaled
     if node.target in (operator.add, operator.iadd, torch.add):
@@ -114,7 +114,7 @@ def _weigh(model: ModelGraph, others: Sequence[tuple[fx.Node, fx.Node]]) -> None
 
 
 def _normalize_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
-    """A mean over the elements of targets (`mse_loss` and the like), with the same number of elements in every row."""
+    """Handles a mean over the elements of targets (`mse_loss` and similar), with the same number of elements in every row."""
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     bound.apply_defaults()
     given = bound.arguments
@@ -141,7 +141,7 @@ def _divided(model: ModelGraph, loss: fx.Node, total: fx.Node) -> None:
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:
-    """What a node casts, or multiplies by a number; sums over micro-batches commute with this."""
+    """The value that a node casts, or multiplies by a number. Sums over micro-batches commute with this."""
     if node.op == "call_method" and node.target in ("to", "float"):
         return node.args[0]  # type: ignore[return-value]
     if (node.target not in (operator.mul, operator.truediv, torch.mul, torch.div) or node.kwargs
@@ -212,10 +212,8 @@ def _scalar(model: ModelGraph, name: str, source: Source) -> fx.Node:
 
 def count_batch(model: ModelGraph, counted: fx.Node, finish: Any, dtype: torch.dtype = torch.float32) -> TargetCount | None:
     """`finish(graph, counted)` as a function of the batch, in this dtype; None if `counted` is computed from anything else.
-
-    All nodes computed from the batch alone come along in order, including in-place ops (labels[mask] = -100). Those that the
-    count does not need are dropped once the graph is functional.
-    """
+    Copies all nodes computed from the batch alone in order, including in-place ops (labels[mask] = -100). Those that the count
+    does not need are dropped once the graph is functional."""
     batch_only = {n for n, s in model.sources.items() if s.kind in ("batch", "size")}
     nodes = []
     for node in model.graph.graph.nodes:

@@ -1,4 +1,4 @@
-"""What a model returns: taken apart into loss and logits once, and rebuilt around new ones in every step."""
+"""The return value of a model: taken apart into loss and logits once, and rebuilt around new ones in every step."""
 from __future__ import annotations
 
 import dataclasses
@@ -19,11 +19,9 @@ _PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})
 
 @dataclasses.dataclass(frozen=True)
 class OutputStructure:
-    """How a model packs its loss and logits: `cls` is Tensor, tuple, list, or a mapping class built from keywords.
-
-    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order. A "part" is an ingredient of the
-    loss or logits, and is not returned.
-    """
+    """The structure in which a model returns its loss and logits. `cls`: Tensor, tuple, list, or a mapping class built from
+    keywords. `fields`: (key or position, "loss" | "logits" | "part" | "") in the model's order. A "part" is an ingredient of
+    the loss or logits, and is not returned."""
 
     cls: type
     fields: tuple[tuple[Any, str], ...]
@@ -38,11 +36,11 @@ class OutputStructure:
 
     @property
     def records_routers(self) -> bool:
-        """Whether router logits were requested when the model was captured."""
+        """True if router logits were requested when the model was captured."""
         return any(role == "part" and key in _OF_ROUTERS for key, role in self.fields)
 
     def rebuild(self, loss: Tensor | None, logits: Tensor | None, **further: Any) -> Any:
-        """The model's return value around `loss` and `logits`; fields that it returned as None stay None. Only a mapping class
+        """The model's return value with this `loss` and these `logits`. Fields that were None stay None. Only a mapping class
         takes `further` fields."""
         values = {key: {"loss": loss, "logits": logits}.get(role) for key, role in self.fields}
         if issubclass(self.cls, Tensor):
@@ -53,13 +51,11 @@ class OutputStructure:
 
 
 def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> tuple[OutputStructure, list[int]]:
-    """The structure, and which of the graph's results are the loss and, if the model returns them, the logits.
-
-    Raises `UnsupportedError` unless the model returns one scalar, with a gradient if anything in the model has one, and at
-    most one other tensor, which has batch and length in front; or that tensor alone, if all of the batch went into it: a
-    model without a head, of which others make losses. With `other_loss`, one that is not the model's, it must return logits,
-    and may do so alone.
-    """
+    """The structure, and which of the graph's results are the loss and, if the model returns them, the logits. The model must
+    return one scalar, with a gradient if anything in the model has one, and at most one other tensor, whose first dimensions
+    are batch and length. It may return that tensor alone if it is computed from the whole batch: a model without a head, whose
+    loss the caller computes. With `other_loss`, a loss that is not the model's, the model must return logits, and may return
+    only them. Raises `UnsupportedError` for anything else."""
     returned = model.returned
     trained = any(getattr(n.meta["example_value"], "requires_grad", False) for n in model.sources)
     position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
@@ -88,7 +84,7 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
 
 
 def has_rows_of_tokens(model: ModelGraph, position: int) -> bool:
-    """Whether the graph's result at `position` has a row for each token: [batch, length, ...], not [batch, classes]."""
+    """True if the graph's result at `position` has a row for each token: [batch, length, ...], not [batch, classes]."""
     shapes = [node.meta["example_value"].shape for node, source in model.sources.items() if source.kind == "batch"]
     lengths = [shape[1] for shape in shapes if len(shape) > 1 and isinstance(shape[1], torch.SymInt)]
     result = model.results[position]
@@ -98,7 +94,7 @@ def has_rows_of_tokens(model: ModelGraph, position: int) -> bool:
 
 
 def _items(returned: Any, name: str) -> Sequence[tuple[Any, Any]]:
-    """What a model returns, by key or position. Raises `UnsupportedError` for another structure."""
+    """The values that a model returns, by key or position. Raises `UnsupportedError` for another structure."""
     if isinstance(returned, Tensor):
         return [(0, returned)]
     if isinstance(returned, (tuple, list)) and not hasattr(returned, "_fields"):
@@ -109,7 +105,7 @@ def _items(returned: Any, name: str) -> Sequence[tuple[Any, Any]]:
 
 
 def _role(value: Tensor, trained: bool) -> str | None:
-    """What a returned tensor is by its shape: the "loss", the "logits", or None. `trained`: the model has gradients."""
+    """The role of a returned tensor, by its shape: "loss", "logits", or None. `trained`: the model has gradients."""
     if not value.is_floating_point():
         return None
     if value.dim() == 0 and value.requires_grad == trained:
@@ -119,7 +115,7 @@ def _role(value: Tensor, trained: bool) -> str | None:
 
 
 def _whole_batch_makes(model: ModelGraph, position: int | None, trained: bool) -> bool:
-    """Whether a result is computed from all of the batch. If nothing reads the labels, the loss was probably forgotten."""
+    """True if a result is computed from the whole batch. If nothing reads the labels, the loss was probably forgotten."""
     if position is None or model.results[position].meta["example_value"].requires_grad != trained:
         return False
     return all(any(user not in model.sources for user in node.users)  # not its sizes alone

@@ -91,8 +91,8 @@ def _piece(experts: nn.Module, first: int, stop: int) -> nn.Module:
 
 
 def divisible(experts: nn.Module) -> bool:
-    """Whether a module consists of experts that transformers can run apart: each of its parameters is one tensor [experts,
-    ...] of its own. Such modules declare a weight's layout (`is_transposed`); only recent ones declare whether tokens may be
+    """True if a module consists of experts that transformers can run apart: each of its parameters is one separate tensor
+    [experts, ...]. Such modules declare a weight's layout (`is_transposed`). Only recent ones declare whether tokens may be
     sent to other experts (`_is_expert_parallel`)."""
     own = [p for p in experts._parameters.values() if p is not None]
     return (hasattr(experts, "is_transposed") and hasattr(experts, "num_experts") and bool(own)
@@ -101,16 +101,16 @@ def divisible(experts: nn.Module) -> bool:
 
 
 def experts_in(stack: LayerStack) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of experts in a stack's layers, one for each layer, by qualified name. Modules that an adapter holds as its
-    `base_layer` are left out: the adapter reads their parameters itself."""
+    """The modules of experts in a stack's layers, one for each layer, by qualified name. Excludes modules that an adapter holds
+    as its `base_layer`, since the adapter reads their parameters itself."""
     for layer, module in zip(stack.names, stack.layers, strict=True):
         inside = [(f"{layer}.{name}", found) for name, found in module.named_modules() if divisible(found)]
         yield from inside if len(inside) == 1 and not inside[0][0].endswith("base_layer") else ()
 
 
 def counts_of(experts: int, pieces: int) -> list[int]:
-    """The number of experts in each piece, at most one piece for each expert. If it does not divide, the first pieces have one
-    more."""
+    """The number of experts in each piece, at most one piece for each expert. If it does not divide evenly, the first pieces
+    have one more."""
     whole, rest = divmod(experts, min(pieces, experts))
     return [whole + (i < rest) for i in range(min(pieces, experts))]
 
@@ -124,7 +124,8 @@ def split_experts(model: nn.Module, stack: LayerStack, pieces: int) -> None:
 
 
 def rows_of(model: nn.Module) -> Mapping[str, Rows]:
-    """What each parameter of a piece is a share of, by the parameter's name in a model whose experts were split."""
+    """The share of the model's parameter that each parameter of a piece is, by the parameter's name in a model whose experts
+    were split."""
     found: dict[str, Rows] = {}
     for path, module in model.named_modules():
         first = 0
@@ -139,8 +140,8 @@ _WHOLE = "keep the experts whole (expert_pieces=1)"
 
 
 def in_pieces(section: Section, rows: Mapping[str, Rows], sizes: Mapping[sympy.Symbol, Source]) -> list[Section]:
-    """The sections that `section` is cut into; only itself if its experts are not in pieces. `sizes`: the source of each of a
-    batch's sizes. Raises `CaptureError` if pieces cannot run apart, because one would change another's value in place."""
+    """The sections that `section` is cut into; only itself if its experts are not in pieces. `sizes`: the source of each batch
+    size. Raises `CaptureError` if pieces cannot run apart, because one would change another's value in place."""
     graph = section.graph.graph
     boundaries = [n for n in graph.nodes if n.target in (BOUNDARY, BOUNDARY.default)]
     if not boundaries:
@@ -212,7 +213,7 @@ class _Cut:
         return dict.fromkeys(n for n in self.nodes if n in found)
 
     def _is_handed(self, node: fx.Node) -> bool:
-        """Whether a value of an earlier stage comes from the call before. Every call may read other inputs directly."""
+        """True if a value of an earlier stage comes from the previous call. Every call may read other inputs directly."""
         return node not in self.sizes and (node not in self.sources or self.sources[node].kind == "carried")
 
     def _handed_on(self, stage: int) -> list[fx.Node]:
@@ -260,7 +261,7 @@ class _Cut:
                                    share=self._share(own) if own else Fraction(1))
 
     def _share(self, name: str) -> Fraction:
-        """The share of a layer's experts that the piece with this parameter has."""
+        """The share of a layer's experts in the piece with this parameter."""
         rows = self.rows[name]
         experts = max(each.stop for each in self.rows.values() if each.parameter == rows.parameter)
         return Fraction(rows.stop - rows.first, experts)

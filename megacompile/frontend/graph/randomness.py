@@ -41,8 +41,9 @@ def _shifted(bits: Tensor, shift: int) -> Tensor:
 
 
 def kept(shape: Sequence[Any], random: Tensor, p: float, site: int, batch_dim: int | None) -> Tensor:
-    """Which elements of a tensor of `shape` stay, each with probability 1 - p: bool. `site` distinguishes the draws of one
-    call; `batch_dim` is the dimension that counts rows (None: there is none, and the mask is the same for all rows)."""
+    """A bool mask of a tensor of `shape`: True for elements that stay, each with probability 1 - p. `site` distinguishes the
+    draws of one call. `batch_dim` is the dimension that counts rows (None: there is none, and the mask is the same for all
+    rows)."""
     seed, call, first, rows, every = random.unbind(0)
     index = torch.zeros((), dtype=torch.int64, device=random.device)
     for dim, size in enumerate(shape):
@@ -78,7 +79,7 @@ def attention_with_dropout(
 
 
 def draw_functionally(model: ModelGraph) -> None:
-    """Let every active dropout of `model`, in its layers and around them, read `random`, a new placeholder. Other ops that
+    """Makes every active dropout of `model`, in its layers and around them, read `random`, a new placeholder. Other ops that
     draw random numbers stay as they are."""
     calls = model.graph.graph.find_nodes(op="call_function", target=INVOKE)
     regions = {str(call.args[0].target): getattr(model.graph, str(call.args[0].target)) for call in calls}  # type: ignore[union-attr]
@@ -113,7 +114,7 @@ def _placeholder(model: ModelGraph, graph: fx.Graph) -> fx.Node:
 
 
 def _replace(model: ModelGraph, graph: fx.Graph, make: Any) -> list[fx.Node]:
-    """Replaces the dropouts of a graph; returns the placeholder that they read, made by `make`, if there are any dropouts."""
+    """Replaces the dropouts of a graph. Returns the placeholder that they read, made by `make`, if there are any dropouts."""
     made: list[fx.Node] = []
     for node in list(graph.nodes):
         given = _arguments(node)

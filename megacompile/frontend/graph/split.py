@@ -33,11 +33,9 @@ _FROM_ANYWHERE = ("batch", "size")
 
 def made_in_layers(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sources: Mapping[fx.Node, Source],
                    results: Collection[fx.Node], layers: int) -> dict[fx.Node, int]:
-    """The nodes of the epilogue, in program order, that earlier calls are to compute, and the call that computes each (0 is
-    the prologue). `made_by`: the call that makes each value as the model is written; the epilogue is call `layers` + 1.
-
-    The last layer computes the same totals as the one before it, so that one template serves both; the rest stays.
-    """
+    """The nodes of the epilogue, in program order, that earlier calls should compute, and the call that computes each (0 is the
+    prologue). `made_by`: the call that makes each value in the original model; the epilogue is call `layers` + 1. The last
+    layer computes the same totals as the one before it, so that one template serves both. The rest stays."""
     if any(getattr(node.target, "__name__", "") in MODES for node in epilogue):
         return {}
     possible = _possible(epilogue, made_by, sources, results, layers)
@@ -56,7 +54,7 @@ def made_in_layers(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], 
 
 def _possible(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sources: Mapping[fx.Node, Source],
               results: Collection[fx.Node], layers: int) -> dict[fx.Node, int]:
-    """The nodes that read no weight and nothing that must stay, and the call after which everything that they read exists."""
+    """The nodes that read no weight and no value that must stay, and the earliest call after which all their inputs exist."""
     stages: dict[fx.Node, int] = {}
 
     def stage(node: fx.Node) -> int | None:
@@ -75,24 +73,24 @@ def _possible(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sourc
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node changes its first input in place."""
+    """True if a node changes its first input in place."""
     name = called_name(node)
     in_place = name.startswith("i") and hasattr(operator, name[1:]) and getattr(operator, name, None) is node.target
     return in_place or name == "setitem" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_changed(node: fx.Node) -> bool:
-    """Whether a value is changed in place and has other readers: all of them would have to move along."""
+    """True if a value is changed in place and has other readers. All of them would have to move too."""
     return len(node.users) > 1 and any(writes(user) and user.args[0] is node for user in node.users)
 
 
 def _changes_another(node: fx.Node) -> bool:
-    """Whether a node changes a value in place that may come from another call: any value that is not a constant."""
+    """True if a node changes in place a value that may come from another call: any value that is not a constant."""
     return writes(node) and bool(node.all_input_nodes[0].all_input_nodes)
 
 
 def _needed_by_totals(possible: Mapping[fx.Node, int], stages: Collection[int]) -> dict[fx.Node, int]:
-    """The totals of these stages with everything that they are made of."""
+    """The totals of these stages with all values that they are computed from."""
     return _with_inputs([n for n, stage in possible.items() if stage in stages and _is_total(n)], possible)
 
 
@@ -106,7 +104,7 @@ def _with_inputs(nodes: Collection[fx.Node], possible: Mapping[fx.Node, int]) ->
 
 
 def _is_total(node: fx.Node) -> bool:
-    """Whether a value's size is the same for all batches."""
+    """True if a value's size is the same for all batches."""
     value = node.meta.get("example_value")
     return isinstance(value, Tensor) and not any(isinstance(size, torch.SymInt) for size in value.shape)
 
@@ -116,10 +114,10 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclasses.dataclass
 class Section:
-    """A piece of the model graph (Dynamo level). `sources[i]` feeds placeholder i; `carried[i]` says whether the next call
-    reads result i; `has_gradient[i]` whether a gradient comes back for it. `layer`: the layer that it is a part of, if it is a
-    part; `share`: its average share of what that layer's experts compute. `visit`: 1 on the layer's first run, 2 on its
-    second; `own_names`: the layer's own names of its parameters and buffers, by their names in the model."""
+    """A piece of the model graph (Dynamo level). `sources[i]` feeds placeholder i. `carried[i]`: the next call reads result i.
+    `has_gradient[i]`: a gradient comes back for it. `layer`: the layer that it is a part of, if any. `share`: its average share
+    of what that layer's experts compute. `visit`: 1 on the layer's first run, 2 on its second. `own_names`: the layer's own
+    names of its parameters and buffers, by their names in the model."""
 
     name: str
     graph: fx.GraphModule
@@ -133,7 +131,7 @@ class Section:
 
     @property
     def call_name(self) -> str:
-        """The name of its call: the layer's name; on a later run "layers.3@2"."""
+        """The name of its call: the layer's name, or on a later run "layers.3@2"."""
         return self.name if self.visit == 1 else f"{self.name}@{self.visit}"
 
 
@@ -143,17 +141,18 @@ def needs_gradient(node: fx.Node) -> bool:
 
 def split_at_layers(model: ModelGraph, module: nn.Module, stack: LayerStack, results: Sequence[fx.Node],
                     chained: bool = False) -> list[Section]:
-    """Prologue, layers in the order in which they run, epilogue; the epilogue computes `results`. `module`: what was traced.
+    """Prologue, layers in the order in which they run, epilogue. The epilogue computes `results`. `module`: the traced module.
 
-    What is computed between two layers from an earlier one's output goes to the front of the second. Totals over tokens that
-    the model computes after the last layer, from every layer's values, are computed in the layers (`split.py`). Only the next
-    call gets a call's outputs: a value that is read later (an early layer's keys, an embedding added at the end) is one more
+    Values computed between two layers from an earlier one's output go to the front of the second. Totals over tokens that the
+    model computes after the last layer, from every layer's values, are computed in the layers (`split.py`). A call's outputs go
+    only to the next call. A value that is read later (an early layer's keys, an embedding added at the end) becomes one more
     output of every call in between. All calls may read the prologue's values without a gradient directly.
 
     Raises `CaptureError` if a layer reads nothing that an earlier call passes on; if `chained`, nothing that the call before it
-    makes, or that is made from that. No dead-code elimination here: Dynamo's graph still has in-place ops whose results nobody
-    reads. It is safe after AOT, which makes the graph functional.
-    """
+    makes, or that is made from that.
+
+    Does no dead-code elimination: Dynamo's graph still has in-place ops whose results nobody reads. It is safe after AOT, which
+    makes the graph functional."""
     body = [n for n in model.graph.graph.nodes if n.op not in ("placeholder", "output") and n not in model.sources]
     found = layer_calls(model, module, stack)
     if chained:
@@ -197,13 +196,13 @@ class _Cut:
         return [value for value in outside if value not in self.model.sources]
 
     def handed_on(self, stage: int) -> list[fx.Node]:
-        """What the next call gets from a layer call: its own results, then what it passes on."""
+        """The outputs of a layer call: its own results, then the values that it passes on."""
         travelling = [n for n in self.last_read if self.made_by[n] <= stage < self.last_read[n]
                       and (n not in self.shared or n in self.carried)]
         return sorted(travelling, key=lambda n: (self.made_by[n] != stage, self.order[n]))
 
     def _source(self, stage: int, previous: Sequence[fx.Node], node: fx.Node) -> Source:
-        """Where a stage gets a value from that it does not make. `previous`: what the call before it passes on."""
+        """The source of a value that a stage does not make. `previous`: the values that the previous call passes on."""
         if node in self.model.sources:
             found = self.model.sources[node]
             return Source("random", index=stage) if found.kind == "random" else found
@@ -226,11 +225,10 @@ class _Cut:
 
 
 def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
-    """The nodes outside of layers that each call takes along, by stage, and the stage that makes each value. Stage 0 is the
-    prologue, which also takes nodes between layers that read no layer's output; then come the layers, then the epilogue.
-
-    Raises `CaptureError` where the prologue would change a value in place before a layer that has to read it unchanged, and for
-    autocast around layers, which are traced alone."""
+    """The nodes outside of layers that belong to each call, by stage, and the stage that makes each value. Stage 0 is the
+    prologue, which also takes nodes between layers that read no layer's output. Then come the layers, then the epilogue. Raises
+    `CaptureError` if the prologue would change a value in place before a layer that must read it unchanged, and for autocast
+    around layers, which are traced alone."""
     members: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
     made_by: dict[fx.Node, int] = {}
     stage, autocasts, read = 1, 0, set[int]()
@@ -257,7 +255,7 @@ def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[li
 
 
 def _memory(values: Sequence[fx.Node]) -> set[int]:
-    """What tells apart the memory of these values."""
+    """Keys that identify the memory of these values."""
     tensors = (value.meta.get("example_value") for value in values)
     return {tensor.untyped_storage()._cdata for tensor in tensors if isinstance(tensor, Tensor)}
 
@@ -316,7 +314,7 @@ def extract(
     name: str, model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[fx.Node],
     source_of: Callable[[fx.Node], Source], carried: Sequence[fx.Node],
 ) -> Section:
-    """`nodes` in a graph of their own; what they read from outside becomes a placeholder."""
+    """`nodes` in a separate graph. Values that they read from outside become placeholders."""
     graph, copies, sources = _copied(model, nodes, results, source_of)
     graph.output(owned(graph, [copies[n] for n in results]))
     return Section(name, LazyGraphModule(model.graph, graph), sources,
@@ -345,7 +343,8 @@ def _copied(
 
 def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any],
              call: fx.Node | None = None) -> tuple[dict[fx.Node, None], set[fx.Node]]:
-    """What `nodes`, `results` and the arguments of `call` read that is made elsewhere, in order; and what is copied along."""
+    """The values made elsewhere that `nodes`, `results` and the arguments of `call` read, in order; and the nodes that are
+    copied along."""
     inside = {*nodes, *((call, *call.users) if call is not None else ())}
     arguments = call.args[2:] if call is not None else ()
     pending = [*(a for n in nodes for a in n.all_input_nodes), *(n for n in (*arguments, *results) if isinstance(n, fx.Node))]
@@ -364,8 +363,8 @@ def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any]
 
 
 def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
-    """Whether a node is copied into each section that reads it: arithmetic on sizes, since no call hands an int to another;
-    and views of weights (such as a transpose that Dynamo moved out of a layer), since a call reads its weights itself."""
+    """True if a node is copied into each section that reads it: arithmetic on sizes, since calls do not exchange ints, and
+    views of weights (such as a transpose that Dynamo moved out of a layer), since a call reads its weights itself."""
     if node in model.sources:
         return False
     value = node.meta.get("example_value")
@@ -377,7 +376,7 @@ def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
 
 
 def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """The results, with views of other memory cloned: AOT refuses outputs that alias, and the view's base may be gone by the
+    """The results, with views of other memory cloned: AOT refuses outputs that alias, and the view's base may be freed by the
     time the next call reads it."""
     owned = []
     for node in results:
@@ -401,7 +400,7 @@ def _carried_from_prologue(
 
 
 def structural_key(section: Section, precision: Float8 | None = None) -> str:
-    """Equal for two sections iff one graph serves both: ops, constants, and each placeholder's role, symbolic shape,
+    """Equal for two sections if and only if one graph serves both: ops, constants, and each placeholder's role, symbolic shape,
     stride, dtype, need of a gradient and whether `precision` keeps its products. Names of values, and of the layer itself, do
     not count otherwise."""
     number: dict[fx.Node, int] = {}

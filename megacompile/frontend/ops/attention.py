@@ -169,7 +169,7 @@ def transformers_attention(
 
 
 def _window_of(module: nn.Module) -> int:
-    """The window of a layer that does not pass it on, since transformers has put it into the mask (Qwen2-MoE). Raises
+    """The window of a layer that does not pass it to attention, since transformers has put it into the mask (Qwen2-MoE). Raises
     `UnsupportedError` if only the config knows it."""
     config: Any = getattr(module, "config", None)
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
@@ -183,14 +183,14 @@ def _window_of(module: nn.Module) -> int:
 
 
 def _fits(mask: Tensor | None, query: Tensor) -> bool:
-    """Whether a mask covers each pair of the query's positions, for all of its heads at once or for each head."""
+    """True if a mask covers each pair of the query's positions, for all heads at once or for each head."""
     batch, heads, length, _ = query.shape
     return mask is not None and mask.dim() == 4 and mask.shape[1] in (1, heads) and (
         mask.shape[0], *mask.shape[2:]) == (batch, length, length)
 
 
 def _blind(segments: Tensor, window: int) -> Tensor:
-    """Which queries see no key, before padding ends: bool [B, T]."""
+    """A mask of the queries that see no key, before padding ends: bool [B, T]."""
     if segments.dtype == torch.bool:
         return ~segments.squeeze(1).any(-1)
     seen = (segments >= 0).cumsum(1)
@@ -200,8 +200,8 @@ def _blind(segments: Tensor, window: int) -> Tensor:
 
 
 def _means(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """What eager attention gives a query that sees nothing, [B, H, T, D]. All its scores are the same huge negative number, so
-    every weight is 1 / T. Its scores still get gradients, through the product that is added and subtracted again."""
+    """The result of eager attention for a query that sees nothing, [B, H, T, D]. All its scores are the same huge negative
+    number, so every weight is 1 / T. Its scores still get gradients, through the product that is added and subtracted again."""
     products = ((key - key.mean(2, keepdim=True)) * (scale / key.shape[2])).transpose(2, 3) @ value.detach()
     scores = query @ products
     return value.mean(2, keepdim=True) + (scores - scores.detach())
@@ -239,8 +239,8 @@ def transformers_mask(
 
 
 def _every_pair(mask_function: Any, attention_mask: Tensor | None, batch: int, length: int, device: Any) -> Tensor:
-    """Which keys each query sees, bool [B, 1, T, T]. transformers calls `mask_function` for one pair at a time under vmap,
-    which Dynamo does not trace. Here it is called for all pairs at once; a function that is not elementwise gives another
+    """The keys that each query sees, bool [B, 1, T, T]. transformers calls `mask_function` for one pair at a time under vmap,
+    which Dynamo does not trace. Here it is called for all pairs at once. A function that is not elementwise gives another
     shape, and is refused."""
     rows, positions = torch.arange(batch, device=device), torch.arange(length, device=device)
     seen = mask_function(rows[:, None, None, None], rows[:1], positions[:, None], positions)
@@ -251,7 +251,7 @@ def _every_pair(mask_function: Any, attention_mask: Tensor | None, batch: int, l
 
 #: (dimensions, dtype) of segments.
 _SEGMENTS = 2, torch.int32
-#: What rows hold -> the attention implementation that a model is captured with. Under "pairs", transformers makes no mask:
+#: Content of rows -> the attention implementation that a model is captured with. Under "pairs", transformers makes no mask:
 #: every layer uses the batch's, with or without a window. A query that sees nothing (padding on the left) gives zeros in
 #: transformers' "sdpa", and the mean of all values in its "eager".
 FORMS = {"causal": "megacompile", "packed": "megacompile_packed", "padded": "megacompile_padded",
@@ -272,7 +272,7 @@ def implementation_for(further: Collection[str], own: str | None) -> str | None:
 
 
 def register_with_transformers() -> None:
-    """Make `set_attn_implementation` accept the implementations of `FORMS`. May be called again."""
+    """Makes `set_attn_implementation` accept the implementations of `FORMS`. May be called again."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for form, implementation in FORMS.items():

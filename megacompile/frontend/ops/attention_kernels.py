@@ -46,7 +46,7 @@ def add_sinks(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Te
 
 # ------------------------------------------------------------------ any device, windows and capped scores
 def visible(length: int, device: torch.device, window: int, segments: Tensor | None) -> Tensor:
-    """Which keys each query sees (see `attention`): bool [T, T], or with segments [B, 1 (or their own H), T, T]."""
+    """The keys that each query sees (see `attention`): bool [T, T], or with segments [B, 1 (or their own H), T, T]."""
     if segments is not None and segments.dtype == torch.bool:
         return segments
     position = torch.arange(length, device=device)
@@ -152,7 +152,7 @@ def flash_backward(
 
 
 def window_of(window: int) -> dict[str, int]:
-    """A window of n positions is the query's own and n - 1 to its left."""
+    """A kernel's arguments for a window of n positions: the query's own, and n - 1 to its left."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 

@@ -121,7 +121,7 @@ def _fused_chunk_gradient(
 @functools.lru_cache(maxsize=64)
 def _compiled_for_any_rows(usual: int, vocabulary: int, dtype: torch.dtype, device: torch.device, scale: float,
                            softcap: float) -> CodeForAnySize | None:
-    """`_chunk_gradient`, compiled for any number of rows from 2 on; inductor chooses kernels for `usual` ones. Rows have no
+    """`_chunk_gradient`, compiled for any number of rows from 2 on. Inductor chooses kernels for `usual` ones. Rows have no
     length here, so the code is for rows of one unit. Returns None if inductor cannot compile it with a symbol, or if the code
     holds for one number only."""
     sizes = SymbolicSizes(usual, UNIT, (BATCH,))

@@ -28,14 +28,11 @@ PATCHES_AT_ONCE = 8192
 
 
 class PatchEncoder(nn.Module):
-    """What an encoder computes, as a function of its weights. State: `module`, a copy without data; its method `method` gives
-    the features of images.
-
-    `trained`, `fixed`: the names of the tensors that it reads, in the order of the op's arguments; `patch`: a patch's shape;
-    `per_feature`: how many patches one feature is made of. `number` identifies the encoder in graphs, which cannot hold a
-    module. A survey finds `levels`, how many features a position gets, and `held_bytes`, the bytes that a forward and a
-    backward hold for each patch, without results.
-    """
+    """An encoder as a function of its weights. State: `module`, a copy without data, whose method `method` gives the features
+    of images. `trained`, `fixed`: the names of the tensors that it reads, in the order of the op's arguments. `patch`: a
+    patch's shape. `per_feature`: the number of patches in one feature. `number` identifies the encoder in graphs, which cannot
+    hold a module. A survey finds `levels`, how many features a position gets, and `held_bytes`, the bytes that a forward and a
+    backward hold for each patch, without results."""
 
     def __init__(self, module: nn.Module, method: str, patch: tuple[int, ...], per_feature: int) -> None:
         super().__init__()
@@ -58,7 +55,7 @@ class PatchEncoder(nn.Module):
 
     def gradients(self, gradient: Tensor, patches: Tensor, sizes: Tensor, trained: Sequence[Tensor],
                   fixed: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the `trained` tensors, from that of the features. The encoder runs again, and its blocks are
+        """The gradients of the `trained` tensors, given that of the features. The encoder runs again, and its blocks are
         recomputed."""
         leaves = [tensor.detach().requires_grad_() for tensor in trained]
         return self._run(leaves, fixed, patches, sizes, (gradient, leaves))  # type: ignore[no-any-return]
@@ -109,7 +106,7 @@ class PatchEncoder(nn.Module):
 
 
 def _held(model: Any, name: str) -> Tensor:
-    """A holder of the module: Dynamo follows this in less time than it takes to list everything that a model holds."""
+    """Holds the module. Dynamo follows this faster than it lists everything in a model."""
     for part in name.split(".")[1:]:
         model = getattr(model, part)
     return model  # type: ignore[no-any-return]

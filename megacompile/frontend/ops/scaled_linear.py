@@ -26,10 +26,9 @@ _LEAST = 1e-20
 
 
 def quantized(x: Tensor, form: str, scaling: str) -> tuple[Tensor, Tensor]:
-    """Values that are rounded to nearest in a float8 format, and their scale: x is about values * scale.
-
-    x [rows, columns]. `form`: "e4m3" or "e5m2". `scaling`: "tensor": the scale is float32 []; "row": float32 [rows, 1]. The
-    largest absolute value becomes the format's largest. A value that is not finite makes all values with its scale NaN."""
+    """Values rounded to nearest in a float8 format, and their scale: x is about values * scale. x [rows, columns]. `form`:
+    "e4m3" or "e5m2". `scaling`: "tensor": the scale is float32 []; "row": float32 [rows, 1]. The largest absolute value becomes
+    the format's largest. A value that is not finite makes all values with its scale NaN."""
     dtype = FORMATS[form]
     largest = torch.finfo(dtype).max
     # A maximum of rows first: the same number, and a compiler computes it where it makes the rows.

@@ -141,9 +141,9 @@ def flash_packed_backward(
 
 # ------------------------------------------------------------------ memory-efficient attention on CUDA, with a mask
 def _bias(query: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-    """0 for keys that are seen and -inf for others, [B, H, T, T] expanded from [B, 1, T, T]; and which queries see nothing,
-    bool [B, 1 or H, T, 1]. Such queries see all keys here, since the kernel would return no number otherwise; their output is
-    not used."""
+    """0 for visible keys and -inf for others, [B, H, T, T] expanded from [B, 1, T, T], and the queries that see nothing, bool
+    [B, 1 or H, T, 1]. Such queries see all keys here, since the kernel would otherwise return no number. Their output is not
+    used."""
     batch, heads, length, _ = query.shape
     seen = visible(length, query.device, 0, segments)
     blind = ~seen.any(-1, keepdim=True)

@@ -45,8 +45,8 @@ def across_rows(template: Template, section: Section) -> str:
 
 
 def across_tokens(template: Template) -> bool:
-    """Whether a template computes with several tokens of a row at once other than by our attention, which knows where a
-    sequence begins: by a convolution, a scan, a shift. Unknown ops count as such."""
+    """True if a template computes with several tokens of a row at once by a convolution, a scan or a shift. Our attention does
+    not count, since it knows where a sequence begins. Unknown ops count."""
     layout = Layout(template.renaming)
     for node, computed in _computing(template.forward_graph(), template):
         if getattr(node.target, "namespace", "") == "megacompile":
@@ -57,8 +57,8 @@ def across_tokens(template: Template) -> bool:
 
 
 def chooses_tokens(template: Template) -> bool:
-    """Whether a template chooses tokens of a row by their values, such as those with the highest scores. In a longer row it may
-    choose others among equal ones."""
+    """True if a template selects tokens of a row by their values, such as those with the highest scores. In a longer row it may
+    select others among equal ones."""
     layout = Layout(template.renaming)
     for node, computed in _computing(template.forward_graph(), template):
         if (op := packet(node)) in _CHOOSING and node.args[0] in computed:
@@ -81,7 +81,7 @@ def _computing(graph: fx.Graph, template: Template) -> Iterator[tuple[fx.Node, C
 
 
 def _shifts(node: fx.Node, computed: Collection[fx.Node], layout: Layout) -> bool:
-    """Whether an op mixes or moves tokens within a row: convolutions, padding, concatenation along a row; or is not one of
+    """True if an op mixes or moves tokens within a row (convolutions, padding, concatenation along a row), or is not one of
     PyTorch's own ops."""
     op = packet(node)
     values = [value for each in node.all_input_nodes if each in computed for value in tensors(each)]
@@ -95,7 +95,7 @@ def _shifts(node: fx.Node, computed: Collection[fx.Node], layout: Layout) -> boo
 
 
 def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol: sympy.Symbol, float8: bool) -> bool:
-    """Whether an op is known to compute with several rows (`symbol` B), or tokens (T), of a value that is `computed`. `float8`:
+    """True if an op is known to compute with several rows (`symbol` B), or tokens (T), of a value that is `computed`. `float8`:
     whether some maximums are scales of products in float8."""
     op, first = packet(node), node.args[0] if node.args else None
     if is_gemm(node):
@@ -123,8 +123,8 @@ def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol:
 
 
 def _is_scale(node: fx.Node) -> bool:
-    """Whether a maximum only decides how values are rounded to float8: all that is made of it are scales of products, and
-    values that are limited and then cast."""
+    """True if a maximum only decides how values are rounded to float8: only scales of products, and values that are limited and
+    then cast, are computed from it."""
     pending, scales = list(node.users), False
     while pending:
         user = pending.pop()
@@ -154,7 +154,7 @@ def _dims(node: fx.Node, position: int, default: int | None) -> list[int] | None
 
 
 def _any_counts(value: Tensor, dims: Collection[int] | None, layout: Layout, symbol: sympy.Symbol) -> bool:
-    """Whether one of these dimensions counts a symbol; None: of all dimensions."""
+    """True if one of these dimensions (None: of all dimensions) counts a symbol."""
     return any(_counts(value, dim, layout, symbol) for dim in (range(value.dim()) if dims is None else dims))
 
 
@@ -163,7 +163,7 @@ def _counts(value: Tensor, dim: int, layout: Layout, symbol: sympy.Symbol) -> bo
 
 
 def _ends_in_number(node: fx.Node) -> bool:
-    """Whether only single numbers are computed from a node's value: a loss, or a part of one."""
+    """True if only single numbers are computed from a node's value: a loss, or a part of one."""
     pending, seen = [node], set[fx.Node]()
     while pending:
         each = pending.pop()
@@ -175,8 +175,8 @@ def _ends_in_number(node: fx.Node) -> bool:
 
 
 def _line(section: Section, node: fx.Node, layout: Layout) -> str:
-    """The source line of the Dynamo node that `node` was made of, since AOT's graphs have no lines. It has the same shape and,
-    if it has a name, the same name."""
+    """The source line of the Dynamo node that became `node`, since AOT's graphs have no lines. It has the same shape and, if it
+    has a name, the same name."""
     shapes = {tuple(map(layout.size, value.shape)) for value in tensors(node)}
     alike = [each for each in section.graph.graph.nodes if each.op in ("call_function", "call_method") and source_line(each)
              and shapes.intersection(tuple(map(layout.size, value.shape)) for value in _values(each))]
@@ -191,9 +191,9 @@ def _values(node: fx.Node) -> Iterator[Tensor]:
 
 
 # --------------------
-# Which inputs attention's segments are computed from. Some models do not pass position_ids to their mask functions: their
-# attention runs across the sequences of a packed row, as it does natively.
-_SEGMENTS = 7  # which argument of the op
+# Finds the inputs from which attention's segments are computed. Some models do not pass position_ids to their mask functions.
+# Their attention runs across the sequences of a packed row, as it does natively.
+_SEGMENTS = 7  # the position of the op's argument
 
 
 def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Template]) -> list[str]:
@@ -203,7 +203,7 @@ def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Tem
     results = _results(templates[prologue.template])
 
     def reads(call: Call, node: object) -> bool:
-        """Whether a value in a call's graph is computed from the argument."""
+        """True if a value in a call's graph is computed from the argument."""
         return any(_comes_from(name, source, prologue, results) for source in _sources(call, node))
 
     return [call.name for call in calls
@@ -212,8 +212,8 @@ def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Tem
 
 def calls_across_sequences(name: str, calls: Sequence[Call], templates: Mapping[str, Template]) -> list[str]:
     """The calls in which tokens of a row read each other without knowing from the batch argument `name` where its sequences
-    begin: by a recurrence or a convolution, or in attention. A call may know it by a mask of pairs of tokens, or by numbers or
-    flags of tokens, such as the sequence that each belongs to."""
+    begin: by a recurrence or a convolution, or in attention. A mask of pairs of tokens can tell them, or numbers or flags of
+    tokens, such as the sequence that each belongs to."""
     results = _results(templates[calls[0].template])
 
     def knows(call: Call) -> bool:
@@ -234,7 +234,7 @@ def _results(template: Template) -> Sequence[object]:
 
 
 def _comes_from(name: str, source: Source, prologue: Call, results: Sequence[object]) -> bool:
-    """Whether an input of a call is the batch argument, or is computed from it in the prologue."""
+    """True if an input of a call is the batch argument, or is computed from it in the prologue."""
     return source.name == name if source.kind == "batch" else source.kind == "shared" and any(
         _comes_from(name, each, prologue, results) for each in _sources(prologue, results[source.index]))
 

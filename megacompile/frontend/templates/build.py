@@ -43,12 +43,9 @@ def build_template(
     name: str, section: Section, fakes: FakeTensorMode, renaming: Renaming, target: TargetLike,
     pipeline: Sequence[TemplatePass], head: bool = False, tokens_at_once: int = 0,
 ) -> Template:
-    """The template of `section`. The epilogue's, whose first result is the loss, has the epilogue's variants. A `head`'s
-    results are differentiated by the caller.
-
-    Raises `UnsupportedError` for random ops, `CaptureError` for code that cannot be differentiated or reads values on the
-    host.
-    """
+    """The template of `section`. The epilogue's, whose first result is the loss, has the epilogue's variants. The caller
+    differentiates a `head`'s results. Raises `UnsupportedError` for random ops, `CaptureError` for code that cannot be
+    differentiated or reads values on the host."""
     epilogue = section.name == "epilogue"
     refuse_unknown_sizes(section.graph, section.name)
     stages = {"captured": section.graph.code}
@@ -104,7 +101,7 @@ def _run_model_passes(
 
 
 def with_results(section: Section, positions: Sequence[int]) -> Section:
-    """A section with only some of its results. What only the others need stays until AOT, including in-place ops."""
+    """A section with only some of its results. Code that only the others need stays until AOT, including in-place ops."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     (results,) = (section.graph.graph.output_node().args)
@@ -118,7 +115,7 @@ def with_results(section: Section, positions: Sequence[int]) -> Section:
 @contextlib.contextmanager
 def _portable_attention(target: TargetLike) -> Iterator[None]:
     """A context in which a model's own `scaled_dot_product_attention` that no pass mapped onto our op is traced as plain aten
-    ops if it will not run on the CPU. Fakes are on the CPU, so it would otherwise become the CPU's kernel."""
+    ops if it will not run on the CPU. Otherwise it would become the CPU's kernel, since fakes are on the CPU."""
     if target.device_type == "cpu":
         yield
     else:
@@ -127,8 +124,8 @@ def _portable_attention(target: TargetLike) -> Iterator[None]:
 
 
 # --------------------
-# What a captured graph assumes of a batch: the symbols of its sizes, and conditions on them with the source lines that caused
-# them.
+# The assumptions of a captured graph about a batch: the symbols of its sizes, and conditions on them with the source lines
+# that caused them.
 @dataclasses.dataclass(frozen=True)
 class Condition:
     """A sympy condition on B and T, and " at file:line (code)" of the model's code that requires it, or ""."""

@@ -46,7 +46,7 @@ class HiddenStates:
 
     def beside_logits(self) -> Section:
         """The epilogue that returns logits and, if the model has a head, the last hidden states. Raises `UnsupportedError` if
-        the model means others than are found here."""
+        the model defines its hidden states in another way."""
         self._check()
         (logits,) = self.to_logits.graph.graph.output_node().all_input_nodes
         return self.to_logits if self._head() is None else _with_results(self.to_logits, [logits, self._last()])
@@ -73,7 +73,7 @@ class HiddenStates:
         return products[0].args[0]  # type: ignore[return-value]
 
     def _check(self) -> None:
-        """Raises `UnsupportedError` unless the model's own hidden states are those that calls hand on."""
+        """Raises `UnsupportedError` unless the model's own hidden states are the ones that calls pass on."""
         prologue, *layers = self.sections
         alone = sum(prologue.carried) == 1 and all(len(layer.has_gradient) == 1 for layer in layers)
         if not alone or not self._are_meant():
@@ -81,7 +81,7 @@ class HiddenStates:
                                    "or returns none: read them before the model is streamed")
 
     def _are_meant(self) -> bool:
-        """Runs the fake model: whether it returns exactly the tensors that enter its first layer, leave all layers but the
+        """Runs the fake model. True if it returns exactly the tensors that enter its first layer, leave all layers but the
         last, and enter its head."""
         given: list[Tensor] = []
         made: list[Tensor] = []
@@ -112,13 +112,13 @@ def _first(returned: Any) -> Any:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two fakes are the same view of one storage. (A slice of all positions is a different tensor.)"""
+    """True if two fakes are the same view of one storage. (A slice of all positions is a different tensor.)"""
     return (a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.shape == b.shape and a.stride() == b.stride()
             and a.storage_offset() == b.storage_offset())
 
 
 def _with_results(section: Section, results: Sequence[fx.Node]) -> Section:
-    """A section up to some of its values, without the inputs that only others need."""
+    """A section with only these of its values as results, without the inputs that only others need."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in section.graph.graph.nodes:
@@ -170,19 +170,19 @@ class Head:
 
 
 def batch_name(tensor: str) -> str:
-    """The name under which a batch has a tensor that a function takes. It differs from the tensor's own, since the model may
-    have an argument of the same name."""
+    """The name in a batch of a tensor that a function takes. It differs from the tensor's name, since the model may have an
+    argument of that name."""
     return f"{_OF_TOKENS}{tensor}"
 
 
 def of_tokens(name: str) -> bool:
-    """Whether a name in a batch is that of a tensor that a function takes."""
+    """True if a name in a batch is the name of a tensor that a function takes."""
     return name.startswith(_OF_TOKENS)
 
 
 class Heads:
-    """The heads of one captured model. State: the heads built so far, by name; and the names of functions, by what they take.
-    """
+    """The heads of one captured model. State: the heads built so far, by name; and the names of functions, by the tensors that
+    they take."""
 
     def __init__(self, model: ModelGraph, to_logits: Section, hidden: HiddenStates, build: BuildTemplate,
                  templates: dict[str, Template], renaming: Renaming) -> None:
@@ -195,11 +195,11 @@ class Heads:
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """The conditions under which the heads hold, besides the model's own: a function may depend on sizes."""
+        """The conditions under which the heads hold, besides the model's: a function may depend on sizes."""
         return conditions(self._model.shape_env.guards[self._known_guards:], self._renaming)
 
     def head(self, name: str) -> Head:
-        """Raises `UnsupportedError` for an unknown head."""
+        """The head of this name. Raises `UnsupportedError` if there is none."""
         if name in self._own and name not in self._heads:
             self._add(name, self._own[name](), 0)
         if name not in self._heads:
@@ -208,10 +208,8 @@ class Heads:
         return self._heads[name]
 
     def of_function(self, function: Callable[..., Any], described: Described) -> str:
-        """The name of the head that a function makes. Traced at its first use with tensors of these names and shapes.
-
-        Raises `UnsupportedError` for a function that cannot be traced, or returns something else than rows for tokens.
-        """
+        """The name of the head of a function. Traced at its first use with tensors of these names and shapes. Raises
+        `UnsupportedError` for a function that cannot be traced, or that does not return rows for tokens."""
         key = function, described
         if key not in self._functions:
             if len(self._functions) >= MOST_FUNCTIONS:
@@ -227,7 +225,7 @@ class Heads:
         return self._functions[key]
 
     def like(self, other: Heads, name: str) -> str:
-        """The name here of a head of another capture of the same model."""
+        """Maps a head's name from another capture of the same model."""
         function = next((key for key, known in other._functions.items() if known == name), None)
         return name if function is None else self.of_function(*function)
 

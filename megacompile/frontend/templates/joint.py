@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from megacompile.compat import aot
 from megacompile.compat.aot import min_cut_rematerialization_partition
 from megacompile.compat.core import FakeTensorMode, LazyGraphModule, pytree
-from megacompile.frontend.templates.kept_graphs import functional_graph
+from megacompile.frontend.templates.graph_cache import functional_graph
 
 # --------------------
 # Results that a device's kernels return in other dtypes or shapes than the CPU's kernels, on which graphs are traced:
@@ -29,7 +29,7 @@ _DIFFERING = {
 
 
 def correct_results(module: fx.GraphModule, fakes: FakeTensorMode, device_type: str) -> None:
-    """Gives `meta["val"]` of nodes the dtypes and shapes that they have on `device_type`. Compiled code trusts the promised
+    """Gives `meta["val"]` of nodes the dtypes and shapes that they have on `device_type`. Compiled code trusts the stated
     dtype: it would read the bits of float32 as bf16."""
     if device_type == "cpu":
         return
@@ -54,7 +54,7 @@ def _evaluated(node: fx.Node, fakes: FakeTensorMode, device: torch.device) -> An
 
 
 def _on(value: Any, fakes: FakeTensorMode, device: torch.device) -> Any:
-    """Fakes of the same shapes on a device, which need not exist: nothing is copied."""
+    """Fakes of the same shapes on a device. The device need not exist, since nothing is copied."""
     with fakes:
         return pytree.tree_map_only(
             Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), value)
@@ -77,12 +77,10 @@ _SMALL_RATIO = 64
 
 @dataclasses.dataclass
 class JointGraph:
-    """`graph` computes outputs from inputs, and gradients from inputs and tangents; all lists hold its nodes.
-
-    `tangents`: one for each output with a gradient. `gradients`: by index of the input. `residuals`: what
-    `forward_saving` keeps; some are sizes, Python ints at run time. `reached`: for each input that autograd differentiates, the
-    outputs whose gradients its gradient is computed from.
-    """
+    """`graph` computes outputs from inputs, and gradients from inputs and tangents. All lists hold its nodes. `tangents`: one
+    for each output with a gradient. `gradients`: by index of the input. `residuals`: the values that `forward_saving` keeps;
+    some are sizes, Python ints at run time. `reached`: for each input that autograd differentiates, the outputs whose gradients
+    its gradient is computed from."""
 
     graph: fx.GraphModule
     inputs: list[fx.Node]
@@ -119,10 +117,10 @@ def joint_graph(
     awaited: Sequence[int] = (), decompositions: dict[Any, Any] | None = None, device_type: str = "cpu",
     parameters: Sequence[int] = (),
 ) -> JointGraph:
-    """Forward and backward of a Dynamo-level section, for a device of this type; residuals are chosen if `partition`. Each of
-    the `awaited` inputs that requires a gradient gets one: zero if it is read but not differentiated. What depends on these
-    `parameters` alone (the values of quantized weights, weights in float8) is computed again, not saved, unless it is small.
-    """
+    """Forward and backward of a Dynamo-level section, for a device of this type. Residuals are chosen if `partition`. Each of
+    the `awaited` inputs that requires a gradient gets one: zero if it is read but not differentiated. Values that depend on
+    these `parameters` alone (the values of quantized weights, weights in float8) are computed again, not saved, unless they are
+    small."""
     examples = example_values(graph)
     if not any(has_gradient):
         alone = forward_graph(graph, fakes)
@@ -166,7 +164,7 @@ def _computed_from(graph: fx.Graph, marked: Mapping[fx.Node, int], nodes: Mappin
 
 
 def _made_of(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that are computed from these inputs alone, but for those that are small beside them, such as scales."""
+    """The nodes that are computed from these inputs alone, ignoring inputs that are small beside them, such as scales."""
     found = {node: _bytes(node) for node in inputs}  # node -> bytes of the largest input that it is made of
     for node in graph.nodes:
         if node.all_input_nodes and all(used in found for used in node.all_input_nodes):
@@ -203,12 +201,10 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def cut_graph(joint: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
-    """The part of `joint` that computes `results` from `inputs`; every input stays a placeholder, in order.
-
-    Copying only what the results depend on is the dead-code elimination. fx's own treats attention, which has a dropout
-    argument, as impure, and would keep the forward's attention in a backward that does not read it. No result shares memory
-    with an input: one that would is cloned.
-    """
+    """The part of `joint` that computes `results` from `inputs`. Every input stays a placeholder, in order. Copies only what
+    the results depend on. fx's dead-code elimination treats attention, which has a dropout argument, as impure, and would keep
+    the forward's attention in a backward that does not read it. No result shares memory with an input: such a result is
+    cloned."""
     given, needed, stack = set(inputs), set(), list(results)
     while stack:
         node = stack.pop()
@@ -236,7 +232,7 @@ def cut_graph(joint: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequenc
 
 
 def replace_unit_tangent(module: fx.GraphModule, tangents: int) -> None:
-    """Let the last `tangents` placeholders, gradients of a loss, be one: products with them fall away."""
+    """Replaces the last `tangents` placeholders, gradients of a loss, by one, so that products with them disappear."""
     for tangent in module.graph.find_nodes(op="placeholder")[-tangents:] if tangents else ():
         for user in list(tangent.users):
             other = [a for a in user.all_input_nodes if a is not tangent]
@@ -257,8 +253,7 @@ def replace_unit_tangent(module: fx.GraphModule, tangents: int) -> None:
 
 
 def tolerate_strides(module: fx.GraphModule) -> None:
-    """Lets every view copy if it must: some kernels return other strides than their fakes promised (softplus' backward does).
-    """
+    """Lets every view copy if it must: some kernels return other strides than their fakes (softplus' backward does)."""
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
     module.recompile()

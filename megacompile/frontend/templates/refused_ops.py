@@ -22,9 +22,9 @@ _SAME_MEMORY = ("detach", "detach_", "_get_data_attr")
 
 
 def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
-    """Raise `UnsupportedError` if `joint`, traced from `section`, draws random numbers, and `CaptureError` if it reads
-    a value on the host; both name the module and the line. `UnsupportedError` also for `as_strided` of a parameter that is not
-    contiguous: its tile is, so the same strides would read other elements."""
+    """Raises `UnsupportedError` if `joint`, traced from `section`, draws random numbers, and `CaptureError` if it reads a value
+    on the host. Both name the module and the line. Also raises `UnsupportedError` for `as_strided` of a parameter that is not
+    contiguous: its tile is contiguous, so the same strides would read other elements."""
     if strided := _strided_parameter(section):
         raise UnsupportedError(
             f"{_module_of(strided, section.name)} reads a parameter that is not contiguous with as_strided: make the parameter "
@@ -43,8 +43,8 @@ def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
 
 
 def refuse_unknown_sizes(graph: fx.GraphModule, name: str) -> None:
-    """Raise `CaptureError` if a Dynamo-level graph makes a tensor whose size depends on values (boolean indices do): its cost
-    could not be known in advance. Names the module of `name` that does so, and the line."""
+    """Raises `CaptureError` if a Dynamo-level graph makes a tensor whose size depends on values (boolean indices do), since its
+    cost could not be known in advance. Names the module of `name` that does so, and the line."""
     for node in graph.graph.nodes:
         if _unknown_size(node) and not any(map(_unknown_size, node.all_input_nodes)):
             raise CaptureError(
@@ -59,7 +59,7 @@ def _unknown_size(node: fx.Node) -> bool:
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an aten op draws random numbers. Attention ops are tagged as random for their dropout argument even if
+    """True if a call of an aten op draws random numbers. Attention ops are tagged as random for their dropout argument even if
     it is 0."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
@@ -94,7 +94,7 @@ def _module_of(node: fx.Node, section: str) -> str:
 
 
 def line_of_mutation(section: Section) -> str:
-    """The source line that changes an input of `section` in place, a parameter's `.data` among them; "" if none does."""
+    """The source line that changes an input of `section` in place, including a parameter's `.data`; "" if there is none."""
     for node in section.graph.graph.nodes:
         in_place = node.op in ("call_function", "call_method") and re.fullmatch(r"\w*[a-z]_", called_name(node))
         if in_place and _input_of(node.args[0]):

@@ -34,8 +34,8 @@ Runnable: TypeAlias = Callable[..., tuple[Any, ...]]
 
 
 def can_be_symbols(rows: int, length: int) -> tuple[sympy.Symbol, ...]:
-    """Which of B and U can stand for the sizes [rows, length] in code for two rows or more of two units or more. A single row
-    needs four units, since such code may take for granted that there are as many tokens."""
+    """The symbols among B and U that can replace the sizes [rows, length] in code for two rows or more of two units or more. A
+    single row needs four units, since such code may assume at least as many tokens."""
     units = length // UNIT if length % UNIT == 0 else 0
     if units > 1 and rows * units >= 4:
         return BATCH, UNITS
@@ -44,8 +44,8 @@ def can_be_symbols(rows: int, length: int) -> tuple[sympy.Symbol, ...]:
 
 class SymbolicSizes:
     """The sizes of one variant that is being compiled. `rows` (at least 2), `length`: numbers, for which inductor chooses
-    kernels; `symbols`: which of B and U are symbols, the others being these numbers. `fakes`: the mode of all fakes with such
-    sizes; `numbers`: the symbols as sizes. State: the environment, with the conditions so far."""
+    kernels. `symbols`: which of B and U are symbols; the others are these numbers. `fakes`: the mode of all fakes with such
+    sizes. `numbers`: the symbols as sizes. State: the environment, with the conditions so far."""
 
     def __init__(self, rows: int, length: int, symbols: Sequence[sympy.Symbol]) -> None:
         assert rows > 1 and symbols and set(symbols) <= set(can_be_symbols(rows, length)), f"{symbols} for {rows} x {length}"
@@ -69,15 +69,15 @@ class SymbolicSizes:
 
     @property
     def are_fixed(self) -> bool:
-        """Whether something asked for a symbol's number, so that the traced or compiled code only holds for the hint."""
+        """True if something asked for a symbol's number. Then the traced or compiled code only holds for the hint."""
         return any(self._environment.simplify(own) != own for own in self._own.values())
 
     def written(self, size: int | torch.SymInt) -> Size:
-        """A fake's size or stride, free of the environment."""
+        """A fake's size or stride, without a reference to the environment."""
         return self._free(size.node.expr) if isinstance(size, torch.SymInt) else size
 
     def conditions(self) -> tuple[sympy.Basic, ...]:
-        """What is assumed of B and U so far."""
+        """The conditions on B and U so far."""
         return tuple(self._free(guard.expr) for guard in self._environment.guards)
 
     def _free(self, expression: sympy.Basic) -> sympy.Basic:
@@ -86,8 +86,8 @@ class SymbolicSizes:
 
 @dataclass(frozen=True, eq=False)
 class CodeForAnySize:
-    """Compiled code that holds wherever its `conditions` do. `function`: takes the numbers of `symbols`, then tensors;
-    `prepare`: makes what runs of it, for these strides. State: what it has made, by the numbers."""
+    """Compiled code that holds if its `conditions` do. `function`: takes the numbers of `symbols`, then tensors. `prepare`:
+    makes the callable from it, for these strides. State: the callables so far, by the numbers."""
 
     function: Callable[..., Any]
     symbols: tuple[sympy.Symbol, ...]
@@ -97,7 +97,7 @@ class CodeForAnySize:
     _made: dict[tuple[int, ...], Runnable] = field(default_factory=dict)
 
     def of(self, rows: int, length: int) -> Runnable | None:
-        """The code for rows of this length. None if it does not hold for them."""
+        """The code for rows of this length; None if it does not hold for them."""
         if not set(self.symbols) <= set(can_be_symbols(rows, length)):
             return None
         known = {BATCH: sympy.Integer(rows), UNITS: sympy.Integer(length // UNIT)}
@@ -153,8 +153,8 @@ def padding(expression: sympy.Expr) -> sympy.Expr:
 @contextlib.contextmanager
 def sizes_stay_symbols() -> Iterator[None]:
     """A context in which a size that the code compares with its traced number stays a symbol: the comparison is a condition of
-    the graph. PyTorch would put the number in the place of the symbol. At 64 tokens, for example, the strides of a row cut from
-    whole chunks of 64 are those of a row that was not cut."""
+    the graph. PyTorch would replace the symbol by the number. At 64 tokens, for example, the strides of a row cut from whole
+    chunks of 64 are those of a row that was not cut."""
     replace: Any = ShapeEnv._set_replacement
 
     def kept(self: ShapeEnv, symbol: Any, target: Any, *more: Any) -> None:

@@ -41,13 +41,13 @@ from megacompile.ir.token_loop import token_loops
 
 # --------------------
 # A graph as text that is the same in every process: without addresses, and without the symbols and numbers of one process.
-#: Which argument of an encoder call is the encoder's number.
+#: The position of the encoder's number among the arguments of an encoder call.
 _NUMBERED = {torch.ops.megacompile.encode_patches.default: 4, torch.ops.megacompile.encode_patches_backward.default: 5}
 
 
 def lines_of(joint: JointGraph, symbolic: Callable[[int | torch.SymInt], Any]) -> Iterator[str]:
-    """A line for each node, with the shapes, strides and dtypes of its values; `symbolic` writes sizes. At the end, what the
-    graph reads."""
+    """A line for each node, with the shapes, strides and dtypes of its values. `symbolic` formats sizes. The last lines are the
+    joint graph's inputs, results and residuals, and what the graph reads."""
     for node in joint.graph.graph.nodes:
         yield repr((node.op, node.name, _target(node.target), _arguments(node), dict(node.kwargs),
                     _value(node.meta.get("val"), symbolic)))
@@ -86,7 +86,7 @@ KEEPING = frozenset({"forward_saving", "backward"})
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What feeds one positional input of a call.
+    """The source of one positional input of a call.
 
     kind: "parameter" | "buffer" | "batch" | "size" | "carried" | "shared" | "loss_denominator" | "share" | "total" |
         "random".
@@ -102,8 +102,8 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One use of a template: the prologue, each layer ("model.layers.3"), the epilogue; sources in input order. `again`: for a
-    later run of a layer ("model.layers.3@2"), the call that was its first."""
+    """One use of a template: the prologue, each layer ("model.layers.3"), the epilogue. Sources are in input order. `again`:
+    for a later run of a layer ("model.layers.3@2"), the name of its first call."""
 
     name: str
     template: str
@@ -113,7 +113,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """How the gradient of template input `input` leaves a backward variant.
+    """The form in which a backward variant returns the gradient of template input `input`.
 
     results: (i,): result i is the gradient; (i, j): the gradient is results[i] @ results[j], two 2-D tensors, so that
     it can be accumulated inside the GEMM; (i, j, k): of all experts, [groups, K, N], results [rows, K] and [rows, N] and
@@ -138,7 +138,7 @@ class TemplateInput:
 
 
 class TargetLike(Protocol):
-    """Where and in which dtype templates will run: `megacompile.passes.template.Target`."""
+    """The device and dtype of templates: `megacompile.passes.template.Target`."""
 
     @property
     def device_type(self) -> str: ...
@@ -259,8 +259,8 @@ class Template:
 
     def variant(self, name: str, chunk: int = 0, residuals: str = "all") -> Variant:
         """The variant called `name`, cut and lowered at its first use. `chunk`: how many positions of a sequence it runs at a
-        time, for variants that can (`CHUNKED`, or with no residuals but attention's); 0 for all at once. `residuals`: which
-        ones are kept. Raises `CaptureError` if there is no such variant."""
+        time, for variants that can (`CHUNKED`, or with no residuals but attention's); 0: all at once. `residuals`: which ones
+        are kept. Raises `CaptureError` if there is no such variant."""
         if name not in self._recipes:
             raise CaptureError(f"template {self.name} has no variant {name}: it has {', '.join(self._recipes)}")
         kept = residuals if name in KEEPING else "all"
@@ -270,22 +270,23 @@ class Template:
         return self._variants[key]
 
     def chunk(self, rows: int, planned: int) -> int:
-        """How many positions run at a time in a micro-batch of `rows` sequences if the plan says `planned`; 0: all at once."""
+        """The number of positions that run at a time in a micro-batch of `rows` sequences, given the plan's number `planned`;
+        0: all at once."""
         limit = max(1, self.tokens_at_once // rows) if self.tokens_at_once else 0
         return min(planned, limit) if planned and limit else planned or limit
 
     def reached_from(self, outputs: Collection[int]) -> list[int]:
-        """The inputs that autograd gives a gradient if these outputs have one. The backward also computes zeros for some of the
-        others."""
+        """The inputs to which autograd gives a gradient if these outputs have one. The backward also computes zeros for some of
+        the others."""
         return [i for i, behind in self._joint.reached.items() if outputs and (not behind or not behind.isdisjoint(outputs))]
 
     @property
     def renaming(self) -> dict[sympy.Symbol, sympy.Symbol]:
-        """The symbols of its graphs -> B and T."""
+        """Maps the symbols of its graphs to B and T."""
         return self._renaming
 
     def forward_graph(self) -> fx.Graph:
-        """The forward without gradients, before passes on variants; an epilogue's gives loss and logits."""
+        """The forward without gradients, before passes on variants. An epilogue's gives loss and logits."""
         source = self._inference or self._joint
         return cut_graph(source.graph, source.inputs, source.outputs).graph
 
@@ -308,11 +309,11 @@ class Template:
         return self.symbolic(value.numel()) * value.element_size() if isinstance(value, Tensor) else sympy.Integer(0)
 
     def residual_bytes(self, residuals: str = "all") -> sympy.Expr:
-        """Bytes that `forward_saving` leaves for `backward`, in B and T; residuals that share memory count once."""
+        """Bytes of residuals that `forward_saving` keeps for `backward`, in B and T. Residuals that share memory count once."""
         return sum((self.bytes_of(n.meta["val"]) for n in self._residual_memory(residuals)), sympy.Integer(0))
 
     def output_values(self) -> list[Any]:
-        """The fakes of the outputs; an epilogue's are loss and logits."""
+        """The fakes of the outputs. An epilogue's are loss and logits."""
         return [n.meta["val"] for n in (self._inference or self._joint).outputs]
 
     def output_bytes(self) -> sympy.Expr:
@@ -324,7 +325,7 @@ class Template:
         return self._joint.residuals if residuals == "all" else self._joint.attention_results()
 
     def _residual_memory(self, residuals: str) -> dict[fx.Node, None]:
-        """The values whose memory residuals are, or are views of."""
+        """The values that own the memory of residuals."""
         return dict.fromkeys(map(base_of, self._kept(residuals)))
 
     def _forward(self, name: str, chunk: int, residuals: str) -> Variant:

@@ -34,13 +34,13 @@ TARGETS = ("targets", torch.int64, ())
 
 
 def described(tensors: Mapping[str, Tensor]) -> Described:
-    """The tensors [B, T, ...] that a function takes besides logits, described."""
+    """Descriptions of the tensors [B, T, ...] that a function takes besides logits."""
     return tuple((name, tensor.dtype, tuple(tensor.shape[2:])) for name, tensor in sorted(tensors.items()))
 
 
 def taken_by_loss(function: Callable[..., Any], example: Mapping[str, Tensor]) -> Described:
-    """What a loss takes besides logits: its parameters after the first, as in `example`. Those that are not in it are [B, T]:
-    `labels` are int64, all others float32."""
+    """The tensors that a loss takes besides logits: its parameters after the first, as in `example`. Those that are not in it
+    are [B, T]: `labels` are int64, all others float32."""
     names = list(inspect.signature(function).parameters)[1:]
     return tuple((name, example[name].dtype, tuple(example[name].shape[2:])) if name in example else
                  (name, torch.int64 if name == "labels" else torch.float32, ()) for name in names)
@@ -58,12 +58,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def with_function(model: ModelGraph, renaming: Renaming, section: Section, name: str, function: Callable[..., Any],
                   described: Described, in_batch: Callable[[str], str] = str) -> tuple[Section, pytree.TreeSpec]:
-    """A section that computes logits -> one that computes a function's values of them, and the structure of these values.
-    `in_batch`: the name in a batch of a tensor that the function takes.
-
-    Raises `UnsupportedError` for a function that cannot be traced, returns something else than rows for tokens, or computes a
-    token's value from other tokens: micro-batches and chunks would each see only some of them.
-    """
+    """Turns a section that computes logits into one that computes a function of them. Returns it and the structure of the
+    values. `in_batch`: the name in a batch of a tensor that the function takes. Raises `UnsupportedError` for a function that
+    cannot be traced, does not return rows for tokens, or computes a token's value from other tokens: micro-batches and chunks
+    would each see only some of them."""
     module = with_results(section, [0]).graph
     graph, output = module.graph, module.graph.output_node()
     (logits,) = output.all_input_nodes
@@ -102,11 +100,8 @@ def _check_alone(model: ModelGraph, renaming: Renaming, name: str, module: fx.Gr
 
 def with_loss(model: ModelGraph, renaming: Renaming, logits: Section, function: Callable[..., Any],
               described: Described) -> Section:
-    """The epilogue that returns the sum of a function's values of tokens over the loss denominator, and the logits.
-
-    Raises `UnsupportedError` as `with_function` does, and for a function that does not return one differentiable value a
-    token.
-    """
+    """The epilogue that returns the sum of a function's values of tokens over the loss denominator, and the logits. Raises
+    `UnsupportedError` as `with_function` does, and for a function that does not return one differentiable value per token."""
     name = name_of(function)
     section, _ = with_function(model, renaming, logits, name, function, described)
     graph, output = section.graph.graph, section.graph.graph.output_node()

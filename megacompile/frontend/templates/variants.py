@@ -116,7 +116,7 @@ def _runnable(positions: tuple[int, ...], dtypes: tuple[torch.dtype, ...], compi
 
 
 def _is_ours(error: AssertionError) -> bool:
-    """Whether the failed assertion came from an op of ours that compiled code called."""
+    """True if the failed assertion came from an op of ours that compiled code called."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals["__name__"]).partition(".")[0] == __package__.partition(".")[0]
 
@@ -188,10 +188,8 @@ class Traced:
 
 def _specialise(variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | torch.SymInt | None],
                 sizes: SymbolicSizes | None = None) -> Traced:
-    """The variant's graph, reading only the live tensors, with the sizes of `live`, some of which may be symbols.
-
-    A template's symbols mean "at least 2", so that a batch of one must be traced again; and inductor makes better code
-    for sizes that it knows."""
+    """The variant's graph, reading only the live tensors, with the sizes of `live`, some of which may be symbols. A template's
+    symbols mean "at least 2", so a batch of one must be traced again. Inductor also makes better code for known sizes."""
     count = len(variant.graph.find_nodes(op="placeholder"))
     tensors = [i for i, value in enumerate(live) if isinstance(value, Tensor)]
     # Without an environment inductor looks nothing up in its cache, though no size is symbolic.

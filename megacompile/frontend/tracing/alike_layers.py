@@ -32,7 +32,7 @@ _COMPARED = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """What one layer called: operations number `start` + 1 to `end`. `gradients`: which of its arguments require a gradient."""
+    """The operations that one layer called: `start` + 1 to `end`. `gradients`: which of its arguments require a gradient."""
 
     start: int
     end: int
@@ -41,25 +41,25 @@ class _Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What a model called: all operations, and which of them each layer called. Nothing is called between layers."""
+    """The operations that a model called, and which of them each layer called. Nothing is called between layers."""
 
     calls: tuple[RecordedCall, ...]
     names: tuple[str, ...]
     stretches: tuple[_Stretch, ...]
 
     def before(self) -> tuple[Hashable, ...]:
-        """What was called before the first layer."""
+        """The operations before the first layer."""
         return tuple((each.operation, each.read) for each in self.calls[:self.stretches[0].start])
 
     def layer(self, position: int) -> tuple[Hashable, ...] | None:
-        """What a layer called, independent of the layer's position; None if it reads results of a layer before the previous
-        one."""
+        """The operations of a layer, independent of the layer's position; None if it reads results of a layer before the
+        previous one."""
         here = self.stretches[position]
         ahead = self.stretches[position - 1] if position else None
         return self._relative(here.start, here.end, ahead, f"{self.names[position]}.")
 
     def after(self) -> tuple[Hashable, ...] | None:
-        """What was called after the last layer; None if that reads results of an earlier layer."""
+        """The operations after the last layer; None if they read results of an earlier layer."""
         return self._relative(self.stretches[-1].end, len(self.calls), self.stretches[-1], "")
 
     def _relative(self, start: int, end: int, ahead: _Stretch | None, prefix: str) -> tuple[Hashable, ...] | None:
@@ -86,16 +86,16 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class Shortened:
-    """`repeats`: the names of the layers that were removed from a model, each with the name of a layer that it is like.
-    `calls`: what the whole model called. A second run without these layers called the same."""
+    """`repeats`: the names of the layers that were removed from a model, each with the name of a similar layer. `calls`: the
+    operations of the whole model. A second run without these layers called the same ones."""
 
     repeats: Mapping[str, str]
     calls: tuple[RecordedCall, ...]
 
 
 def shorten(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> Shortened | None:
-    """Removes layers from `model`, a fake model with this `stack`, that are like layers which stay. None if all stay. `batch`:
-    fakes. Call it within the mode of the fakes."""
+    """Removes layers from `model`, a fake model with this `stack`, that are similar to layers which stay. Returns None if all
+    stay. `batch`: fakes. Call it within the mode of the fakes."""
     holder: Any = model.get_submodule(stack.paths[0])
     if len(stack.paths) > 1 or len(holder) != len(stack.layers) or len(stack.layers) < 3:
         return None
@@ -144,8 +144,8 @@ def _run(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any],
 
 
 def _likenesses(run: _Run, stack: LayerStack) -> list[int]:
-    """For each layer, the first layer that it is like, which may be itself. Layer 0 is unlike all others: no layer made its
-    input."""
+    """For each layer, the first layer that is similar to it, which may be itself. Layer 0 is unlike all others, since no layer
+    made its input."""
     known: dict[Hashable, list[int]] = {}
     like = []
     for position, layer in enumerate(stack.layers):
@@ -164,7 +164,7 @@ def _likenesses(run: _Run, stack: LayerStack) -> list[int]:
 
 
 def _same_but_shorter(short: _Run, whole: _Run) -> bool:
-    """Whether a model without its last layers calls the same before its layers, in each layer, and after them."""
+    """True if a model without its last layers calls the same operations before its layers, in each layer, and after them."""
     after = short.after()
     return (short.before() == whole.before() and after is not None and after == whole.after() and all(
         short.layer(position) == whole.layer(position) and short.stretches[position] == whole.stretches[position]
@@ -173,22 +173,22 @@ def _same_but_shorter(short: _Run, whole: _Run) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """The names of two layers in the model, and how many positions the first is after the second."""
+    """The names of two layers in the model, and the first layer's position minus the second's."""
 
     one: str
     two: str
     distance: int
 
     def same_text(self, one: str, two: str) -> bool:
-        """Whether texts of the two layers are equal, but for the layers' own names, which PEFT stores in each adapter. A module
+        """True if texts of the two layers are equal except for the layers' names, which PEFT stores in each adapter. A module
         inside the model does not know the names of the modules around it, so only the last two parts count: layers.1."""
         from_, to = (f".{'.'.join(name.split('.')[-2:])}." for name in (self.one, self.two))
         return one == two or f".{one}.".replace(from_, to) == f".{two}."
 
 
 def _same_attributes(layer: nn.Module, other: nn.Module, names: _Names) -> bool:
-    """Whether two layers of the same build have the same attributes. Numbers may differ as the positions of the layers do, and
-    texts as their names do."""
+    """True if two layers of the same build have the same attributes. Numbers may differ by the difference of positions, and
+    texts by the layers' names."""
     return all(_same(vars(one), vars(two), names) for one, two in zip(layer.modules(), other.modules(), strict=True))
 
 

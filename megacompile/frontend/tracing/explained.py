@@ -121,8 +121,8 @@ def _reader(model: nn.Module, line: Line | None) -> str:
 
 
 def _value(module: nn.Module, name: str) -> Any:
-    """An option that a module or its config holds: a number, a word or a flag; None for anything else, such as an option that
-    each layer's config has of its own."""
+    """An option that a module or its config holds: a number, a word or a flag. None for anything else, such as an option that
+    differs between layers' configs."""
     config = getattr(module, "config", None)
     of_layers = name in (getattr(config, "per_layer_attributes", None) or ())
     value = getattr(module, name, None if of_layers else getattr(config, name, None))
@@ -130,7 +130,7 @@ def _value(module: nn.Module, name: str) -> Any:
 
 
 def _has_line(cls: type, line: Line) -> bool:
-    """Whether a line is one of a class."""
+    """True if a line is in the source of a class."""
     if getattr(sys.modules.get(cls.__module__), "__file__", None) != line.file:
         return False
     try:

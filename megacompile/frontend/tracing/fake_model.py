@@ -37,8 +37,8 @@ ROUTERS = "router_logits"
 
 def install_recorders(model: nn.Module, stack: LayerStack) -> None:
     """Installs the collecting hooks in the modules of a model that will collect something: encoders, and a decoder that adds
-    its routers' auxiliary loss (`config.output_router_logits`). transformers would install them in the first forward, under a
-    lock, which Dynamo cannot follow."""
+    its routers' auxiliary loss (`config.output_router_logits`). Otherwise transformers installs them in the first forward,
+    under a lock, which Dynamo cannot follow."""
     beside = {id(module) for module in encoders(model, stack)}
     for module in model.modules():  # from the outside in, as forwards run
         routers = getattr(getattr(module, "config", None), f"output_{ROUTERS}", False) is True
@@ -60,7 +60,7 @@ def remove_hooks_for_gradients(model: nn.Module) -> None:
 
 
 def remove_hooks_of_whole(model: nn.Module) -> None:
-    """Removes the hooks of a model as a whole: a call of the streamed model runs them, so its graph must not. Those with which
+    """Removes the hooks of a model as a whole. A call of the streamed model runs them, so its graph must not. Hooks with which
     transformers collects outputs belong to the model's own forward, and stay."""
     for hooks in (getattr(model, name) for name in HOOKS):
         for key in [key for key, hook in hooks.items() if not collects_outputs(hook)]:
@@ -68,19 +68,19 @@ def remove_hooks_of_whole(model: nn.Module) -> None:
 
 
 def collects_outputs(hook: Any) -> bool:
-    """Whether a forward hook is transformers' own, which collects a module's outputs."""
+    """True if a forward hook is transformers' hook that collects a module's outputs."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def asks_for_gradients(hook: Any) -> bool:
-    """Whether a forward hook is the one that `enable_input_require_grads` of transformers or PEFT installs, as
-    `gradient_checkpointing_enable` does. torch.utils.checkpoint needs it above frozen embeddings. The recomputation of
+    """True if a forward hook was installed by `enable_input_require_grads` of transformers or PEFT, which
+    `gradient_checkpointing_enable` calls. torch.utils.checkpoint needs it above frozen embeddings. The recomputation of
     streamed layers does not, and no gradient of a parameter depends on it."""
     return "make_inputs_require_grad" in getattr(hook, "__qualname__", "")
 
 
 def _collects(module: nn.Module) -> bool:
-    """Whether transformers' decorator `capture_outputs` is around a module's forward."""
+    """True if a module's forward has transformers' decorator `capture_outputs`."""
     forward: Any = type(module).forward
     while forward is not None:
         if getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.output_capturing":
@@ -90,7 +90,7 @@ def _collects(module: nn.Module) -> bool:
 
 
 def _records_routers(hook: Any) -> bool:
-    """Whether a forward hook is transformers' own that collects router logits, recognized by their name in its closure."""
+    """True if a forward hook is transformers' hook that collects router logits. Recognized by their name in its closure."""
     return any(cell.cell_contents == ROUTERS for cell in getattr(hook, "__closure__", None) or ())
 
 
@@ -104,13 +104,13 @@ CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialized, and equa
 
 
 def capture_shape(key: CaptureKey) -> tuple[int, int]:
-    """The [batch, length] that a model is traced with for batches of a key."""
+    """The [batch, length] with which a model is traced for batches of a key."""
     batch, length = CAPTURE_SHAPE[0], key.traced_length or CAPTURE_SHAPE[1]
     return batch + (length == batch), length
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether `model` follows transformers' conventions (`config`, `set_attn_implementation`)."""
+    """True if `model` follows transformers' conventions (`config`, `set_attn_implementation`)."""
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
@@ -222,14 +222,14 @@ def _fake_shape(tensor: torch.Tensor, tokens: torch.Size, size: tuple[int, int],
 
 
 def of_rows(tensor: torch.Tensor, tokens: torch.Size) -> bool:
-    """Whether a batch argument has values for rows instead of tokens: [batch], or floats of another shape than `tokens`."""
+    """True if a batch argument has values for rows instead of tokens: [batch], or floats of another shape than `tokens`."""
     if not tensor.dim() or (tensor.shape[0] != tokens[0] and not is_images(tensor)) or tensor.is_complex():
         return False
     return tensor.dim() == 1 or (tensor.is_floating_point() and tensor.shape[:2] != tokens[:2])
 
 
 def _labels(model: nn.Module) -> torch.Tensor:
-    """Labels as transformers has them: one for each token; for classifiers of sequences, one for each row."""
+    """Labels in transformers' form: one for each token; for classifiers of sequences, one for each row."""
     config: Any = getattr(model, "config", None)
     if not type(model).__name__.endswith("ForSequenceClassification") or not is_transformers_model(model):
         return torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta")

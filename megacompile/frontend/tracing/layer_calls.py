@@ -15,9 +15,9 @@ from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
 
 @dataclass(frozen=True)
 class LayerCall:
-    """`node` runs `layer` (its qualified name); `visit` is 1 on the layer's first run in a forward, 2 on its second.
-    `own_names`: the layer's own names of the parameters and buffers in it, by their names in the model; shared ones have the
-    name in another layer."""
+    """`node` runs `layer` (its qualified name). `visit` is 1 on the layer's first run in a forward, 2 on its second.
+    `own_names`: the layer's names of its parameters and buffers, by their names in the model. Shared ones have the name in
+    another layer."""
 
     node: fx.Node
     layer: str
@@ -26,11 +26,9 @@ class LayerCall:
 
 
 def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack) -> list[LayerCall]:
-    """The layer calls of a graph, in its order. `module`: what was traced.
-
-    A call is identified by the weights that it reads. Modules of a layer's class that are in no list count as layers if they
-    are called. Raises `CaptureError` if a layer is not called, or a call reads no weights.
-    """
+    """The layer calls of a graph, in order. `module`: the traced module. A call is identified by the weights that it reads.
+    Modules of a layer's class that are in no list count as layers if they are called. Raises `CaptureError` if a layer is not
+    called, or a call reads no weights."""
     nodes = [node for node in model.graph.graph.nodes if node.target is INVOKE]
     if not nodes and any("checkpoint" in str(node.target) for node in model.graph.graph.nodes):
         raise CaptureError(f"the layers of {stack} are called through torch.utils.checkpoint: call them as they are, "

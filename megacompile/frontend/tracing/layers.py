@@ -1,4 +1,4 @@
-"""Which modules are the decoder layers: the stack whose weights stream, and how Dynamo learns about it.
+"""Finds the decoder layers of a model, the stack whose weights stream, and marks them for Dynamo.
 
 A stack is the items of one list or of several. The user names them, a model class registers them, or they are found: the
 `nn.ModuleList` (or `nn.Sequential` of one class) with the most parameters, and similar lists next to it. When each layer runs,
@@ -49,12 +49,11 @@ class LayerStack:
 
 
 def register_layers(model_class: type[nn.Module], layers: Layers) -> None:
-    """Declare that instances of `model_class` (and of its subclasses) keep their decoder layers at `layers`.
+    """Declares that instances of `model_class` (and of its subclasses) keep their decoder layers at `layers`.
 
     `layers` is the qualified name of an `nn.ModuleList` or `nn.Sequential`, e.g. "decoder.blocks", or a sequence of several
-    such names. An explicit `layers=` of `capture` or `stream` wins over it. Raises `CaptureError` if `model_class` is not a
-    module class.
-    """
+    such names. An explicit `layers=` of `capture` or `stream` overrides it. Raises `CaptureError` if `model_class` is not a
+    module class."""
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise CaptureError(f"cannot register layers for {model_class!r}: give a subclass of torch.nn.Module")
     _REGISTERED[model_class] = _paths(layers)
@@ -72,11 +71,8 @@ def layer_stack(*layers: str) -> Callable[[type[M]], type[M]]:
 
 def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
     """The lists named by `layers`; else those registered for the model's class; else the list with the most parameters, and
-    similar lists next to it. If the model says which of its parts is the decoder, only lists in it count: an encoder may be
-    larger.
-
-    Raises `CaptureError`, naming the candidates, if there is no such list or it is empty.
-    """
+    similar lists next to it. If the model names its decoder, only lists in it count, since an encoder may be larger. Raises
+    `CaptureError`, naming the candidates, if there is no such list or it is empty."""
     registered = (_REGISTERED[cls] for cls in type(model).__mro__ if cls in _REGISTERED)
     named = next(registered, ()) if layers is None else _paths(layers)
     candidates = stack_candidates(model)
@@ -85,7 +81,7 @@ def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
             f"no repeated layer stack found in {type(model).__name__}: keep the decoder layers in an "
             'nn.ModuleList, or name the stack with layers="path.to.layers"'
         )
-    paths = named or _with_its_like(model, _of_decoder(model, candidates) or candidates)
+    paths = named or _sibling_stacks(model, _of_decoder(model, candidates) or candidates)
     paths = tuple(inner for path in paths for inner in _lists_in(path, _list_at(model, path, candidates)))
     for path, other in itertools.permutations(paths, 2):
         if path.startswith(f"{other}."):
@@ -132,8 +128,8 @@ def _lists_in(path: str, stack: nn.Module) -> list[str]:
     return [inner for name, item in filled.items() for inner in _lists_in(f"{path}.{name}", item)] or [path]
 
 
-def _with_its_like(model: nn.Module, candidates: Mapping[str, int]) -> tuple[str, ...]:
-    """The list with the most parameters, and similar ones that are worth streaming too: in the same module, or in a sibling
+def _sibling_stacks(model: nn.Module, candidates: Mapping[str, int]) -> tuple[str, ...]:
+    """The list with the most parameters, and similar lists that are also worth streaming: in the same module, or in a sibling
     module of the same class, and no smaller than one layer of the largest list. Encoders of images or sounds are modules of
     other classes."""
     # Nested lists (experts inside a layer) hold fewer parameters than the list around them; ties go to the outer.
@@ -152,7 +148,7 @@ def _with_its_like(model: nn.Module, candidates: Mapping[str, int]) -> tuple[str
 
 
 def _of_decoder(model: nn.Module, candidates: Mapping[str, int]) -> dict[str, int]:
-    """The candidates inside the decoder, if the model names its decoder as models of transformers do."""
+    """The candidates inside the decoder, if the model names its decoder in transformers' way."""
     if not hasattr(model, "get_decoder"):
         return {}
     inside = {id(module) for module in model.get_decoder().modules()}  # type: ignore[operator]
@@ -160,7 +156,7 @@ def _of_decoder(model: nn.Module, candidates: Mapping[str, int]) -> dict[str, in
 
 
 def encoders(model: nn.Module, stack: LayerStack) -> list[Any]:
-    """The models of transformers that a model contains outside of its stack, such as image encoders."""
+    """The transformers models inside a model but outside of its stack, such as image encoders."""
     layers = {id(layer) for layer in stack.layers}
     within = {id(module) for layer in stack.layers for module in layer.modules()}
     return [m for m in model.modules() if hasattr(m, "set_attn_implementation") and id(m) not in within
@@ -168,7 +164,7 @@ def encoders(model: nn.Module, stack: LayerStack) -> list[Any]:
 
 
 def stack_candidates(model: nn.Module) -> dict[str, int]:
-    """Qualified name -> number of parameters of every list that could be the stack, outermost first."""
+    """Maps the qualified name of every list that could be the stack to its number of parameters, outermost first."""
     found = {}
     for name, module in model.named_modules():
         classes = {type(child) for child in module.children()}
@@ -181,7 +177,7 @@ def stack_candidates(model: nn.Module) -> dict[str, int]:
 
 
 def share_weights(stack: LayerStack) -> bool:
-    """Whether a parameter is part of several layers."""
+    """True if a parameter is part of several layers."""
     parameters = [id(parameter) for layer in stack.layers for parameter in layer.parameters()]
     return len(parameters) > len(set(parameters))
 
@@ -221,7 +217,7 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
 
 @contextlib.contextmanager
 def _without_reuse() -> Iterator[None]:
-    """A context in which Dynamo reuses no region for another call. (Torch 2.11 never does.)"""
+    """A context in which Dynamo never reuses a region for another call. (Torch 2.11 never does.)"""
     regions = dynamo.regions()
     with (mock.patch.object(regions, "is_reuse_eligible", return_value=False)
           if hasattr(regions, "is_reuse_eligible") else contextlib.nullcontext()):
@@ -242,8 +238,8 @@ def _of_classes(classes: Mapping[nn.Module, type[nn.Module]]) -> Iterator[None]:
 
 
 def _parts_as_they_are(stack: LayerStack) -> dict[nn.Module, type[nn.Module]]:
-    """Classes, with the current forward, for parts of layers that have the class of a layer. A part is not made a region
-    (zamba2's shared block calls a Mamba layer), since its operations would be hidden from everything that reads the layer's
+    """Classes, with the current forward, for parts of layers that have the class of a layer. A part does not become a region
+    (zamba2's shared block calls a Mamba layer), since that would hide its operations from everything that reads the layer's
     graph."""
     plain = {cls: _with_forward(cls, cls.forward) for cls in {type(layer) for layer in stack.layers}}
     return {part: plain[type(part)] for layer in stack.layers for part in layer.modules()
@@ -251,12 +247,11 @@ def _parts_as_they_are(stack: LayerStack) -> dict[nn.Module, type[nn.Module]]:
 
 
 def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> dict[nn.Module, type[nn.Module]]:
-    """Classes with forwards of their own for layers of one class that are built differently.
+    """Classes with separate forwards for layers of one class that are built differently.
 
     Torch 2.13 traces a region once, and reuses it for each later call whose guards hold. But a module that computes nothing
-    (`nn.Identity` in place of the first layer's norm) leaves no guard, and the norms of all other layers would be left out.
-    Dynamo looks regions up by code.
-    """
+    (`nn.Identity` in place of the first layer's norm) leaves no guard, and the norms of all other layers would be skipped.
+    Dynamo looks regions up by code."""
     groups: dict[type[nn.Module], dict[Hashable, list[nn.Module]]] = {}
     for layer in stack.layers:
         groups.setdefault(type(layer), {}).setdefault(build_of(layer), []).append(layer)
@@ -269,7 +264,7 @@ def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> dict[nn.Mod
 
 
 def _with_forward(cls: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """A class like `cls` with a forward of its own."""
+    """A class like `cls` with this forward."""
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
@@ -295,8 +290,8 @@ def _apart(value: Any, given: list[Tensor]) -> Any:
 
 
 def _region(forward: Any, number: int) -> Any:
-    """A region that computes `forward`, with code of its own, and returns tensors that are not its arguments. Dynamo forbids a
-    region to return an argument, but layers do pass arguments on (an earlier layer's choice of keys)."""
+    """A region that computes `forward`, with separate code, and returns tensors that are not its arguments. Dynamo forbids a
+    region to return an argument, but some layers pass arguments on (an earlier layer's choice of keys)."""
 
     def own(*args: Any, **kwargs: Any) -> Any:
         results = forward(*args, **kwargs)

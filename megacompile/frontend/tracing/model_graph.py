@@ -74,12 +74,10 @@ _COPIES = ("copy_", torch.Tensor.copy_, torch.ops.aten.copy_.default)
 
 
 def own_rewritten_buffers(graph: fx.Graph, sources: Mapping[fx.Node, Source]) -> None:
-    """Replaces, in `graph`, every read of a buffer that the forward rewrites by the value that was written: a call of a
-    template changes none of its inputs.
-
-    The first use of the buffer must overwrite all of it. Then no earlier value can matter to this forward or the next, and the
-    model's own buffer stays unchanged. Buffers that are read first (running means) are left as they are, and refused later.
-    """
+    """Replaces, in `graph`, every read of a buffer that the forward rewrites by the written value, since a call of a template
+    changes none of its inputs. The first use of the buffer must overwrite all of it. Then no earlier value can matter to this
+    forward or the next, and the model's own buffer stays unchanged. Buffers that are read first (running means) stay as they
+    are, and are refused later."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     for buffer in [node for node, source in sources.items() if source.kind == "buffer" and node.users]:
         first = min(buffer.users, key=order.__getitem__)
@@ -100,7 +98,7 @@ def own_rewritten_buffers(graph: fx.Graph, sources: Mapping[fx.Node, Source]) ->
 # trace would then hold on one side of that number alone, although all of these kernels compute the same.
 @contextlib.contextmanager
 def convolutions_of_any_batch() -> Iterator[None]:
-    """A context in which no convolution on a CPU has a choice of kernels."""
+    """A context in which convolutions on a CPU have only one kernel to choose."""
     of_mkldnn, *_ = mkldnn.set_flags(False, _fp32_precision=None)  # None: leave it as it is
     (of_nnpack,) = nnpack.set_flags(False)
     try:
@@ -115,14 +113,11 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 
 @dataclasses.dataclass
 class ModelGraph:
-    """What Dynamo saw of a model.
-
-    `graph`: calls of torch functions and `invoke_subgraph`s; placeholders hold fakes in `meta["example_value"]`. `sources`:
-    the origin of each placeholder, and of each node that reads a batch input's size. `returned`: what the model returned,
-    rebuilt around the fakes of the graph's results. `changes_state`: the forward changed Python objects that outlive it.
-    `fakes`: the fake mode of the `example_value`s. Dynamo traces in modes of its own, and AOT refuses to trace under any
-    other.
-    """
+    """Dynamo's trace of a model. `graph`: calls of torch functions and `invoke_subgraph`s; placeholders hold fakes in
+    `meta["example_value"]`. `sources`: the origin of each placeholder, and of each node that reads a batch input's size.
+    `returned`: the model's return value, rebuilt around the fakes of the graph's results. `changes_state`: the forward changed
+    Python objects that outlive it. `fakes`: the fake mode of the `example_value`s. Dynamo traces in its own modes, and AOT
+    refuses to trace under any other."""
 
     graph: fx.GraphModule
     sources: dict[fx.Node, Source]
@@ -149,11 +144,11 @@ def capture_model_graph(
     model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any],
     taken: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, each_call: bool = False,
 ) -> ModelGraph:
-    """Trace `model(**taken(batch), **options)`. The batch size is dynamic and equal among inputs, and so is the length, for
-    the inputs that have it. `each_call`: no call of a layer reuses what was traced for another (see `layers_as_regions`).
+    """Traces `model(**taken(batch), **options)`.
 
-    Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
-    """
+    The batch size is dynamic and equal among inputs, and so is the length, for the inputs that have it. `each_call`: no call of
+    a layer reuses the trace of another (see `layers_as_regions`). Raises `CaptureError` with Dynamo's reason and the line of
+    the model that caused it."""
     names, tensors = tuple(batch), tuple(batch.values())
     pairs = pairs_of(batch)
     # For each input: its dimensions that are the batch size or the length, and which dimension of the first input they equal.
@@ -213,7 +208,7 @@ def _with_own_globals(function: Any) -> Any:
 
 @contextlib.contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """A context in which `torch.distributions` do not check their parameters' values, which fakes do not have."""
+    """A context in which `torch.distributions` do not check their parameters' values, since fakes have none."""
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -224,16 +219,16 @@ def unchecked_distributions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchecked_values() -> Iterator[None]:
-    """A context in which models of transformers skip their own checks of values, which a template does not contain in any case;
-    positions and images are checked on the host. Torch 2.11 turns such a check into a number that stops its trace."""
+    """A context in which transformers models skip their checks of values. A template does not contain these checks in any case,
+    and positions and images are checked on the host. Torch 2.11 turns such a check into a number that stops its trace."""
     with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
         yield
 
 
 @contextlib.contextmanager
 def sizes_unread_by_messages() -> Iterator[None]:
-    """A context in which a message about sizes is written with their symbols. Dynamo would write the traced numbers, and so
-    turn the number of images into a constant: models format a message with the number of features even if nothing is wrong."""
+    """A context in which a message about sizes contains their symbols. Otherwise Dynamo formats the traced numbers, and so
+    turns the number of images into a constant: models format a message with the number of features even without an error."""
     written = LazySymNodeFormatString.__repr__
 
     def with_symbols(self: Any) -> str:
@@ -247,8 +242,8 @@ def sizes_unread_by_messages() -> Iterator[None]:
 
 
 def order_arguments(module: fx.GraphModule) -> None:
-    """Puts arguments that a call gives by name at their places, as far as no earlier place is left out: whoever reads a node
-    finds `F.embedding(input=x, weight=w)` as `F.embedding(x, w)`."""
+    """Makes keyword arguments of calls positional, as far as no earlier argument is missing. Code that reads a node then finds
+    `F.embedding(input=x, weight=w)` as `F.embedding(x, w)`."""
     for node in module.graph.nodes:
         if node.kwargs and node.op in ("call_function", "call_method"):
             args, named = list(node.args), dict(node.kwargs)
@@ -261,7 +256,7 @@ def order_arguments(module: fx.GraphModule) -> None:
 
 
 def _places(node: fx.Node) -> list[str]:
-    """The names of the parameters that a call may give by place, in order. Empty if they are not known."""
+    """The names of the parameters that a call may give by position, in order. Empty if they are not known."""
     target: Any = getattr(torch.ops.aten, node.target, None) if isinstance(node.target, str) else node.target
     if isinstance(target, types.FunctionType):
         return [name for name, parameter in inspect.signature(target).parameters.items()
@@ -286,8 +281,8 @@ def _name_squeezed(module: fx.GraphModule) -> None:
 
 
 def _read_sizes(module: fx.GraphModule) -> None:
-    """Reads a size wherever Dynamo reads a stride of the same value: an expanded mask has other strides once it is passed from
-    call to call."""
+    """Reads a size instead of a stride of the same value, since an expanded mask has other strides once it is passed between
+    calls."""
     known: dict[Any, tuple[fx.Node, int]] = {}
     for node in module.graph.find_nodes(op="placeholder"):
         value: Any = node.meta.get("example_value")
@@ -336,8 +331,8 @@ def _sources(
 
 
 def _count_outside(graph: fx.GraphModule, sources: dict[fx.Node, Source]) -> None:
-    """Computes numbers that a layer returns (how many rows its router saw) from the sizes of the batch: no call passes a
-    number to another."""
+    """Computes numbers that a layer returns (how many rows its router saw) from the sizes of the batch, since calls do not
+    exchange numbers."""
     sizes = {n.meta["example_value"].node.expr: n for n, s in sources.items() if s.kind == "size"}
     for node in list(graph.graph.nodes):
         value = node.meta.get("example_value")

@@ -37,7 +37,7 @@ def _asked_for(name: str) -> Callable[[nn.Module], tuple[str, Any] | None]:
 
 
 def rope_types(module: nn.Module) -> list[str]:
-    """The kinds of rotary frequencies that a module makes, several if types of layers differ."""
+    """The kinds of rotary frequencies that a module computes; several if types of layers differ."""
     found = getattr(module, "rope_type", None)
     return [each for each in (found.values() if isinstance(found, dict) else (found,)) if isinstance(each, str)]
 
@@ -65,8 +65,8 @@ def _looped_products(module: nn.Module) -> tuple[str, Any] | None:
 
 
 def loop_is_an_op() -> bool:
-    """Whether the loop in which transformers multiplies such weights while it is traced is an op of its own, as it is since
-    version 5.23."""
+    """True if the loop in which transformers multiplies such weights during tracing is a separate op, as it is since version
+    5.23."""
     from transformers.integrations import moe  # noqa: F401  # registers the op
 
     return hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
@@ -93,7 +93,7 @@ OPTIONS = (
 
 def refuse_options(model: nn.Module, stack: LayerStack) -> None:
     """Raises `UnsupportedError` for the first of `OPTIONS` that is on, in the layers of a stack or around them. Encoders
-    outside the stack may have such options: a model that trains on text does not run them."""
+    outside the stack may have such options, since a model that trains on text does not run them."""
     for path, module in _around_and_within(model, stack):
         for option in OPTIONS:
             if (found := option.read(module)) is not None:

@@ -1,11 +1,10 @@
-"""Whether a captured graph also holds where it was not captured: in evaluation mode, for one sequence, for one token.
+"""Checks whether a captured graph also holds where it was not captured: in evaluation mode, for one sequence, for one token.
 
 Models are captured in training mode at sizes of at least 2. A branch on `self.training` leaves no trace in the graph, and a
-branch on a size of 1 leaves no guard, since symbolic sizes are assumed to be 2 or more. So before such a call is first served,
-the model runs again in that mode or at that size, on fakes, and must perform the same operations. There are two ways to know
-them: `torch_calls` come from a plain run on fakes, in a tenth of the time of a trace; `operations` come from a trace. Equal
-calls settle the question. If they differ, or cannot be known, traces are compared.
-"""
+branch on a size of 1 leaves no guard, since symbolic sizes are assumed to be 2 or more. So before the first such call, the
+model runs again in that mode or at that size, on fakes, and must perform the same operations. There are two ways to find them:
+`torch_calls` come from a plain run on fakes, in a tenth of the time of a trace; `operations` come from a trace. Equal calls
+settle the question. If they differ, or cannot be known, traces are compared."""
 from __future__ import annotations
 
 import inspect
@@ -36,8 +35,8 @@ _WITHOUT_BRANCHES = frozenset({
 
 
 class RecordedCall(NamedTuple):
-    """An operation, with what it reads and its constants. `exact`: includes whole numbers, some of which are sizes.
-    `operation` and `read`: the same in two parts, the operation with all constants, and what it reads."""
+    """An operation, with what it reads and its constants. `exact`: includes whole numbers, some of which are sizes. `operation`
+    and `read`: the same in two parts, the operation with all constants, and what it reads."""
 
     text: str
     exact: str
@@ -46,7 +45,7 @@ class RecordedCall(NamedTuple):
 
 
 def alike(some: Sequence[RecordedCall], others: Sequence[RecordedCall], exact: bool) -> bool:
-    """Whether these are the same operations in the same order; with the same whole numbers only if `exact`."""
+    """True if these are the same operations in the same order. If `exact`, whole numbers must be the same too."""
     return [each[exact] for each in some] == [each[exact] for each in others]
 
 
@@ -67,8 +66,8 @@ def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[
 
 
 class _Labels:
-    """Names of values: weights and inputs have their own; others are named after the operation that made them. Values stay
-    alive once seen, so that no other takes their identity. State: the value and its name, by identity."""
+    """Names of values: weights and inputs have their own, others are named after the operation that made them. Values stay
+    alive once seen, so that no other gets their identity. State: the value and its name, by identity."""
 
     def __init__(self, known: dict[int, tuple[Any, str]]) -> None:
         self.known = known
@@ -148,7 +147,7 @@ def operation_number(label: str) -> int | None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The values in arguments. A slice has three: `x[:3]` and `x[3:]` are not the same call."""
+    """The values in arguments. A slice has three, since `x[:3]` and `x[3:]` are different calls."""
     if isinstance(value, slice):
         yield from (value.start, value.stop, value.step)
     elif isinstance(value, tuple | list):
@@ -172,15 +171,15 @@ def _is_idle_dropout(node: fx.Node) -> bool:
 
 
 def _is_idle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Dropout with p = 0 has its mode among its arguments, and does nothing in either mode."""
+    """True for dropout with p = 0. It has its mode among its arguments, but does nothing in either mode."""
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     return isinstance(p, int | float) and p == 0
 
 
 # -------------------- Python objects that a forward changes: a graph contains their state from when it was made
 def refuse_changing_state(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
-    """Raises `CaptureError` if `model`, a fake model, computes something else when it is called a second time, for example
-    because it counts its calls. State that it only writes (a layer's output, an auxiliary loss) is fine."""
+    """Raises `CaptureError` if `model`, a fake model, computes something else in a second call, for example because it counts
+    its calls. State that it only writes (a layer's output, an auxiliary loss) is allowed."""
     first = torch_calls(model, batch, options)
     before = _plain_attributes(model)
     second = torch_calls(model, batch, options)

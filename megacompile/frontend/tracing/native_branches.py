@@ -1,4 +1,4 @@
-"""Which branches a model takes when it asks how it is run: the same in a trace and in a plain run on fakes.
+"""Makes a model take the same branches in a trace and in a plain run on fakes, if it asks how it is run.
 
 Dynamo reports that it exports. transformers then leaves out kernels and shortcuts that only hold for some values, which is
 right for a graph of any batch. But a model's own code also avoids ops that other export formats lack: layers with a gated
@@ -20,7 +20,7 @@ from megacompile.compat.hugging_face import replaced
 @contextlib.contextmanager
 def native_branches(model: nn.Module) -> Iterator[None]:
     """A context in which the code of `model`'s modules sees that it is not exported, as in a native run. Functions of
-    transformers that it calls, such as masks and kernels, make their own query."""
+    transformers that it calls, such as masks and kernels, query this separately."""
     own = {type(module).__module__ for module in model.modules()}
     with contextlib.ExitStack() as patches:
         for name in own:

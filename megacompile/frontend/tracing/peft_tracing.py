@@ -47,7 +47,7 @@ def adapter_types(model: nn.Module) -> list[str]:
 
 
 def refuse_virtual_tokens(model: nn.Module) -> None:
-    """Raises `UnsupportedError` for prompt tuning and its kin."""
+    """Raises `UnsupportedError` for prompt tuning and related methods."""
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         if getattr(config, "is_prompt_learning", False):
@@ -58,7 +58,7 @@ def refuse_virtual_tokens(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def blaming_adapters(model: nn.Module, error: type[MegacompileError]) -> Iterator[None]:
-    """A context in which an `error` about a model with other adapters than LoRA says that these may be its cause: nobody can
+    """A context in which an `error` about a model with adapters other than LoRA says that these may be its cause: users cannot
     change the lines of PEFT that it names."""
     try:
         yield
@@ -71,7 +71,7 @@ def blaming_adapters(model: nn.Module, error: type[MegacompileError]) -> Iterato
 
 
 def switch_off_adapters(model: nn.Module) -> None:
-    """Switches adapters off as PEFT's `disable_adapter` does."""
+    """Switches adapters off, as PEFT's `disable_adapter` does."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 

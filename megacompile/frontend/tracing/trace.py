@@ -48,8 +48,8 @@ from megacompile.system.progress import under_way
 # separately (see `trace.py`). Without this run, both would only be known at the end of a first trace.
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """What a run has shown. `without_attention`: a layer ran without calling our attention, or our attention refused its
-    arguments; `again`: a layer ran more than once. Both are False if the run cannot tell."""
+    """Observations from a run. `without_attention`: a layer ran without calling our attention, or our attention refused its
+    arguments. `again`: a layer ran more than once. Both are False if the run cannot tell."""
 
     without_attention: bool = False
     again: bool = False
@@ -144,7 +144,7 @@ def trace(
 
 
 def our_attention(model: nn.Module, example: Mapping[str, Tensor] | None, key: CaptureKey) -> str | None:
-    """The name of our attention for batches of a key; None if the model keeps its own."""
+    """The name of our attention for batches of a key; None if the model uses its own."""
     if not is_transformers_model(model):
         return None
     asked = (*key.further, *masks_of(example))
@@ -184,7 +184,7 @@ def _traced(
 
 
 def _need_own_traces(graph: ModelGraph, calls: Sequence[LayerCall]) -> bool:
-    """Whether a layer runs more than once, or reads a weight or a buffer that another layer or the model reads too. Then Dynamo
+    """True if a layer runs more than once, or reads a weight or a buffer that another layer or the model reads too. Then Dynamo
     may give each later layer the tensor of the first one: when it reuses a region, it does not check which tensors it was
     traced with."""
     layers = {call.node for call in calls}
@@ -197,7 +197,7 @@ def subject(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, attention: str | None,
     size: tuple[int, int] | None = None,
 ) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
-    """What a trace runs: the fakes' mode, the fake model, its batch and its other arguments. `size`: as for `trace`."""
+    """The inputs of a trace: the fakes' mode, the fake model, its batch and its other arguments. `size`: as for `trace`."""
     fakes = FakeTensorMode(shape_env=ShapeEnv())
     fake_model = make_fake_model(model, fakes, attention, training=not key.evaluating, layers=layers)
     if key.without_adapters:
@@ -210,8 +210,8 @@ def subject(
 # --------------------
 # In which other modes, and at which other sizes, a capture holds: those where the model computes the same (`modes.py`).
 class Validity:
-    """Where a capture holds. `found`: its trace of `model`, with `layers`, for an `example` and a `key`; `images_apart`: the
-    number of images is a size of its own. State: `unlike`, traces that differ, by their own key."""
+    """The batches and modes for which a capture holds. `found`: its trace of `model`, with `layers`, for an `example` and a
+    `key`. `images_apart`: the number of images is a separate size. State: `unlike`, traces that differ, by their key."""
 
     def __init__(self, model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
                  found: Traced, images_apart: bool) -> None:
@@ -229,7 +229,7 @@ class Validity:
             return torch_calls(fake_model, model_arguments(batch, key.images), options)
 
     def _holds(self, training: bool, size: tuple[int, int]) -> bool:
-        """Whether the model computes the same in a mode and for a batch of [batch, length] `size`."""
+        """True if the model computes the same in a mode and for a batch of [batch, length] `size`."""
         key = dataclasses.replace(self.key, evaluating=not training)
         exact = size == self.size  # else some whole numbers are sizes
         expected = self.calls if self.calls is not None else self.called(self.key, self.size)
@@ -253,7 +253,7 @@ class Validity:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """A context in which gradients are recorded, whatever mode the caller is in: a batch may need another trace in the middle
-    of evaluation."""
+    """A context in which gradients are recorded, whatever the caller's mode: a batch may need another trace in the middle of
+    evaluation."""
     with torch.inference_mode(False), torch.enable_grad():
         yield

@@ -1,1 +1,1 @@
-"""How `generate` of a streamed model uses the plain model on the device."""
+"""`generate` of a streamed model, with the plain model on the device."""

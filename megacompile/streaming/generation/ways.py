@@ -16,9 +16,9 @@ from megacompile.streaming.device_copy import Arrangement, Turns
 
 
 # --------------------
-# What a call of `generate` says: its arguments by name, its prompts, and its options, which may be in a configuration.
+# The request of a `generate` call: its arguments by name, its prompts, and its options, which may be in a configuration.
 def by_name(generate: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a bound `generate` by their names. Raises `TypeError` as the call would."""
+    """The arguments of a call of a bound `generate`, by name. Raises `TypeError` as the call would."""
     if not args:
         return dict(kwargs)
     signature = inspect.signature(generate)
@@ -34,7 +34,8 @@ def by_name(generate: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def option_of(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
-    """An option of a call: its argument, also if that is None; else that of its configuration, or of the model's."""
+    """An option of a call: its argument (also if it is None), else the value in the call's configuration, else in the
+    model's."""
     if name in given:
         return given[name]
     options = (given.get("generation_config"), getattr(model, "generation_config", None))
@@ -42,8 +43,8 @@ def option_of(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
 
 
 def with_options(given: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Arguments of `generate` with these options too. transformers accepts options in a configuration or as arguments, and not
-    both."""
+    """The arguments of `generate` with these options added. transformers accepts options in a configuration or as arguments,
+    not both."""
     found = dict(given)
     if found.get("generation_config") is None:
         return found | options
@@ -60,13 +61,13 @@ def prompt_of(given: Mapping[str, Any]) -> Tensor | None:
 
 
 def chooses_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether the user has said how keys and values are kept."""
+    """True if the user has chosen how keys and values are stored."""
     return given.get("past_key_values") is not None or option_of(model, given, "use_cache") is False \
         or option_of(model, given, "cache_implementation") is not None
 
 
 # -------------------- The device memory that a call of `generate` takes beside the weights
-#: What transformers generates if nothing says how much.
+#: The number of tokens that transformers generates by default.
 NEW_TOKENS = 20
 
 
@@ -76,8 +77,8 @@ def text_config(model: nn.Module) -> Any:
 
 
 def layer_configs(model: nn.Module) -> list[Any]:
-    """The config of each layer. Some families have layers of several sizes; the config of such a model raises for options that
-    layers have of their own."""
+    """The config of each layer. Some families have layers of several sizes. The config of such a model raises for options that
+    differ between layers."""
     config = text_config(model)
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
@@ -85,13 +86,13 @@ def layer_configs(model: nn.Module) -> list[Any]:
 
 
 def sequence_count(model: nn.Module, prompt: Tensor, given: Mapping[str, Any]) -> int:
-    """Sequences that are generated: beams and several sequences for each prompt count."""
+    """The number of sequences to generate: prompts, times beams, times sequences for each prompt."""
     counts = (option_of(model, given, name) for name in ("num_beams", "num_return_sequences"))
     return len(prompt) * max(1, *(count for count in counts if isinstance(count, int)), 1)
 
 
 def cache_bytes(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """Bytes of the keys and values of all tokens, as far as the model's config and the call say it; else 0."""
+    """Bytes of the keys and values of all tokens, if the model's config and the call tell; else 0."""
     prompt = prompt_of(given)
     if prompt is None:
         return 0
@@ -102,7 +103,7 @@ def cache_bytes(model: nn.Module, given: Mapping[str, Any]) -> int:
 
 
 def _key_width(layer: Any) -> int:
-    """The elements of a token's keys in a layer, or of its values, as far as the layer's config says it; else 0."""
+    """The elements of a token's keys in a layer, or of its values, if the layer's config tells; else 0."""
     heads = getattr(layer, "num_attention_heads", None)
     if heads is None:
         return 0
@@ -111,8 +112,8 @@ def _key_width(layer: Any) -> int:
 
 
 def working_bytes(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """Bytes for computing a chunk of the prompts, and for the logits of their last tokens (fp32, a few times), as far as the
-    config says it; else 0."""
+    """Bytes for computing a chunk of the prompts, and for several fp32 copies of the logits of their last tokens, if the config
+    tells; else 0."""
     prompt, widths = prompt_of(given), max(map(_working_width, layer_configs(model) or [text_config(model)]))
     if prompt is None or not widths:
         return 0
@@ -122,7 +123,7 @@ def working_bytes(model: nn.Module, given: Mapping[str, Any]) -> int:
 
 
 def _working_width(layer: Any) -> int:
-    """The elements that a layer computes for a token, as far as its config says it; else 0."""
+    """The elements that a layer computes for a token, if its config tells; else 0."""
     hidden, wide = getattr(layer, "hidden_size", None), getattr(layer, "intermediate_size", None)
     return 6 * hidden + 3 * (wide if isinstance(wide, int) else 4 * hidden) if isinstance(hidden, int) else 0
 
@@ -140,8 +141,8 @@ _WHOLE_BATCH = ("return_dict_in_generate", "max_time", "token_healing")
 
 
 def part_counts(model: nn.Module, given: Mapping[str, Any]) -> Iterator[int]:
-    """Into how many parts the batch can be cut: 1, 2, 4, ... up to one prompt in each. Only 1 if the results of parts could
-    differ from those of the batch in more than the numbers that sampling draws, or could not be joined."""
+    """The numbers of parts into which the batch can be cut: 1, 2, 4, ... up to one prompt in each. Only 1 if parts could not be
+    joined, or if their results could differ from the whole batch's in more than the sampled numbers."""
     yield 1
     prompt, count = prompt_of(given), 1
     if prompt is None or not _can_be_cut(model, given):
@@ -166,8 +167,8 @@ def _can_be_cut(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def reads_longest_row(model: nn.Module) -> bool:
-    """Whether the tokens of a row may depend on other rows, or on how many tokens are computed at once: rotary frequencies of
-    LongRoPE follow the largest position of a call, and a model of the user's may compute with several rows."""
+    """True if the tokens of a row may depend on other rows, or on how many tokens are computed at once. The rotary frequencies
+    of LongRoPE follow the largest position of a call, and a user's own model may compute with several rows."""
     handle = getattr(model, "megacompile", None)
     return bool(handle is not None and handle.streamed.captured.across_rows) or any(
         "longrope" in kind or "dynamic" in kind for module in nn.Module.modules(model) for kind in rope_types(module))
@@ -178,7 +179,7 @@ def _first(tokens: Any) -> int | None:
 
 
 def _padding(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """The token that transformers writes after the end of a sequence. Beam search takes a 0 for no token."""
+    """The token that transformers writes after the end of a sequence. Beam search treats 0 as no token."""
     end, padding = (_first(option_of(model, given, name)) for name in ("eos_token_id", "pad_token_id"))
     beams = (option_of(model, given, "num_beams") or 1) > 1
     found = end if padding is None or (beams and padding == 0) else padding
@@ -187,7 +188,7 @@ def _padding(model: nn.Module, given: Mapping[str, Any]) -> int:
 
 
 def part_of(number: int, count: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of part `number` of `count`. The first part is at least as large as any other."""
+    """The arguments of part `number` of `count`. The first part is the largest, or as large as the others."""
     prompt = prompt_of(given)
     if count == 1 or prompt is None:
         return dict(given)
@@ -207,8 +208,8 @@ def _with_rows(given: Mapping[str, Any], rows: slice) -> dict[str, Any]:
 
 @dataclass
 class Finished:
-    """The parts of a batch whose generation has ended, in the order of the batch. State: how many `prompts` they have, and the
-    `tokens` of each part, int [sequences, tokens]."""
+    """The parts of a batch whose generation has ended, in batch order. State: the number of their `prompts`, and the `tokens`
+    of each part, int [sequences, tokens]."""
 
     prompts: int = 0
     tokens: list[Tensor] = field(default_factory=list)
@@ -216,9 +217,9 @@ class Finished:
 
 def generate_in_parts(generate: Callable[..., Any], count: int, model: nn.Module, given: Mapping[str, Any],
                       finished: Finished | None = None) -> Any:
-    """The result of `generate(**given)`: int [sequences, tokens] if there are several parts. Sequences that end before the
-    longest of all parts are padded as those of one batch. `finished`: parts that are not generated again. Each part is added to
-    it, and stays there if a later one runs out of memory."""
+    """The result of `generate(**given)`: int [sequences, tokens] if there are several parts. Shorter sequences are padded to
+    the longest of all parts, as in one batch. `finished`: parts that are already generated. Each new part is added to it, and
+    stays there if a later part runs out of memory."""
     finished = Finished() if finished is None else finished
     prompt = prompt_of(given)
     if prompt is None or (count == 1 and not finished.prompts):
@@ -248,9 +249,9 @@ Arrange = Callable[[int, Turns], Arrangement | None]
 
 @dataclass(frozen=True)
 class Way:
-    """`turns`: which layers take turns in slots. `bytes`: of device memory beside the weights. `arguments`: of `generate`, for
-    the whole batch. `parts`: how many parts of the batch generate one after another. `device_bytes`: with the weights there.
-    `seconds`: about, for one more token of all sequences."""
+    """`turns`: which layers take turns in slots. `bytes`: device memory beside the weights. `arguments`: for `generate`, for
+    the whole batch. `parts`: how many parts of the batch generate one after another. `device_bytes`: with the weights.
+    `seconds`: estimate for one more token of all sequences."""
 
     turns: Turns
     bytes: int
@@ -261,11 +262,9 @@ class Way:
 
 
 def ways_to_generate(model: nn.Module, given: Mapping[str, Any], arrange: Arrange) -> Iterator[Way]:
-    """The ways that fit, the fastest first. When memory ends with one, the next is tried, which takes less. In each of them the
-    prompts are computed in chunks that are as large as fit.
-
-    The caches of keys and values that transformers offloads wait in host memory, but for those of two layers. Parts of the
-    batch need fewer at a time."""
+    """The ways that fit, the fastest first. Each takes less memory than the one before it, so it can be tried if that one runs
+    out of memory. Each computes the prompts in the largest chunks that fit. Offloaded caches of keys and values stay in host
+    memory, except for two layers. Smaller parts of the batch need smaller caches at a time."""
     call = _Call(model, given, arrange)
     taken = math.inf
     if (whole := call.way(Turns.NONE)) is not None:
@@ -290,7 +289,7 @@ class _Call:
         return int(getattr(text_config(self.model), "num_hidden_layers", 0))
 
     def slower(self, there: bool) -> list[Way]:
-        """All ways that fit but the whole batch with all weights on the device. `there`: that one fits."""
+        """All ways that fit, except the whole batch with all weights on the device. `there`: that way fits."""
         found: list[Way | None] = []
         for parts in part_counts(self.model, self.given):
             if parts > 1:
@@ -304,7 +303,7 @@ class _Call:
         return [way for way in found if way is not None]
 
     def way(self, turns: Turns, parts: int = 1, offloaded: bool = False) -> Way | None:
-        """The way with the largest chunks of prompts that fits; None if none does."""
+        """The way that fits with the largest chunks of prompts; None if none fits."""
         part = part_of(0, parts, self.given)
         cache = cache_bytes(self.model, part)
         kept = 2 * cache // self.layers if offloaded else cache
@@ -324,9 +323,9 @@ class _Call:
 
 
 def _prefills(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Options of `generate` with which the prompts are computed at once, or in ever smaller chunks. Only the user's own if the
-    user has chosen, or if transformers cannot continue a chunk: with a recurrent state, with rotary frequencies of the longest
-    row, without a cache, and with other inputs than tokens and their mask."""
+    """Options of `generate` with which the prompts are computed at once, or in ever smaller chunks. Only the user's own options
+    if the user has chosen, or if transformers cannot continue a chunk: with a recurrent state, with rotary frequencies of the
+    longest row, without a cache, and with inputs other than tokens and their mask."""
     yield {}
     prompt, has_cache = prompt_of(given), getattr(model, "_supports_default_dynamic_cache", lambda: False)
     further = {name for name, value in given.items() if isinstance(value, Tensor)} - {"inputs", "input_ids", "attention_mask"}

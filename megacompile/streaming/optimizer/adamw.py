@@ -26,7 +26,7 @@ class Options:
 
 
 def _values(options: Options, step: int) -> tuple[float, ...]:
-    """The scalars of torch.optim.AdamW, in double precision: each is rounded once."""
+    """The scalars of torch.optim.AdamW, computed in double precision, each rounded once."""
     root_correction = ctypes.c_float((1 - options.beta2**step) ** 0.5).value
     inverse = ctypes.c_float(1 / root_correction).value
     return (1 - options.lr * options.weight_decay, 1 - options.beta1, options.beta2, 1 - options.beta2, root_correction,
@@ -77,7 +77,7 @@ INLINE Exact over_root_correction(Exact root, const Scalars& s) {
 
 
 class AdamW(StreamedOptimizer):
-    """`torch.optim.AdamW` for streamed models. Other arguments and what it does: `StreamedOptimizer`."""
+    """`torch.optim.AdamW` for streamed models. `StreamedOptimizer` describes the other arguments and the behavior."""
 
     rule: ClassVar[Rule] = RULE
     checks: ClassVar[Mapping[str, Check]] = {

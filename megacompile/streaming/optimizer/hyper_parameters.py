@@ -23,7 +23,7 @@ MASTERS = ("float32", "bfloat16")
 
 
 class Check(NamedTuple):
-    """What an option must be, in words, and whether a value is that."""
+    """A description of the values that an option may have, and a function that tests a value."""
 
     what: str
     good: Callable[[Any], bool]
@@ -72,7 +72,7 @@ def check_complete(group: Mapping[str, Any], checks: Mapping[str, Check], optimi
 
 
 def checked_overlap(overlap: Any) -> str | None:
-    """When to update. Raises `MegacompileError`."""
+    """The checked `overlap`, which says when updates run. Raises `MegacompileError`."""
     if overlap not in (None, "backward"):
         raise MegacompileError(f"overlap={overlap!r} must be None (update during the next forward) or 'backward' (as gradients "
                                "arrive)")
@@ -80,7 +80,7 @@ def checked_overlap(overlap: Any) -> str | None:
 
 
 def checked_norm(value: Any, overlap: str | None) -> float | None:
-    """The global norm that gradients are clipped to; None, 0 and infinity: no clipping. Raises `MegacompileError`."""
+    """The global norm to clip gradients to. None, 0 and infinity mean no clipping. Raises `MegacompileError`."""
     if value is not None and not (is_number(value) and value >= 0):
         raise MegacompileError(f"max_grad_norm={value!r} is out of range: give a number above 0, or None or 0 for no clipping")
     limit = None if value is None or float(value) in (0.0, math.inf) else float(value)
@@ -90,6 +90,6 @@ def checked_norm(value: Any, overlap: str | None) -> float | None:
 
 
 def state_of_group(group: Mapping[str, Any], rule: Rule) -> ElementState:
-    """What is kept of the elements of a group's parameters."""
+    """The state that is stored for each element of a group's parameters."""
     return ElementState(tuple(moment.name for moment in rule.moments), FORMATS[group["state_dtype"]],
                         exact=group["master"] == "float32", separable=rule.separable, rule=rule.name)

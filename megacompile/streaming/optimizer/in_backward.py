@@ -21,32 +21,32 @@ from megacompile.streaming.user_tensors.gradients import Gradients
 
 
 class Updater(Protocol):
-    """An optimizer, as far as a backward knows it."""
+    """The interface of an optimizer to a backward that updates."""
 
     param_groups: list[dict[str, Any]]
 
     def request(self, names: Collection[str]) -> Update:
-        """An update of the parameters with these names, with the hyper-parameters of the moment."""
+        """An update of the parameters with these names, with the current hyper-parameters."""
 
     def prepare(self) -> None:
-        """Before a backward that updates, and before tiles are sent to the device. Raises `MegacompileError` for options that
-        no update can have."""
+        """Called before a backward that updates, before tiles are sent to the device. Raises `MegacompileError` for options
+        that no update can have."""
 
 
 class OptimizerInBackward:
-    """State: the `optimizer` made last for this model, if it updates on arrival."""
+    """State: the `optimizer` that was made last for this model, if it updates on arrival."""
 
     def __init__(self, step: StepState, gradients: Gradients) -> None:
         self.step, self.gradients = step, gradients
         self._optimizer: weakref.ref[Updater] | None = None
 
     def attach(self, optimizer: Updater | None) -> None:
-        """From the next forward on, backwards update with this optimizer; None: they store gradients."""
+        """Makes backwards update with this optimizer, from the next forward on. None: they store gradients."""
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
         self.step.backward_updates(None)
 
     def detach(self, optimizer: Updater) -> None:
-        """From the next forward on this optimizer does not update on arrival."""
+        """Stops updates on arrival by this optimizer, from the next forward on."""
         if self.optimizer is optimizer:
             self.attach(None)
 
@@ -56,13 +56,13 @@ class OptimizerInBackward:
 
     @property
     def update_at(self) -> str:
-        """`Plan.update` of the loop now."""
+        """The `Plan.update` of the current training loop."""
         return "step" if self.optimizer is None else "arrival"
 
     def check(self, forward: OpenForward, others: Sequence[OpenForward], reached: Collection[str]) -> None:
         """Raises `LeaseError` or `MegacompileError` if a backward now would lose gradients. No weight has changed then. All
-        open forwards are ended, since the caller may keep the error's traceback, and with it their losses. `others`: the
-        other open forwards. `reached`: the parameters that get a gradient."""
+        open forwards are ended: the caller may keep the error's traceback, which keeps their losses alive. `others`: the other
+        open forwards. `reached`: the parameters that get a gradient."""
         reason = self._reason(forward, others, reached)
         if reason is not None:
             for each in (forward, *others):
@@ -72,7 +72,7 @@ class OptimizerInBackward:
 
     def _reason(self, forward: OpenForward, others: Sequence[OpenForward],
                 reached: Collection[str]) -> MegacompileError | None:
-        """Why a backward is refused."""
+        """The reason why a backward is refused."""
         if self.step.updated_in_backward:
             return LeaseError(
                 "a second backward before step() cannot add to gradients that overlap='backward' has consumed: call "
@@ -101,7 +101,7 @@ class OptimizerInBackward:
         return None
 
     def check_step(self, optimizer: Updater) -> None:
-        """Raises `MegacompileError` if `optimizer.step()` is called on another optimizer than the one that consumes the
+        """Raises `MegacompileError` if `optimizer.step()` is called on an optimizer other than the one that consumes the
         gradients."""
         if self.optimizer is not None and self.optimizer is not optimizer:
             raise MegacompileError("another optimizer, made later with overlap='backward', consumes this model's gradients as "

@@ -61,7 +61,7 @@ RULE = Rule(
 
 
 class Lion(StreamedOptimizer):
-    """Lion for streamed models. Other arguments and what it does: `StreamedOptimizer`."""
+    """Lion for streamed models. `StreamedOptimizer` describes the other arguments and the behavior."""
 
     rule: ClassVar[Rule] = RULE
     checks: ClassVar[Mapping[str, Check]] = {"lr": NON_NEGATIVE, "betas": TWO_BETAS, "weight_decay": NON_NEGATIVE}

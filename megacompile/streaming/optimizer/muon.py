@@ -55,8 +55,8 @@ def orthogonal(given: Tensor, coefficients: tuple[float, float, float], steps: i
     return matrix.T if rows > columns else matrix
 
 
-#: How the learning rate depends on a matrix's size. "match_rms_adamw": steps are as large as AdamW's, so that one learning rate
-#: fits all parameters (Liu et al., "Muon is scalable for LLM training", 2025). "original": as Jordan et al. have it.
+#: The dependence of the learning rate on a matrix's size. "match_rms_adamw": steps are as large as AdamW's, so one learning
+#: rate fits all parameters (Liu et al., "Muon is scalable for LLM training", 2025). "original": as Jordan et al. have it.
 _RATIOS = {"match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
            "original": lambda rows, columns: math.sqrt(max(1, rows / columns))}
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -66,7 +66,7 @@ _SPLIT = Check("None, or the sizes of the parts in rows", lambda value: value is
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one matrix, or of a parameter of several, at one step. `shape`: of the parameter."""
+    """The options at one step of one matrix, or of a parameter that holds several. `shape`: of the parameter."""
 
     lr: float
     ratio: str
@@ -152,7 +152,7 @@ MATRICES = MatrixRule(
 
 
 def _is_matrix(model: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
-    """Two-dimensional weights of modules other than embeddings, and stacks of matrices (of experts)."""
+    """True for two-dimensional weights of modules other than embeddings, and for stacks of matrices (of experts)."""
     owner, _, own_name = name.rpartition(".")
     if min(shape[-2:], default=0) < 2:
         return False
@@ -219,7 +219,8 @@ class Muon(StreamedOptimizer):
     @classmethod
     def states_of(cls, group: Mapping[str, Any], names: Iterable[str], model: nn.Module,
                   tiling: Tiling) -> dict[str, ElementState]:
-        """A matrix whose blocks of 8-bit state would be divided between it and the next one has bf16 moments in their place."""
+        """The stored state of the parameters, by name. Parameters that `_is_matrix` accepts have the state of the matrix rule.
+        It has bf16 moments instead of 8-bit ones if a block of 8-bit state would span two matrices."""
         if tiling.ranks > 1:
             raise UnsupportedError("Muon updates whole matrices, but each of several ranks has only a part: use AdamW, or "
                                    "train on one GPU")

@@ -23,26 +23,26 @@ from megacompile.weights.tiling import Tiling
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """`kind`: the class. `state_dtype`: how it keeps moments. `rates_of_adamw`: whether AdamW's learning rates fit it."""
+    """`kind`: the class. `state_dtype`: the dtype of its moments. `rates_of_adamw`: AdamW's learning rates fit it."""
 
     kind: type[StreamedOptimizer]
     state_dtype: str = "float32"
     rates_of_adamw: bool = True
 
     def states(self, written: str | None, model: nn.Module, tiling: Tiling) -> dict[str, ElementState]:
-        """What is kept of each trained parameter by name, with options in text as for `arguments`. Raises `ArgumentError`."""
+        """The stored state of each trained parameter by name. Options are text, as for `arguments`. Raises `ArgumentError`."""
         group = {"master": "float32", **self.kind.more, **self.arguments({}, written)}
         return self.kind.states_of(group, tiling.states, model, tiling)
 
     def choice(self, written: str | None, on_arrival: bool) -> StateChoice:
-        """How it keeps its state. Raises `ArgumentError`."""
+        """The way in which the optimizer stores its state. Raises `ArgumentError`."""
         options = {"master": "float32", **self.arguments({}, written)}
         moments = 1 if self.kind.matrix_rule is not None else len(self.kind.rule.moments)
         return StateChoice(FORMATS[options["state_dtype"]], options["master"] == "float32", on_arrival, moments)
 
     def arguments(self, known: Mapping[str, Any], written: str | None = None) -> dict[str, Any]:
-        """Arguments of the constructor: those of the `known` hyper-parameters that this optimizer has, how it keeps moments,
-        and options in text such as "momentum=0.9, nesterov=True". Raises `ArgumentError` for an option in the text that the
+        """Arguments of the constructor: the `known` hyper-parameters that this optimizer has, the dtype of its moments, and
+        options in text such as "momentum=0.9, nesterov=True". Raises `ArgumentError` for an option in the text that the
         optimizer does not have, or that is out of range."""
         found = {name: value for name, value in known.items() if name in self.kind.checks}
         return found | {"state_dtype": self.state_dtype} | self._read(written)
@@ -72,7 +72,7 @@ def _value(written: str) -> Any:
 
 def named_in_text(written: str | None) -> tuple[str | None, str | None]:
     """The name in options such as "optimizer=muon, ns_steps=3", and the other options. transformers checks `optim` against its
-    own list, so that TrainingArguments take names that are not there only in `optim_args`."""
+    own list, so TrainingArguments can only take other names in `optim_args`."""
     parts = [part.strip() for part in (written or "").split(",")]
     for index, part in enumerate(parts):
         key, sign, name = (word.strip() for word in part.partition("="))

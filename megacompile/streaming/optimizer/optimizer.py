@@ -50,10 +50,10 @@ from megacompile.weights.tiling import Tiling
 
 
 # --------------------
-# Which of several optimizers updates a parameter: the one that was made for it last, which takes over its state.
+# The owner of a parameter: the last optimizer that was made for it, which takes over its state.
 class Ownership:
-    """State: the `states` of the parameters that an optimizer updates, the parameter that it lost to a newer one, and whether
-    its model was closed."""
+    """State: the `states` of the parameters that an optimizer updates, a parameter that it lost to a newer optimizer, and
+    whether its model was closed."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)  # an optimizer that the user drops is gone at once
@@ -87,23 +87,23 @@ class Ownership:
             self.states.ready(parameter, memory)
 
     def write_back(self, models: Iterable[Any], drop: bool = False) -> None:
-        """As `OptimizerState.write_back`. If it fails, the other ranks that train these streamed models hear of it."""
+        """Like `OptimizerState.write_back`. If it fails, tells the other ranks that train these streamed models."""
         with ExitStack() as stack:
             for streamed in models:
-                stack.enter_context(streamed.together.failing())
+                stack.enter_context(streamed.rank_group.failing())
             self.states.write_back(drop)
 
     def lose(self, parameter: str) -> None:
-        """Another optimizer updates the parameter of this name from now on."""
+        """Records that another optimizer updates the parameter of this name from now on."""
         self._lost, self.states = parameter, OptimizerState(self.optimizer)
 
     def release(self) -> None:
-        """The model is closed, and the state with it."""
+        """Releases the state, when the model is closed."""
         self._closed, self.states = True, OptimizerState(self.optimizer)
 
     def check_alone(self, doing: str) -> None:
-        """Raises `MegacompileError` if another optimizer updates parameters of the model. `doing`: what needs a single
-        optimizer."""
+        """Raises `MegacompileError` if another optimizer updates parameters of the model. `doing`: the action that needs a
+        single optimizer."""
         for memory in self.optimizer.streamed.states.values():
             if self._other(memory) is not None:
                 raise MegacompileError(f"{doing} one optimizer, and another one updates {memory.name}: make one with parameter "
@@ -120,14 +120,14 @@ class Ownership:
 # -------------------- The segments of an update that an optimizer requests: which elements of which tiles, with which options
 @dataclass(frozen=True)
 class GroupOptions:
-    """A copy of a group's options: `elementwise`, as the elementwise rule reads them; and all, for the `matrix_rule`."""
+    """A copy of a group's options: `elementwise`, as the elementwise rule reads them, and all of them for the `matrix_rule`."""
 
     elementwise: Any
     all: Mapping[str, Any]
     matrix_rule: MatrixRule | None
 
     def of(self, shape: tuple[int, ...], state: ElementState) -> Any:
-        """What is read for a parameter of this shape with this state."""
+        """The options for a parameter of this shape with this state."""
         if not state.whole:
             return self.elementwise
         assert self.matrix_rule is not None, "the state of a rule that the optimizer does not have"
@@ -139,7 +139,7 @@ Ready = tuple[GroupOptions, StateMemory, ParameterState]
 
 
 def segments_of(tiling: Tiling, ready: Sequence[Ready]) -> dict[str, list[Segment]]:
-    """For each tile, the runs of its host tile's elements to update, ascending. Called while steps are counted."""
+    """For each tile, the runs of its host tile's elements to update, ascending. Called while step counts are increased."""
     found: dict[str, list[Segment]] = {}
     for options, memory, state in ready:
         seed = zlib.crc32(memory.name.encode())
@@ -163,7 +163,7 @@ def positions_of(tiling: Tiling, names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def matrix_positions(tiling: Tiling, segments: Mapping[str, Sequence[Segment]]) -> dict[str, frozenset[int]]:
-    """For each tile, the positions of the parameters that are updated by whole matrices."""
+    """For each tile, the positions of the parameters that are updated as whole matrices."""
     found = {tile: frozenset(s.position for s in each if tiling.layouts[tile].state_of(s.position).whole)
              for tile, each in segments.items()}
     return {tile: positions for tile, positions in found.items() if positions}
@@ -172,7 +172,8 @@ def matrix_positions(tiling: Tiling, segments: Mapping[str, Sequence[Segment]]) 
 # --------------------
 # The FP32 master of a parameter: a bf16 weight holds its upper half, and a remainder in the tile the lower half.
 def read(streamed: Streamed, parameter: Tensor, remainder: Tensor | None) -> Tensor:
-    """A copy of a parameter's master, fp32, of its shape. `remainder`: int16, of the same shape; None for an fp32 parameter."""
+    """A copy of a parameter's master, fp32, in the parameter's shape. `remainder`: int16, of the same shape; None for an fp32
+    parameter."""
     streamed.copy_back()
     streamed.adopt_writes()
     if remainder is None:
@@ -182,7 +183,7 @@ def read(streamed: Streamed, parameter: Tensor, remainder: Tensor | None) -> Ten
 
 @torch.no_grad()
 def write(streamed: Streamed, parameter: Tensor, memory: StateMemory | None, remainder: Tensor | None, master: Tensor) -> None:
-    """Sets a parameter's master, including the remainder; with several ranks, on all of them to rank 0's."""
+    """Sets a parameter's master, including the remainder. With several ranks, sets all of them to rank 0's."""
     streamed.adopt_writes()
     with loading(streamed, "set_master", tiles=None if memory is None else (memory.tile,)):
         if memory is None or remainder is None or not memory.writable:
@@ -198,7 +199,8 @@ def write(streamed: Streamed, parameter: Tensor, memory: StateMemory | None, rem
 # -------------------- Checks a saved optimizer's `state_dict` before anything of it is loaded, and calls the hooks of the load
 @contextmanager
 def load_hooks(optimizer: Any, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A context for a load: the state to load, after the hooks that may change it. If it succeeds, the other hooks follow."""
+    """A context around a load. Gives the state to load, after the pre-hooks that may change it. Runs the post-hooks if the load
+    succeeds."""
     given = dict(state_dict)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = before(optimizer, given)
@@ -234,14 +236,14 @@ def check_saved(optimizer: Any, state_dict: dict[str, Any]) -> tuple[list[dict[s
 
 
 # --------------------
-# What a model keeps for its optimizers: moments in their formats. Changing it changes tiles and plans, so it happens between
-# steps.
+# The state that a model stores for its optimizers: moments in their formats. Changing it changes tiles and plans, so it
+# happens between steps.
 #: The state that an optimizer needs of parameters: (group, names, model, tiling) -> by name.
 StatesOf = Callable[[Mapping[str, Any], Iterable[str], nn.Module, Tiling], Mapping[str, ElementState]]
 
 
 def keep_groups(states_of: StatesOf, groups: Sequence[Mapping[str, Any]], on_arrival: bool) -> None:
-    """Lets each model keep what an optimizer needs of the parameters in these groups. Raises as `keep_states`."""
+    """Makes each model store the state that an optimizer needs for the parameters in these groups. Raises as `keep_states`."""
     of_models: dict[Streamed, dict[str, ElementState]] = {}
     for group in groups:
         for streamed, names in _of_models(group).items():
@@ -261,7 +263,7 @@ def _of_models(group: Mapping[str, Any]) -> dict[Streamed, list[str]]:
 
 
 def check_kept(optimizer: Any, group: Mapping[str, Any]) -> None:
-    """Raises `MegacompileError` if the options that say how the state of an optimizer's group is kept have changed."""
+    """Raises `MegacompileError` if a group's options that determine how its state is stored have changed."""
     fixed = " and ".join(("state_dtype", "master", *optimizer.more))
     for streamed, names in _of_models(group).items():
         for name, wanted in optimizer.states_of(group, names, streamed.model, streamed.tiling).items():
@@ -272,7 +274,7 @@ def check_kept(optimizer: Any, group: Mapping[str, Any]) -> None:
 
 
 def build_kernels(optimizer: Any, streamed: Streamed) -> None:
-    """Builds what the host needs to update tiles, before a step does: all lanes would wait for the C++ compiler."""
+    """Builds the host's update kernels before the first step. Otherwise all lanes would wait for the C++ compiler."""
     on_host = streamed.backend.device.type == "cpu"  # matrices are updated on the device
     for layout in streamed.tiling.host.values():
         for state in {layout.state_of(i) for i, s in enumerate(layout.slices) if s.trainable}:
@@ -293,19 +295,17 @@ def check_masters(states: Mapping[str, ElementState], tiling: Tiling) -> None:
 
 
 def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arrival: bool) -> None:
-    """From now on the model keeps these states of the named parameters; moments that were kept in another way restart.
-    `on_arrival`: no gradients wait in host memory.
-
-    Raises `InsufficientMemoryError`, with what would fit, if the host cannot hold them, `DiskError` if the disk cannot, and
-    `MegacompileError` between a forward and the end of its step. Then nothing has changed. With a disk, several ranks call this
-    together."""
+    """Makes the model store these states of the named parameters from now on. Moments that were stored in another way restart.
+    `on_arrival`: no gradients wait in host memory. Raises `InsufficientMemoryError`, with what would fit, if the host cannot
+    hold them, `DiskError` if the disk cannot, and `MegacompileError` between a forward and the end of its step. Then nothing
+    has changed. With a disk, several ranks call this together."""
     check_masters(states, streamed.tiling)
     before, store = streamed.tiling, streamed.store
     tiling = before.with_states(states)
     if tiling.host != before.host or not store.has_moments:
         budget_bytes = store.available_bytes(parse_bytes(streamed.config.host_memory))
         if streamed.config.disk is not None:  # all ranks choose the same tiles
-            budget_bytes = min(streamed.together.values("the optimizer's constructor", budget_bytes))
+            budget_bytes = min(streamed.rank_group.values("the optimizer's constructor", budget_bytes))
         stays = [tile for tile, layout in tiling.host.items() if layout == before.host[tile] and store.tiles[tile].has_moments]
         tiling = with_disk(tiling, streamed.config, budget_bytes, on_arrival, there=set(stays) & set(before.on_disk),
                            in_memory=set(stays) - set(before.on_disk))
@@ -329,18 +329,18 @@ def keep_states(streamed: Streamed, states: Mapping[str, ElementState], on_arriv
 
 
 def _state_file(streamed: Streamed, layouts: Sequence[TileLayout]) -> StateFile:
-    """A file of this rank for its share of the moments of these tiles, and those of the other ranks of this host. Raises
-    `DiskError` and `RankError`; then no file is left."""
-    folder, together = Path(streamed.config.disk or ""), streamed.together
-    if together.ranks is None:
+    """Creates this rank's file for its share of the moments of these tiles, and opens those of the other ranks of this host.
+    Raises `DiskError` and `RankError`; then no file is left."""
+    folder, rank_group = Path(streamed.config.disk or ""), streamed.rank_group
+    if rank_group.ranks is None:
         return StateFile(folder, layouts)
     made: list[StateFile] = []
     try:
-        with together.all_or_none("the optimizer's constructor", DiskError):
+        with rank_group.all_or_none("the optimizer's constructor", DiskError):
             made.append(StateFile(folder, layouts))
-        addresses = together.values("the optimizer's constructor", made[0].file.address)
-        with together.failing():
-            hosts = together.ranks.hosts
+        addresses = rank_group.values("the optimizer's constructor", made[0].file.address)
+        with rank_group.failing():
+            hosts = rank_group.ranks.hosts
             made[0].share([addresses[rank] for rank in hosts.here], hosts.local)
     except BaseException:
         for file in made:
@@ -406,7 +406,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._overlap, self._made, self.ownership = checked_overlap(overlap), False, Ownership(self)
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self.max_grad_norm = max_grad_norm
-        #: Whether the norm is that of all gradients of the model, also of parameters that another optimizer, or none, updates.
+        #: True if the norm covers all gradients of the model, including parameters of other optimizers, or of none.
         self.norm_of_model = False
         self._update: Update | None = None
         super().__init__(params, defaults)
@@ -425,12 +425,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def options_of(self, group: Mapping[str, Any]) -> Any:
-        """What the rule reads of a group's options, copied by value."""
+        """The options of a group that the rule reads, copied by value."""
 
     @classmethod
     def states_of(cls, group: Mapping[str, Any], names: Iterable[str], model: nn.Module,
                   tiling: Tiling) -> dict[str, ElementState]:
-        """What is kept of a group's parameters, by name. `whole` states are those of the matrix rule."""
+        """The stored state of a group's parameters, by name. `whole` states belong to the matrix rule."""
         del model, tiling
         return dict.fromkeys(names, state_of_group(group, cls.rule))
 
@@ -480,7 +480,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return models[0]
 
     def release(self) -> None:
-        """The model is closed, and frees the state."""
+        """Frees the state, when the model is closed."""
         self.ownership.release()
         self._update = None
 
@@ -505,7 +505,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             self.ownership.states = OptimizerState(self, state)
 
     def memory(self, parameter: Tensor) -> StateMemory | None:
-        """The state memory of a parameter that is trained and read by the forward; None for others."""
+        """The state memory of a parameter that is trained and that the forward reads; None for others."""
         streamed, name = require_owner(parameter)
         return streamed.states.get(name)
 
@@ -522,12 +522,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Hands the update to the lanes. Parameters without `.grad` are not updated. A `closure` is called first, during the
-        update before, as the plain loop runs its forward and backward; its loss is returned. After a backward that has updated
-        (`overlap`), and after `train_step`, nothing is left to do.
-
-        Raises the failure of an earlier update (`LaneError`). Called again, it completes that update: the missing tiles, from
-        the same gradients (`.grad` may have been set to None since), with the same hyper-parameters."""
+        """Hands the update to the lanes and returns. Parameters without `.grad` are not updated. A `closure` is called first,
+        while the previous update runs, and its loss is returned. After a backward that has updated (`overlap`), and after
+        `train_step`, there is nothing left to do. Raises the failure of an earlier update (`LaneError`). The next call
+        completes that update: the missing tiles, from the same gradients (`.grad` may have been set to None since), with the
+        same hyper-parameters."""
         streamed = self.streamed
         streamed.optimizer_in_backward.check_step(self)
         loss = None
@@ -557,7 +556,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
                                    "optimizer of torch.optim")
         streamed.step.check_stored()
-        with streamed.together.failing():
+        with streamed.rank_group.failing():
             streamed.adopt_writes()
             update = self._request({name for name in streamed.gradients if streamed.parameters[name].grad is not None})
             if streamed.gradients.refresh():
@@ -570,7 +569,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return self._update is not None and self._update is self.streamed.step.unfinished and self.streamed.complete()
 
     def _ended(self) -> bool:
-        """Whether the update in flight is this optimizer's, and no gradient has been stored since."""
+        """True if the update in flight belongs to this optimizer, and no gradient was stored since."""
         update = self.streamed.step.updating
         return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
 
@@ -583,8 +582,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return self._update
 
     def prepare(self) -> None:
-        """Called before a whole step, and before a backward that updates. Raises `MegacompileError` for options that are out of
-        range, and where another optimizer updates parameters of the model."""
+        """Called before a whole step, and before a backward that updates. Raises `MegacompileError` for options out of range,
+        and if another optimizer updates parameters of the model."""
         self.ownership.check_alone("a whole step, or one with overlap='backward', takes")
         self._ready(self.streamed.gradients)
 
@@ -605,7 +604,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return [(options, memory, self.ownership.states.ready(parameter, memory)) for options, parameter, memory in found]
 
     def _read(self, group: Mapping[str, Any]) -> GroupOptions:
-        """A copy of a group's options, as the rules read them."""
+        """A copy of a group's options, in the form that the rules read."""
         copied = {name: value for name, value in group.items() if name != "params"}
         return GroupOptions(self.options_of(copied), copied, self.matrix_rule)
 
@@ -638,21 +637,21 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return update.norm
 
     def norm_of_last_step(self) -> Callable[[], float | None]:
-        """A function that returns `grad_norm` of the last step later, without waiting, even after further steps. It returns
-        None until the update has computed the norm, which is known once the next step's loss is."""
+        """A function that later returns the `grad_norm` of this step, even after further steps. It never waits: it returns None
+        until the update has computed the norm, which is known once the next step's loss is."""
         update = self._update
         return lambda: None if update is None else update.norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
-            self.streamed.together.agree("zero_grad")  # a rank may still read what this one overwrites
+            self.streamed.rank_group.agree("zero_grad")  # a rank may still read what this one overwrites
             self.streamed.settle()  # the update in flight reads gradients
             self.streamed.step.check_whole()  # an update that stopped half-way still needs them
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Views of tiles, and copies of what is on disk: save or copy them before the next step. Call this before `close()`,
-        which frees the state. What was returned before stays."""
+        which frees the state. Tensors that were returned earlier stay valid."""
         self.settle()
         saved = super().state_dict()
         saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # plain dicts, which unpickle anywhere
@@ -688,7 +687,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises `MegacompileError` for other groups, parameters or shapes, and for invalid options. Then nothing has changed."""
         streamed = self.streamed
         with load_hooks(self, state_dict) as given:
-            with streamed.together.all_or_none("the optimizer's load_state_dict"):
+            with streamed.rank_group.all_or_none("the optimizer's load_state_dict"):
                 groups, states = check_saved(self, given)
             with loading(streamed, "the optimizer's load_state_dict", parts=STATE, torn=("state",)):
                 streamed.adopt_writes()  # clears remainders before the saved ones are loaded
@@ -696,7 +695,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def put_state(self, groups: Sequence[Mapping[str, Any]], states: Sequence[SavedState]) -> None:
-        """Loads a checked state. What is on the device must be evicted, and tiles may be written."""
+        """Loads a checked state. First evict what is on the device, and make sure that tiles may be written."""
         self._update = None
         self.streamed.step.ended()
         for options, group in zip(groups, self.param_groups, strict=True):
@@ -714,10 +713,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
                  [require_owner(parameter)[1] for parameter in group["params"]]) for group in self.param_groups]
 
     def master(self, parameter: Tensor) -> Tensor:
-        """A copy of a parameter's FP32 master weight, of its shape."""
+        """A copy of a parameter's FP32 master weight, in the parameter's shape."""
         return read(self.streamed, parameter, self._remainder(parameter))
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
-        """Sets a parameter's FP32 master, including the remainder; with several ranks, on all of them to rank 0's."""
+        """Sets a parameter's FP32 master, including the remainder. With several ranks, sets all of them to rank 0's."""
         write(self.streamed, parameter, self.memory(parameter), self._remainder(parameter), master)

@@ -25,7 +25,7 @@ class Options:
 
 
 def _values(options: Options, step: int) -> tuple[float, ...]:
-    """The first buffer of torch.optim.SGD is the gradient itself, without dampening, and so is every one without momentum."""
+    """The scalars of torch.optim.SGD. Its first buffer is the undampened gradient. Without momentum, so is every buffer."""
     momentum, gradient = (options.momentum, 1 - options.dampening) if step > 1 and options.momentum else (0.0, 1.0)
     return options.lr, momentum, gradient, options.momentum if options.nesterov else 0.0, options.weight_decay
 
@@ -54,7 +54,7 @@ RULE = Rule(
 
 
 class SGD(StreamedOptimizer):
-    """`torch.optim.SGD` for streamed models. Other arguments and what it does: `StreamedOptimizer`."""
+    """`torch.optim.SGD` for streamed models. `StreamedOptimizer` describes the other arguments and the behavior."""
 
     rule: ClassVar[Rule] = RULE
     checks: ClassVar[Mapping[str, Check]] = {

@@ -44,8 +44,7 @@ from megacompile.weights.tiling import Tiling
 #     optimizer.step()                           from here on `moment` keeps its values; read `optimizer.state` again
 @dataclass(frozen=True)
 class OnDisk:
-    """One tensor of a parameter's state in a file: what is kept there under `name` of the parameter at a `position` of a
-    tile."""
+    """One tensor of a parameter's state in a file: the tensor called `name`, of the parameter at a `position` of a tile."""
 
     file: MomentFile
     tile: str
@@ -59,7 +58,7 @@ class OnDisk:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """The values, in memory of their own. Raises `DiskError`, and `InsufficientMemoryError` if they do not fit memory."""
+        """The values, in new memory. Raises `DiskError`, and `InsufficientMemoryError` if they do not fit memory."""
         if self.bytes > (available := available_host_bytes()):
             raise InsufficientMemoryError(
                 f"{self.name} of a parameter of {self.tile} is on disk and takes {format_bytes(self.bytes)} of host memory to "
@@ -76,7 +75,7 @@ class OnDisk:
 
 
 class Fetched:
-    """A tensor that the user was given, and the values that the disk has."""
+    """A tensor that the user was given, and the values on disk."""
 
     def __init__(self, stored: OnDisk) -> None:
         self.stored, self.tensor = stored, stored.read()
@@ -95,7 +94,7 @@ class Fetched:
 
 
 class StaleTensor:
-    """A tensor that the user may still hold, although a step has begun since it was read. Writes to it are lost."""
+    """A tensor that the user may still hold although a step has begun since it was read. Writes to it are lost."""
 
     def __init__(self, fetched: Fetched) -> None:
         self.name = fetched.stored.name
@@ -106,7 +105,7 @@ class StaleTensor:
         return self._tensor() is not None
 
     def check(self, parameter: str) -> None:
-        """Raises `MegacompileError`, once, if the tensor was written meanwhile."""
+        """Raises `MegacompileError`, once, if the tensor was written since then."""
         tensor = self._tensor()
         if tensor is not None and tensor._version != self._version:
             self._version = tensor._version
@@ -142,19 +141,19 @@ class _Assigned(dict[Any, Any]):
 
 
 class StateHolder(Protocol):
-    """An optimizer, as far as its state knows it."""
+    """The interface of an optimizer to its state."""
 
     def memory_of(self, parameter: Any) -> StateMemory | None:
         """The memory of a parameter's state; None if the optimizer does not update it."""
 
     def release(self) -> None:
-        """The model is closed: holds no state from now on."""
+        """Drops the state, when the model is closed."""
 
 
 class StateMemory:
     """The state of one parameter in its tile, whichever optimizer uses it. `before_write(tile)` is called before the tile is
-    written; it is weak, since optimizers outlive models. State: the `optimizer`, its current `ParameterState`, and the tensors
-    that the user was given."""
+    written. It is a weak reference, since optimizers outlive models. State: the `optimizer`, its current `ParameterState`, and
+    the tensors that the user was given."""
 
     def __init__(self, name: str, tiling: Tiling, store: Store,
                  before_write: weakref.WeakMethod[Any]) -> None:
@@ -169,23 +168,23 @@ class StateMemory:
 
     @property
     def start(self) -> int:
-        """The parameter's first element in its host tile."""
+        """The index of the parameter's first element in its host tile."""
         return self._part.start
 
     @property
     def kept(self) -> ElementState:
-        """What is kept of the parameter's elements."""
+        """The state that is stored for the parameter's elements."""
         return self._tile.layout.state_of(self._position)
 
     def keeps(self, wanted: ElementState) -> bool:
-        """Whether that is what was asked for, or what the tile allows in its place."""
+        """True if the stored state is what was asked for, or the tile's replacement for it (bf16 instead of 8-bit moments)."""
         kept = self.kept
         alike = kept.format == wanted.format or (wanted.format.scaled and kept.format == BFLOAT16)
         return (kept.moments, kept.exact, kept.whole) == (wanted.moments, wanted.exact, wanted.whole) and alike
 
     @property
     def parts(self) -> list[str]:
-        """The names of the tensors that are kept: moments, and their scales."""
+        """The names of the stored tensors: moments, and their scales."""
         kept = self.kept
         return [*kept.moments, *(map(scale_of, kept.moments) if kept.format.scaled else ())]
 
@@ -194,7 +193,7 @@ class StateMemory:
         return ["step", *self.parts]
 
     def shape_of(self, part: str) -> tuple[int, ...]:
-        """The shape of a tensor that is kept: that of the parameter, or of its scales."""
+        """The shape of a stored tensor: that of the parameter, or of its scales."""
         return self._part.shape if part in self.kept.moments else (self.kept.format.scales(self._part.count),)
 
     @property
@@ -207,7 +206,7 @@ class StateMemory:
 
     @property
     def held(self) -> bool:
-        """Whether an optimizer, or a user, has tensors of the state."""
+        """True if an optimizer, or a user, holds tensors of the state."""
         return any(lent.kept is not None for lent in self._lent.values())
 
     @property
@@ -222,18 +221,19 @@ class StateMemory:
 
     @property
     def writable(self) -> bool:
-        """Whether this process writes the values that are loaded."""
+        """True if this process writes loaded values."""
         return self._store.writes(self._tile_name)
 
     def bind(self, state: ParameterState) -> None:
-        """Makes this the parameter's state. The former state no longer writes to the memory."""
+        """Makes this the parameter's state. The previous state no longer writes to the memory."""
         former = self._state() if self._state is not None else None
         if former is not None:
             former.detach()
         self._state, state.memory = weakref.ref(state), self
 
     def release(self) -> None:
-        """The model is closed. A state that a user holds keeps its values, which nothing else reads any more."""
+        """Releases the state, when the model is closed. A state that a user holds keeps its values, but nothing reads them any
+        more."""
         if (optimizer := self.optimizer) is not None:
             optimizer.release()
         if (state := self._state() if self._state is not None else None) is not None:
@@ -241,8 +241,8 @@ class StateMemory:
         self._lent.clear()
 
     def restart(self, state: ParameterState) -> None:
-        """Starts as an optimizer's first step does: zero moments, step 0."""
-        self._rest()
+        """Resets the state to that of an optimizer's first step: zero moments, step 0."""
+        self._wait_until_writable()
         tile = self._tile
         tile.allocate_moments()
         for part in self._lent.keys() - set(self.parts):  # of a former optimizer's state: its memory would stay
@@ -268,8 +268,8 @@ class StateMemory:
                                    "codes, or remove the state (optimizer.state.pop(parameter)) to restart it")
 
     def of_torch(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A saved state, as one of ours. Optimizers of torch.optim that keep a `momentum_buffer` count no steps. They make it
-        at the first step, and have None or nothing before."""
+        """Converts a saved state of torch.optim to ours. Its optimizers that keep a `momentum_buffer` count no steps. They
+        create the buffer at the first step, and have None or no entry before."""
         if "momentum_buffer" not in saved or "step" in saved or "momentum_buffer" not in self.kept.moments:
             return saved
         if saved["momentum_buffer"] is None:
@@ -295,7 +295,7 @@ class StateMemory:
         """Copies a checked value into the tile, and returns the tensor that represents it in the state."""
         if key not in self.keys or (key in self._lent and self._lent[key].kept is value):
             return value
-        self._rest()
+        self._wait_until_writable()
         if key == "step":
             return step_count(value, self.name)
         self._tile.allocate_moments()
@@ -306,12 +306,12 @@ class StateMemory:
         return moment
 
     def fetch(self, stored: OnDisk) -> Fetched:
-        """What is on disk, in memory of its own, after the update in flight. Raises `DiskError`, `InsufficientMemoryError`."""
-        self._rest()
+        """Reads a tensor on disk into new memory, after the update in flight. Raises `DiskError`, `InsufficientMemoryError`."""
+        self._wait_until_writable()
         return Fetched(stored)
 
     def write_back(self, fetched: Fetched) -> None:
-        """Writes what the user has changed to the disk. Raises `DiskError`; then it can be written again."""
+        """Writes the user's changes to the disk. Raises `DiskError`; then it can be written again."""
         if fetched.changed:  # no update has begun since it was read
             self._store.preserve(self._tile_name)
             self._tile.moments_written = True
@@ -319,7 +319,7 @@ class StateMemory:
             fetched.written_back()
 
     def _lend(self, key: str) -> Tensor | OnDisk:
-        """A tensor over memory that is about to be written, or where it is on disk."""
+        """A tensor over the tile's memory, or its place on disk, that is about to be written."""
         if key in self._lent:
             self._lent.pop(key).move()
         tile, shape = self._tile, self.shape_of(key)
@@ -336,15 +336,15 @@ class StateMemory:
     def _own(self, memory: Tensor) -> Tensor:
         return memory[self._part.start:self._part.stop].view(self._part.shape)
 
-    def _rest(self) -> None:
+    def _wait_until_writable(self) -> None:
         """Waits until the tile may be written."""
         if (before_write := self._before_write()) is not None:
             before_write(self._tile_name)
 
 
 class ParameterState(_Assigned):
-    """The state of one parameter, by name. With `memory`, assigned values are copied there. Tensors on disk are read when they
-    are asked for. State: what was read, and what was read before the last step."""
+    """The state of one parameter, by name. With `memory`, assigned values are copied there. Tensors on disk are read on demand.
+    State: the tensors that were read, and those that were read before the last step."""
 
     memory: StateMemory | None = None
 
@@ -395,8 +395,8 @@ class ParameterState(_Assigned):
         return dict(self).values()
 
     def write_back(self, drop: bool = False) -> None:
-        """Writes what the user has changed to the disk. `drop`: before a step, after which it is read again. Raises
-        `DiskError`, and `MegacompileError` if the user has changed what was dropped before."""
+        """Writes the user's changes to the disk. `drop`: the call is before a step, and the tensors are read again after it.
+        Raises `DiskError`, and `MegacompileError` if the user has changed a tensor that was dropped earlier."""
         if self.memory is None or not (self._fetched or self._stale):
             return
         for fetched in self._fetched.values():
@@ -409,7 +409,7 @@ class ParameterState(_Assigned):
             self._fetched.clear()
 
     def detach(self) -> None:
-        """From now on this state has values of its own: others take its place."""
+        """Gives this state its own values from now on. Another state replaces it."""
         for key in self:
             self[key]
         self.memory = None
@@ -420,7 +420,7 @@ SavedState = tuple[Tensor, StateMemory, Mapping[str, Any]]
 
 
 class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
-    """The state of all parameters: the value of `torch.optim.Optimizer.state`."""
+    """The states of all parameters: the value of `torch.optim.Optimizer.state`."""
 
     def __init__(self, optimizer: StateHolder, values: Any = ()) -> None:
         super().__init__()
@@ -448,8 +448,7 @@ class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
         made.update(state)
 
     def ready(self, parameter: Tensor, memory: StateMemory) -> ParameterState:
-        """The state of a parameter for a step. A state that was removed restarts. Raises `MegacompileError` if part of it is
-        missing."""
+        """The state of a parameter for a step. A removed state restarts. Raises `MegacompileError` if part of it is missing."""
         state = self[parameter]
         if state.memory is not memory:  # made before this optimizer took over the parameter
             self[parameter] = state
@@ -462,7 +461,7 @@ class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
         return state
 
     def write_back(self, drop: bool = False) -> None:
-        """As `ParameterState.write_back`, of all parameters."""
+        """Calls `ParameterState.write_back` for all parameters."""
         for state in self.values():
             if isinstance(state, ParameterState):
                 state.write_back(drop)

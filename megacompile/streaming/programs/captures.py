@@ -57,9 +57,9 @@ AnySize: TypeAlias = tuple[Variant, int | None]
 @dataclass
 class Binder:
     """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length). With `symbolic_sizes`, also
-    variants of uneven rows that serve any number of rows, by (variant, length) with None for any length; each with the sizes
-    that inductor tuned for (None: the variant cannot serve any). `inductor` counts compilations.
-    `usual_rows`, `usual_length`: the packed rows to tune for; `usual_rows` None: the rows of full kernels."""
+    variants of uneven rows that serve any number of rows, by (variant, length) with None for any length, each with the sizes
+    that inductor tuned for (None: the variant cannot serve any). `inductor` counts compilations. `usual_rows`, `usual_length`:
+    the packed rows to tune for; `usual_rows` None: the rows of full kernels."""
 
     captured: CapturedModel
     tiling: Tiling
@@ -79,7 +79,7 @@ class Binder:
 
     @property
     def sizes(self) -> set[tuple[int | None, int | None]]:
-        """Micro-batch sizes that kernels exist for: (rows, length), with None for any number."""
+        """Micro-batch sizes that have kernels: (rows, length), with None for any number."""
         any_rows = {(None, length) for (_, length), codes in self.for_any_size.items() if any(codes.values())}
         return {key[2:] for key in self.compiled} | any_rows
 
@@ -89,7 +89,7 @@ class Binder:
         return len(self.compiled) + self.variants_of_any_size
 
     def bind(self, program: Program, section: str, plan: Plan, comes_again: bool = True) -> dict[tuple[str, str, int], Kernel]:
-        """The kernels of a section, by (call, op, micro-batch). A shape that is not likely to come again runs uncompiled."""
+        """The kernels of a section, by (call, op, micro-batch). A shape that is unlikely to come again runs uncompiled."""
         mode = "inductor" if self.compiling and comes_again else "eager"
         calls = {c.name: c for c in self.captured.calls_for(plan.output)}
         kernels = {}
@@ -103,8 +103,8 @@ class Binder:
         return kernels
 
     def compile_ahead(self, program: Program, plan: Plan) -> None:
-        """Compiles what `bind` would compile for training in addition to the code for any size that there is, such as code for
-        few tokens. Compiles no variant that has no code yet, and nothing for one size only."""
+        """Compiles what `bind` compiles for training beside code for any size, such as code for few tokens. Skips variants
+        without compiled code, and code for a single size."""
         if not (self.symbolic_sizes and self.captured.key.packed and self.compiling):
             return
         calls = {c.name: c for c in self.captured.calls_for(plan.output)}
@@ -151,7 +151,7 @@ class Binder:
         return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
 
     def _for_any_size(self, template: Template, variant: Variant, batch: int, length: int) -> Callable[..., Any] | None:
-        """Code for `batch` rows of `length` that also serves other sizes. None if that is impossible or disabled."""
+        """Code for `batch` rows of `length` that also serves other sizes; None if that is impossible or disabled."""
         if not self.symbolic_sizes:
             return None
         # A variant that fixes the length may still serve any number of rows.
@@ -179,9 +179,9 @@ class Binder:
         return None
 
     def _hints(self, batch: int, length: int, any_length: bool) -> list[tuple[int, int]]:
-        """Numbers of rows (at least 2) and their lengths for inductor to choose kernels for, in the order to try them: usual
-        ones; then, since code may hold only from a number of tokens on, or up to one, sizes with fewer and with more tokens
-        than this one. Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one."""
+        """Numbers of rows (at least 2) and their lengths for which inductor chooses kernels, in the order to try them. First
+        the usual ones. Then sizes with fewer and with more tokens than this one, since code may only hold above or below some
+        number of tokens. Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one."""
         usual = self.usual_length if any_length else length
         first = max(2, self.usual_rows or FULL_TOKENS // usual), usual
         if not any_length:
@@ -242,15 +242,15 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 
 class AdapterStates:
-    """Which adapters are active and merged, their scales, and whether they are disabled. These are Python values, and constants
-    of the captured graphs. Graphs without adapters are captured when adapters are first disabled. State: the model's adapter
+    """The active and merged adapters, their scales, and whether they are disabled. These are Python values, and constants of
+    the captured graphs. Graphs without adapters are captured when adapters are first disabled. State: the model's adapter
     layers, and their values at capture."""
 
     def __init__(self, model: nn.Module) -> None:
         self.captured = [(name, layer, _values(layer)) for name, layer in adapter_layers(model).items()]
 
     def disabled(self) -> bool:
-        """Whether all adapters that were on when the model was streamed are disabled now (PEFT's `disable_adapter`)."""
+        """True if all adapters that were enabled when the model was streamed are disabled now (PEFT's `disable_adapter`)."""
         return bool(self.captured) and all(layer.disable_adapters and not before["disable_adapters"]
                                            for _, layer, before in self.captured)
 
@@ -278,7 +278,7 @@ def _values(layer: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def base_calls_streamed(model: nn.Module, prepare: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
     """A context in which calls of the model inside PEFT's wrapper go to the wrapper, which streams. `prepare` rewrites their
-    keyword arguments. PEFT lets the inner model generate."""
+    keyword arguments. PEFT calls `generate` of the inner model."""
     if not hasattr(model, "get_base_model"):
         yield
         return
@@ -295,14 +295,14 @@ def base_calls_streamed(model: nn.Module, prepare: Callable[[dict[str, Any]], di
         del inner.forward
 
 
-#: How often a model is captured again for lengths at which its code does something else.
+#: The most captures of a model for lengths at which its code branches differently.
 MOST_LENGTHS = 8
 
 
 @dataclass(frozen=True)
 class Served:
-    """What serves the batches of one capture key. `planner`: with what is known of the capture; `Shapes.planner_for` adds what
-    other models take and what earlier plans fixed."""
+    """The capture, planner and kernels for the batches of one capture key. `planner`: with the facts of the capture;
+    `Shapes.planner_for` adds what other models take and what earlier plans fixed."""
 
     captured: CapturedModel
     planner: Planner
@@ -320,7 +320,7 @@ class Served:
 
 
 class ModelCaptures:
-    """State: what serves each capture key so far, under the options of now (`plan_with`)."""
+    """State: the `Served` of each capture key so far, under the current options (`plan_with`)."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, config: StreamConfig, backend: Backend,
                  host_bytes: int) -> None:
@@ -329,7 +329,7 @@ class ModelCaptures:
         budget = device_budget(config, backend.free_bytes())
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(backend.device.type),
                           fused=compiling, host_bytes=host_bytes, output=captured.main_output,
-                          keeping=True,
+                          cached=True,
                           simulator=simulator_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes))
         self.adapters = AdapterStates(model)
         any_size = compiling and config.dynamic is not False
@@ -342,20 +342,20 @@ class ModelCaptures:
 
     @property
     def first(self) -> Served:
-        """What serves plain batches."""
+        """The `Served` of plain batches."""
         return self._known[PLAIN]
 
     @property
     def config(self) -> StreamConfig:
-        """The options that plans are made under now."""
+        """The current options for plans."""
         return self.first.planner.config
 
     def plan_with(self, **known: Any) -> None:
-        """Changes what the planners of all captures know (fields of `Planner`): plans are made with it from now on."""
+        """Changes fields of the planners of all captures (`Planner`). Later plans are made with them."""
         self._known = {key: replace(served, planner=replace(served.planner, **known)) for key, served in self._known.items()}
 
     def keep(self, tiling: Tiling) -> None:
-        """Plans for other optimizer state from now on."""
+        """Plans for this optimizer state from now on."""
         self.tiling = tiling
         known = {}
         for key, served in self._known.items():
@@ -369,15 +369,15 @@ class ModelCaptures:
         return iter(self._known.values())
 
     def capture_key(self, further: tuple[str, ...], training: bool, images: int = 1) -> CaptureKey:
-        """The capture key of a batch with `further` arguments and `images` for each sequence, and adapters as they are. The
-        key of training mode also serves evaluation mode where both compute the same."""
+        """The capture key of a batch with `further` arguments and `images` for each sequence, and the current adapters. The key
+        of training mode also serves evaluation mode if both compute the same."""
         key = CaptureKey(further, without_adapters=self.adapters.disabled(), images=images)
         return key if training or self.serve(key).captured.same_in_evaluation() else replace(key, evaluating=True)
 
     def key_at(self, key: CaptureKey, length: int) -> CaptureKey:
-        """The key of a capture that holds for sequences of `length` tokens, where `key` serves the batch in all else. The model
-        is captured again if its code branches on the length, at most `MOST_LENGTHS` times. If no capture holds, returns `key`:
-        `check_shape` then refuses the batch, and names the branch. A key that has a `traced_length` already is returned."""
+        """The key of a capture that holds for sequences of `length` tokens, and serves the batch like `key` in all else. The
+        model is captured again if its code branches on the length, at most `MOST_LENGTHS` times. If no capture holds, returns
+        `key`: `check_shape` then refuses the batch, and names the branch. Returns a key that already has a `traced_length`."""
         found = self.known_key_at(key, length)
         if self.serve(found).captured.holds_at(length) or (key, length) in self._tried:
             return found
@@ -391,18 +391,18 @@ class ModelCaptures:
         return self.known_key_at(key, length)
 
     def why_not_at(self, key: CaptureKey, length: int) -> str:
-        """What `key_at` met when it captured the model for this length; "" if that has not failed."""
+        """The error that `key_at` met when it captured the model for this length; "" if none."""
         return self._tried.get((key, length), "")
 
     def known_key_at(self, key: CaptureKey, length: int) -> CaptureKey:
-        """As `key_at`, but does not capture the model again."""
+        """Like `key_at`, but never captures the model again."""
         if key.traced_length or self.serve(key).captured.holds_at(length):
             return key
         known = (each for each in self._known if each != key and replace(each, traced_length=0) == key)
         return next((each for each in known if self.serve(each).captured.holds_at(length)), key)
 
     def reads_masks(self, key: CaptureKey) -> bool:
-        """Whether our attention, in every layer, reads the masks of pairs of a key's batches. May capture it."""
+        """True if our attention, in every layer, reads the masks of pairs of a key's batches. May capture it."""
         if key not in self._reads_masks:
             try:
                 self._reads_masks[key] = self.serve(key).captured.fused_attention
@@ -411,8 +411,7 @@ class ModelCaptures:
         return self._reads_masks[key]
 
     def check_modes(self, captured: CapturedModel) -> None:
-        """Raises `UnsupportedError` where modules inside the model are in another mode than they were captured in, and that
-        matters."""
+        """Raises `UnsupportedError` if modules inside the model are in another mode than at capture, and the mode matters."""
         unlike = [name for name, module in self.model.named_modules() if module.training is (name in captured.evaluating)]
         if unlike and (captured.key.evaluating or not captured.same_in_evaluation()):
             module = self.model.get_submodule(unlike[0])
@@ -423,8 +422,8 @@ class ModelCaptures:
                 "it is, before stream()")
 
     def serve(self, key: CaptureKey) -> Served:
-        """What serves a key, captured at its first use. Raises what capturing raises, and `UnsupportedError` where the model
-        reads other weights then than the tiles were made for."""
+        """The `Served` of a key, which is captured at its first use. Raises what capturing raises, and `UnsupportedError` if
+        the model then reads weights other than those that the tiles were made for."""
         if key not in self._known:
             self._known[key] = self._capture(key)
         return self._known[key]
@@ -456,8 +455,8 @@ class ModelCaptures:
                       replace(binder, captured=captured, compiled={}, for_any_size={}))
 
     def _reads_as_planned(self, captured: CapturedModel, key: CaptureKey) -> bool:
-        """Whether there are the same calls, and each reads parameters of its own tiles, of each of them; where adapters are
-        off, and nothing is trained, of some."""
+        """True if the capture has the same calls as the first one, and each call reads all of its own tiles and no others. With
+        adapters disabled, a call may read only some of them."""
         if [call.name for call in captured.calls] != [call.name for call in self.first.captured.calls]:
             return False
         for call in captured.calls:

@@ -43,10 +43,9 @@ def editable_text(compiled: CompiledShape) -> str:
 
 
 def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> CompiledShape:
-    """Parses an edited program, and proves that it is safe to run for its shape. Changes nothing.
-
-    Raises `ProgramError` with line and column if it does not parse, with the program around the fault if it does not verify, or
-    with its model, shape or plan if these do not fit; `InsufficientMemoryError`; `UnsupportedError`."""
+    """Parses an edited program, and proves that it is safe to run for its shape. Changes nothing. Raises `ProgramError` with
+    line and column if it does not parse, with the program around the fault if it does not verify, or if its model, shape or
+    plan do not fit; `InsufficientMemoryError`; `UnsupportedError`."""
     program, shape, plan = parse_with_plan(source_text(source))
     if shape is None or plan is None:
         raise ProgramError("the text does not say what the program was made for: print it with model.megacompile.text(batch), "
@@ -103,7 +102,7 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
 
 
 def _check_groups(shape: Shape, plan: Plan) -> None:
-    """Raises `ProgramError` for groups that are not those of a batch, and for micro-batches that cut off tokens of theirs."""
+    """Raises `ProgramError` for groups that no batch has, and for micro-batches that cut off tokens of their groups."""
     counts = shape.group_rows
     if counts and (len(counts) != len(shape.group_lengths) or sum(counts) != shape.batch
                    or max(shape.group_lengths) != shape.length) or (shape.group_lengths and not counts):

@@ -46,14 +46,14 @@ _live: weakref.WeakSet[Shapes] = weakref.WeakSet()
 
 
 def planned_and_not_taken(device: torch.device) -> int:
-    """Device bytes that the models streamed to a device have planned, and that are still free: all but their slots."""
+    """Device bytes that the models streamed to a device have planned and not yet allocated: all but their slots."""
     return sum(s.planned - s.slot_bytes for s in _live if s.binder.device == device)
 
 
 @dataclass(eq=False)
 class CompiledShape:
-    """The program of one shape, every stage of it, what it needs, and the kernels bound so far, by section. `loaded`: it was
-    edited by hand, and stays until it is dropped. `asked`: something has asked for it; others were only planned ahead."""
+    """The program of one shape in every stage, its memory, and the kernels bound so far, by section. `loaded`: it was edited by
+    hand, and stays until it is dropped. `asked`: a batch has asked for it; others were only planned ahead."""
 
     shape: Shape
     plan: Plan
@@ -70,17 +70,17 @@ class CompiledShape:
 
     @property
     def comes_again(self) -> bool:
-        """Whether more batches of this shape are likely. A generation asks for logits of one more token each time."""
+        """True if more batches of this shape are likely. A generation asks for logits of one more token each time."""
         shape = self.shape
         return shape.labels or shape.training or shape.packed or shape.output not in ("loss", LOGITS, ALL)
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of the program: ranks run together only if they have the same one."""
+        """A hash of the program. Ranks run together only if it is the same on all of them."""
         return hashlib.sha256(self.program.text().encode()).hexdigest()
 
     def slots(self, *sections: str) -> dict[str, Slot]:
-        """The slots and slabs that these sections use, of those that the program has; but no `host_slots`."""
+        """The program's slots and slabs that these sections use, without `host_slots`."""
         if sections not in self._slots:
             program = self.program
             used = places(program.section(s) for s in sections if s in program.sections)
@@ -90,18 +90,18 @@ class CompiledShape:
 
     @functools.cached_property
     def host_slots(self) -> dict[str, Slot]:
-        """The buffers of checkpoints and residuals in host memory, which each open forward has of its own."""
+        """The buffers for checkpoints and residuals in host memory. Each open forward has its own."""
         return {name: slot for name, slot in self.program.slots.items() if slot_family(name) in OF_A_FORWARD}
 
 
 class Shapes:
-    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept;
-    `planned`, the most device memory that any of them takes; `stateful`, the tiles that the plans made so far update on the
-    device, None before the first one; `answers`, how many plans were "searched", and how many "kept" on disk; and
-    `packed_steps`, how many training steps of packed rows asked for their program.
+    """State: the compiled shapes, the last used at the end, at most `limit` beside those in use; `planned`, the most device
+    memory that any of them takes; `stateful`, the tiles that the plans so far update on the device (None before the first one);
+    `answers`, how many plans were "searched", and how many "kept" on disk; and `packed_steps`, how many training steps of
+    packed rows asked for their program.
 
-    The default budget of device memory is what was free when the model was streamed; a plan within it leaves other models
-    what they have planned. One that was given (`device_memory`) is the user's to divide."""
+    The default budget of device memory is what was free when the model was streamed. A plan within it leaves other models the
+    memory that they have planned. The user divides a given budget (`device_memory`)."""
 
     def __init__(self, captures: ModelCaptures, limit: int = MAX_SHAPES) -> None:
         self.captures, self.limit = captures, limit
@@ -125,19 +125,20 @@ class Shapes:
         return self.planner_for(PLAIN)
 
     def planner_for(self, key: CaptureKey) -> Planner:
-        """The planner of a capture, with what other models take now and what earlier plans fixed. Captures share one device, so
-        what one capture's plan fixed holds for the others."""
+        """The planner of a capture, with the current memory of other models and the tiles that earlier plans fixed. Captures
+        share one device, so what one capture's plan fixed holds for the others."""
         return replace(self.captures.serve(key).planner, taken_bytes=self._planned_by_others(), stateful=self.stateful)
 
     def note_budget(self) -> None:
-        """The default budget is taken now, of what is free beside the slots of other models."""
+        """Records the slots of other models now, when the default budget is measured. That budget does not include them."""
         self._not_free = weakref.WeakKeyDictionary({s: s.slot_bytes for s in self._others()})
 
     def _others(self) -> list[Shapes]:
         return [s for s in _live if s is not self and s.binder.device == self.binder.device]
 
     def _planned_by_others(self) -> int:
-        """Less the slots that were there when the budget was taken, so that it does not have them."""
+        """Device bytes that other models have planned, without their slots at the time of the budget: the budget already
+        excludes these."""
         if self.captures.config.device_memory is not None:
             return 0
         return sum(s.planned - self._not_free.get(s, 0) for s in self._others())
@@ -150,7 +151,7 @@ class Shapes:
         self.stateful = None
 
     def close(self) -> None:
-        """Leaves the device's memory to other models."""
+        """Gives the device's memory to other models."""
         _live.discard(self)
 
     def __len__(self) -> int:
@@ -161,18 +162,17 @@ class Shapes:
         return next(reversed(self.table.values()), None)
 
     def known(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> CompiledShape | None:
-        """The program of a shape that was compiled before. None if there is none, or if plans since then update fewer tiles on
-        the device. `keep`: as for `get`."""
+        """The program of a shape that was compiled before. None if there is none, or if later plans update fewer tiles on the
+        device. `keep`: as for `get`."""
         found = self.table.get(shape)
         if found is None or found in keep or found.loaded or found.plan.resident_state == self.planner.resident_state():
             return found
         return None
 
     def get(self, shape: Shape, keep: Collection[CompiledShape] = (), choice: Choice | None = None) -> CompiledShape:
-        """The program of a shape. `keep` names shapes that are in use and must not be forgotten to make room. `choice`: the
-        plan of a new program; None: it is chosen here.
-
-        Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`; then nothing has changed."""
+        """The program of a shape. `keep`: shapes in use, which must not be forgotten to make room. `choice`: the plan of a new
+        program; None: it is chosen here. Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`; then nothing has
+        changed."""
         found = self.known(shape, keep) or self._compile(shape, choice)
         self.table.pop(shape, None)
         self.table[shape] = found
@@ -181,10 +181,10 @@ class Shapes:
         return found
 
     def plan_ahead(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> None:
-        """Call this for each training step, once it has its program. At the second one of packed rows, makes programs for steps
-        of about the same size, which are likely to come, and compiles more code for their sizes. One step waits for them here;
-        later, one step after another would. Does nothing if other models take part of the budget: plans depend on how much they
-        take at the time."""
+        """Call this for each training step, once it has its program. At the second step of packed rows, makes the programs of
+        steps of similar size, which are likely to come, and compiles more code for their sizes. This one step waits, instead of
+        several later ones. Does nothing if other models take part of the budget, since plans depend on how much they take at
+        the time."""
         if not (shape.packed and shape.training) or shape.lean:
             return
         self.packed_steps += 1
@@ -204,8 +204,9 @@ class Shapes:
             self.table[shape] = self.table.pop(shape)  # it stays the latest
 
     def _likely_sizes(self, batch: int, length: int) -> list[tuple[int, int]]:
-        """Rows and lengths of steps of packed rows that may follow one of this size: the most alike, and one with half as many
-        tokens again and one with a third fewer, whose plans may need another search. Likely ones, and long searches, first."""
+        """Rows and lengths of packed steps that may follow one of this size: the closest sizes, one with half as many tokens
+        again, and one with a third fewer. Plans of the last two may need another search. Likely sizes, and long searches, come
+        first."""
         tokens, lengths = batch * length, lengths_of(power_of_two(length), self.captures.repacking.shares)
         sizes = ((rows, each) for each in lengths for rows in range(1, 2 * tokens // each))
         alike = sorted((abs(rows * each - tokens), rows, each) for rows, each in sizes
@@ -215,7 +216,7 @@ class Shapes:
         return [*near[:SIZES_AHEAD // 2], *((rows, length) for rows in far), *near[SIZES_AHEAD // 2:]]
 
     def _plan_one_ahead(self, shape: Shape, keep: Collection[CompiledShape]) -> None:
-        """Makes the program of a shape that may come, unless the device would have to update fewer tiles for it."""
+        """Makes the program of a shape that may come, unless it would update fewer tiles on the device."""
         if shape.batch < 1 or self.known(shape, keep) is not None:
             return
         planner = self.planner_for(shape.capture_key)
@@ -225,13 +226,13 @@ class Shapes:
                 self.table[shape] = self._planned(shape, planner, choice)
 
     def adopt(self, compiled: CompiledShape) -> None:
-        """Takes a program that was edited by hand in the place of the compiled one."""
+        """Replaces the compiled program of a shape by one that was edited by hand."""
         self.table.pop(compiled.shape, None)
         self.table[compiled.shape] = compiled
         self._note(compiled)
 
     def drop(self, shape: Shape | None) -> list[Shape]:
-        """Forgets the programs that were edited by hand, of one shape or of all; which those were."""
+        """Forgets the programs that were edited by hand, of one shape or of all. Returns their shapes."""
         dropped = [s.shape for s in self.table.values() if s.loaded and shape in (None, s.shape)]
         for each in dropped:
             del self.table[each]
@@ -243,11 +244,11 @@ class Shapes:
 
     @property
     def largest(self) -> int:
-        """Predicted bytes of device memory of the largest program that was asked for."""
+        """Predicted device memory, in bytes, of the largest program that a batch asked for."""
         return max((each.estimate.total for each in self.table.values() if each.asked), default=0)
 
     def model_program(self, shape: Shape, plan: Plan) -> Program:
-        """What a shape's passes begin with. Raises `UnsupportedError` if the model cannot be run so."""
+        """The program before the first pass. Raises `UnsupportedError` if the model cannot run this shape."""
         captured = self.captures.serve(shape.capture_key).captured
         if not shape.labels and shape.output in ("loss", LOGITS) and not captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
@@ -306,8 +307,9 @@ class Shapes:
         return CompiledShape(shape, plan, planner.estimate(plan, shape.training), compiled)
 
     def _resized(self, shape: Shape, plan: Plan, model: Program, passes: Sequence[Pass]) -> Compiled | None:
-        """The program of other groups of rows for these, if there is one with as many micro-batches: nodes and slots are the
-        same for any sizes. Only the slots of checkpoints and residuals depend on sizes, and what the user's own passes make."""
+        """The program for these groups of rows, made from a known program with as many micro-batches; None if there is none.
+        Nodes and slots are the same for any sizes. Only slots of checkpoints and residuals, and the results of the user's own
+        passes, depend on sizes."""
         if not shape.group_rows or plan.host_checkpoints or passes != PIPELINE:
             return None
         purpose, choices = _without_sizes(shape, plan)
@@ -318,7 +320,7 @@ class Shapes:
         return None
 
     def _forget(self, keep: Collection[CompiledShape]) -> None:
-        """Drops the shapes longest unused, and the variants that were compiled for them alone."""
+        """Drops the shapes that were unused longest, and the variants that were compiled only for them."""
         unused = [s for s in self.table.values() if s not in keep and s is not self.latest and not s.loaded]
         unused = unused[:max(0, len(self.table) - self.limit)]
         if not unused:
@@ -335,6 +337,6 @@ class Shapes:
 
 
 def _without_sizes(shape: Shape, plan: Plan) -> tuple[Shape, dict[str, Any]]:
-    """What a shape and a plan say besides the number and length of rows."""
+    """A shape and a plan without the number and length of rows."""
     purpose = replace(shape, batch=1, length=1, group_rows=(), group_lengths=())
     return purpose, plan.values() | dict(batch=1, length=1, micro_batches=(), lengths=())

@@ -22,8 +22,8 @@ from megacompile.weights.tiling import Tiling
 
 
 class ExternalWrites:
-    """State: the version and address last seen of each parameter, and the remainders that users have, with the version last
-    seen."""
+    """State: the last seen version and address of each parameter, and the remainders that users hold, with their last seen
+    version."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store,
                  gradients: Gradients) -> None:
@@ -36,7 +36,7 @@ class ExternalWrites:
 
     def remainder(self, name: str) -> Tensor | None:
         """A parameter's remainder in its tile, for the user to read or to load; None if it has none. Our own writes do not
-        count as its changes."""
+        count as changes."""
         if name not in self.remainders:
             if name not in self.tiling.position:  # no layer reads it
                 return None
@@ -59,19 +59,19 @@ class ExternalWrites:
 
     @contextlib.contextmanager
     def ignoring(self, names: Iterable[str]) -> Iterator[None]:
-        """A context in which writes to these parameters do not count as writes: their own values are copied to them."""
+        """A context in which writes to these parameters are ignored, since they only copy the parameters' own values."""
         parameters = {name: self.parameters[name] for name in names if name in self.parameters}
         unwritten = [name for name, parameter in parameters.items() if self._state(parameter) == self.seen[name]]
         yield
         self.seen |= {name: self._state(self.parameters[name]) for name in unwritten}
 
     def pending(self) -> bool:
-        """Whether any parameter was written since it was last seen."""
+        """True if any parameter was written since it was last seen."""
         return any(self._state(p) != self.seen[name] for name, p in self.parameters.items())
 
     def adopt(self) -> None:
-        """Takes over what was written. Lanes must be idle. Raises `UnsupportedError` for a changed shape or dtype, and with
-        several ranks for any write that does not load values."""
+        """Adopts what was written from outside. Lanes must be idle. Raises `UnsupportedError` for a changed shape or dtype, and
+        with several ranks for any write that does not load values."""
         for name, parameter in self.parameters.items():
             if self._state(parameter) == self.seen[name]:
                 continue
@@ -118,9 +118,8 @@ class ExternalWrites:
 
 
 class Constants:
-    """The buffers that templates read, on the device. State: object and version last seen of each.
-
-    They are few and small (rotary frequencies), so a buffer that was written or replaced is sent again."""
+    """The buffers that templates read, on the device. State: object and last seen version of each. They are few and small
+    (rotary frequencies), so a buffer that was written or replaced is sent again."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -135,11 +134,11 @@ class Constants:
             self.refresh()
 
     def release(self) -> None:
-        """The model is closed. Buffers on the device are freed."""
+        """Frees the buffers on the device, when the model is closed."""
         self.on_device, self.seen = {}, {}
 
     def stale(self) -> bool:
-        """Whether any buffer was written or replaced since it was sent."""
+        """True if any buffer was written or replaced since it was sent."""
         buffers = dict(self.model.named_buffers()) if self.seen else {}
         return any(n not in buffers or (id(buffers[n]), buffers[n]._version) != seen for n, seen in self.seen.items())
 

@@ -28,7 +28,7 @@ from megacompile.weights.tiling import Tiling, named_gradients
 # `p.grad` beyond `zero_grad()` and the next backward must still keep its values, so before the memory is overwritten, the kept
 # tensor moves to memory of its own.
 class Lent:
-    """A tensor over `memory` of a tile that a user was given."""
+    """A tensor over `memory` of a tile, which a user was given."""
 
     def __init__(self, tensor: Tensor, memory: Tensor) -> None:
         self._tensor, self._storage = TensorWeakRef(tensor), StorageWeakRef(tensor.untyped_storage())
@@ -36,31 +36,31 @@ class Lent:
 
     @property
     def kept(self) -> Tensor | None:
-        """The tensor, if the user still has it and it still uses this memory."""
+        """The tensor, if the user still holds it and it still uses this memory."""
         tensor = self._tensor()
         return tensor if tensor is not None and tensor.data_ptr() == self._address else None
 
     def move(self) -> None:
-        """Before the memory is overwritten: a tensor that the user still has gets memory of its own."""
+        """Moves a tensor that the user still holds to its own memory. Called before the tile's memory is overwritten."""
         if (tensor := self.kept) is not None:
             move(tensor, tensor.clone(), self._memory)
 
     @property
     def has_views(self) -> bool:
-        """Whether views of the tensor still use its storage after `move`. They cannot be found and moved. Only for a tensor
-        with a storage of its own."""
+        """True if views of the tensor still use its storage after `move`. They cannot be found and moved. Only for a tensor
+        with its own storage."""
         return not self._storage.expired()
 
 
 def move(tensor: Tensor, elsewhere: Tensor, memory: Tensor) -> None:
-    """Gives a tensor over `memory` of a tile other memory with the same values."""
+    """Gives a tensor over `memory` of a tile new memory with the same values."""
     tensor.data = elsewhere
     # An array from `tensor.numpy()` still points to the tile, and keeps only the tensor alive.
     weakref.finalize(tensor, _forget, memory).atexit = False
 
 
 def _forget(memory: Tensor) -> None:
-    """The memory is no longer needed."""
+    """Does nothing. A finalizer that calls it keeps the memory alive until then."""
 
 
 #: Sampled elements per gradient. Most rows of an embedding's gradient are zero.
@@ -70,8 +70,8 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Gradients(Mapping[str, Tensor]):
-    """Maps the name of each trained parameter to its gradient's memory, which is part of a tile. It has only names until tiles
-    hold gradients, and with updates on arrival. State: the tensors that users were given, and versions, norms and samples of
+    """Maps the name of each trained parameter to its gradient's memory, which is part of a tile. Before tiles hold gradients,
+    and with updates on arrival, it has only names. State: the tensors that users were given, and versions, norms and samples of
     the gradients as the lanes wrote them."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
@@ -99,16 +99,16 @@ class Gradients(Mapping[str, Tensor]):
         return len(self._names)
 
     def hold(self) -> None:
-        """Tiles hold gradients from now on."""
+        """Makes tiles hold gradients from now on."""
         self._stored = dict(named_gradients(self._store))
 
     def release(self) -> None:
-        """The model is closed. What is in `.grad` stays there."""
+        """Releases the gradients, when the model is closed. The tensors in `.grad` stay."""
         self._stored, self._lent, self._noted, self._sampled, self._sampled_indexes = {}, {}, {}, {}, {}
 
     @property
     def waiting(self) -> bool:
-        """Whether any parameter has a gradient that waits for a step."""
+        """True if any parameter has a gradient that waits for a step."""
         return any(self.parameters[name].grad is not None for name in self._names)
 
     def clear(self) -> None:
@@ -117,9 +117,9 @@ class Gradients(Mapping[str, Tensor]):
 
     # ---------------------------------------------------------------- around a backward
     def gather(self) -> bool:
-        """Before a backward. Returns whether it adds to gradients. In that case tiles hold them, or zeros where `.grad` is None
-        or a tensor of the user's. No update may be reading gradients. Raises `UnsupportedError` for a sparse gradient, and with
-        several ranks for one that the user has changed, except to zeros."""
+        """Called before a backward. Returns whether the backward adds to gradients. If so, tiles hold them, or zeros if `.grad`
+        is None or a tensor of the user's. No update may be reading gradients. Raises `UnsupportedError` for a sparse gradient,
+        and with several ranks for one that the user has changed, except to zeros."""
         replaced, added = self._replaced(), self.waiting
         if self._store.shared:
             self._refuse_changed(replaced, zeros=True)
@@ -132,7 +132,8 @@ class Gradients(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def hand_out(self, reached: Collection[str]) -> None:
-        """After a backward has written all tiles: sets `.grad` of the parameters that it reached, or adds to its tensor."""
+        """Sets `.grad` of the parameters that a backward reached, or adds to its tensor. Called after all tiles were
+        written."""
         for name in self._stored:
             if name in reached and self.parameters[name].grad is None:
                 self.parameters[name].grad = self._lend(name)
@@ -167,7 +168,7 @@ class Gradients(Mapping[str, Tensor]):
         return found
 
     def _before_overwrite(self, names: Collection[str], replaced: Mapping[str, Tensor]) -> None:
-        """Before the memory of these gradients is overwritten: tensors that users keep move to memory of their own."""
+        """Moves tensors that users hold to their own memory. Called before the memory of these gradients is overwritten."""
         held: dict[int, list[Tensor]] = {}  # by address: two parameters' gradients may have been exchanged
         for given in replaced.values():
             held.setdefault(given.untyped_storage().data_ptr(), []).append(given)
@@ -200,7 +201,7 @@ class Gradients(Mapping[str, Tensor]):
         return tile.layout.flat(tile.gradients).view(_BITS[tile.layout.dtype.itemsize])[self._sampled_indexes[name]]
 
     def untouched(self) -> bool:
-        """Whether tiles hold the gradients that were last recorded."""
+        """True if tiles hold the gradients that were last recorded."""
         changed = any((tensor := of()) is not None and tensor._version != version for of, version in self._noted.values())
         return not changed and not any(self._changed())
 
@@ -217,7 +218,7 @@ class Gradients(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Before an update: copies `.grad` into tiles where it differs, and recomputes norms. Returns whether anything had
+        """Copies `.grad` into tiles if it differs, and recomputes norms. Called before an update. Returns whether anything had
         changed. No update may be reading gradients. With several ranks, raises `UnsupportedError` instead."""
         replaced = self._replaced()
         if self._store.shared:
@@ -243,8 +244,8 @@ class Gradients(Mapping[str, Tensor]):
         return changed
 
     def _refuse_changed(self, replaced: Collection[str], zeros: bool = False) -> None:
-        """Raises `UnsupportedError` for a gradient that the user has changed: all ranks share its memory, so each rank's
-        change would count. `zeros`: unless it is zero now, which every rank may set."""
+        """Raises `UnsupportedError` for a gradient that the user has changed. All ranks share its memory, so each rank's change
+        would count. `zeros`: allows gradients that are zero now, since every rank may set them to zero."""
         given = {name: tensor for name in self._stored if (tensor := self.parameters[name].grad) is not None}
         changed = [name for name, tensor in given.items() if not self._is_noted(name, tensor)]
         sampled = [name for name in self._changed() if name in given] if given else []
@@ -267,7 +268,7 @@ class Gradients(Mapping[str, Tensor]):
 
 
 def _same_memory(given: Tensor, stored: Tensor) -> bool:
-    """Whether both have the same elements at the same addresses. A transposed view does not."""
+    """True if both tensors have the same elements at the same addresses. A transposed view does not."""
     return given.data_ptr() == stored.data_ptr() and given.stride() == stored.stride()
 
 

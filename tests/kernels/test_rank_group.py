@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from megacompile.errors import DiskError, LaneError, NonFiniteError, RankError
-from megacompile.streaming.together import Together
+from megacompile.streaming.rank_group import RankGroup
 
 
 class Told:
@@ -25,7 +25,7 @@ class Told:
     (NonFiniteError("the norm is nan", 1, 1.0, float("nan"), ()), False)], ids=["disk", "Ctrl-C", "norm"])
 def test_the_other_ranks_hear_of_a_failure_that_is_not_theirs_too(error: BaseException, told: bool) -> None:
     ranks = Told()
-    with pytest.raises(type(error)), together(ranks).failing():
+    with pytest.raises(type(error)), group(ranks).failing():
         raise error
     assert ranks.failures == [error] * told
 
@@ -36,10 +36,10 @@ def test_a_failure_of_the_own_lanes_says_more_than_that_another_rank_has_ended()
     def check_lanes() -> None:
         raise own
 
-    with pytest.raises(LaneError, match="update failed"), together(ranks, check_lanes).failing():
+    with pytest.raises(LaneError, match="update failed"), group(ranks, check_lanes).failing():
         raise RankError("rank 0 has ended")
     assert ranks.failures == [own]
 
 
-def together(ranks: Told, check_lanes: Callable[[], None] = lambda: None) -> Together:
-    return Together(cast(Any, ranks), cast(Any, None), (), check_lanes)
+def group(ranks: Told, check_lanes: Callable[[], None] = lambda: None) -> RankGroup:
+    return RankGroup(cast(Any, ranks), cast(Any, None), (), check_lanes)

@@ -1,6 +1,6 @@
-"""What a streamed model does together with other ranks: agreements before sections that all ranks run, and waits for updates.
+"""The ranks that train one model: agreements before sections that all ranks run, and waits for updates.
 
-A process that trains alone agrees with itself, and waits for nobody.
+With a single process, agreements and waits return at once.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megacompile.streaming.programs.shapes import CompiledShape, Shapes
 # A search simulates dozens of programs, so one rank searches and the others get its plan. Only rank 0's plans are kept on disk
 # for the next start: ranks that find different plans could not run together.
 def compiled_by_all(shapes: Shapes, shape: Shape, keep: Collection[CompiledShape], ranks: Ranks) -> CompiledShape:
-    """The program of a shape, the same on every rank. All ranks call this. Raises what `Shapes.get` raises, on every rank, and
+    """The program of a shape, the same on every rank. All ranks call this. Raises on every rank what `Shapes.get` raises, and
     `RankError` if the ranks' programs differ."""
     found = shapes.known(shape, keep)
     digests = ranks.agree("compile", None if found is None else found.digest)
@@ -61,9 +61,10 @@ def _from_one_plan(shapes: Shapes, shape: Shape, keep: Collection[CompiledShape]
     return shapes.known(shape, keep) or shapes.get(shape, keep, Choice(Plan.of(**values), stateful))
 
 
-class Together:
-    """`ranks`: None where this process trains alone. `agreed_budgets`: options for memory that the user has not given, and that
-    the ranks have agreed on. `check_lanes` raises the failure of this process's lanes that is not another rank's."""
+class RankGroup:
+    """The ranks that train one model. `ranks`: None if this process trains alone. `agreed_budgets`: memory options that the
+    user has not given, and that the ranks have agreed on. `check_lanes` raises the failure of this process's lanes, unless
+    another rank caused it."""
 
     def __init__(self, ranks: Ranks | None, captures: ModelCaptures, agreed_budgets: Sequence[str],
                  check_lanes: Callable[[], None]) -> None:
@@ -82,9 +83,9 @@ class Together:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """A context around what all ranks do together: a rank that fails tells the others, which would wait for it. A norm that
-        is not finite fails on all of them, and training can go on. A failure of this rank's lanes says more than that another
-        rank has ended."""
+        """A context around work that all ranks do together. A rank that fails tells the others, which would wait for it. If a
+        norm is not finite, all ranks fail and training can go on. Prefers the failure of this rank's lanes to the report that
+        another rank has ended."""
         try:
             try:
                 yield
@@ -99,19 +100,19 @@ class Together:
             raise
 
     def agree(self, doing: str) -> None:
-        """Waits until all ranks are about to do the same. Raises `RankError`."""
+        """Waits until all ranks are about to do the same thing. Raises `RankError`."""
         self.values(doing, None)
 
     def values(self, doing: str, value: Any) -> list[Any]:
-        """The values of all ranks, in their order: tensors, numbers, text, and containers of them. Raises `RankError`."""
+        """The values of all ranks, in rank order: tensors, numbers, text, and containers of them. Raises `RankError`."""
         if self.ranks is None:
             return [value]
         with self.failing():  # Ctrl-C: the others would wait
             return self.ranks.agree(doing, value)
 
     def agree_on_factor(self, doing: str, gradient: Tensor) -> None:
-        """As `agree`, and checks that all ranks multiply their loss, which is that of the rows of all, by the same number.
-        `gradient`: that of the loss, 0-d. Raises `UnsupportedError`, `RankError`."""
+        """Like `agree`. Also checks that all ranks multiply their loss, which covers all ranks' rows, by the same number.
+        `gradient`: of the loss, 0-d. Raises `UnsupportedError`, `RankError`."""
         factors = [1.0] if self.ranks is None else self.values(doing, float(gradient))
         for rank, factor in enumerate(factors):
             if not math.isclose(factor, factors[0], rel_tol=1e-6) and not (math.isnan(factor) and math.isnan(factors[0])):
@@ -119,12 +120,12 @@ class Together:
                                        "loss is that of all ranks' rows: multiply it by one number on every rank")
 
     def all_agree(self, doing: str, yes: bool) -> bool:
-        """Whether the answer of every rank is yes. Raises `RankError`."""
+        """True if every rank answers yes. Raises `RankError`."""
         return all(self.values(doing, yes))
 
     def agree_on_update(self, doing: str, update: Update) -> None:
-        """As `agree`, and checks that all ranks update the same parameters with the same options: each updates a shard of every
-        tile. Step counts are left out, since a rank may learn later than another that a step was skipped. Raises
+        """Like `agree`. Also checks that all ranks update the same parameters with the same options, since each rank updates a
+        shard of every tile. Step counts may differ: a rank may learn later than another that a step was skipped. Raises
         `RankError`."""
         if self.ranks is None:
             return
@@ -138,8 +139,8 @@ class Together:
 
     @contextlib.contextmanager
     def all_or_none(self, doing: str, error: type[MegacompileError] = RankError) -> Iterator[None]:
-        """A context around a part of a call that may fail on one rank alone, and after which all ranks go on. If it fails, it
-        fails on all: there with its own error, elsewhere with an `error` that names the rank."""
+        """A context around a part of a call that may fail on one rank alone, and after which all ranks go on. If it fails on
+        one rank, it fails on all: there with its own error, elsewhere with an `error` that names the rank."""
         own: Exception | None = None
         try:
             yield
@@ -157,8 +158,8 @@ class Together:
 
     @contextlib.contextmanager
     def averaging_losses(self) -> Iterator[None]:
-        """A context in which the model's loss is the mean of the losses that ranks have for their own rows, each divided by the
-        rank's own denominator. It is the loss that is trained with DistributedDataParallel. Otherwise the loss is a sum."""
+        """A context in which the model's loss is the mean of the ranks' losses for their own rows, each divided by the rank's
+        own denominator. DistributedDataParallel trains this loss. Otherwise the loss is a sum."""
         self._averages_losses = True
         try:
             yield
@@ -175,8 +176,8 @@ class Together:
 
     @contextlib.contextmanager
     def told(self, doing: str) -> Iterator[None]:
-        """A context around what a rank does alone before it calls `joined`. If it fails, `joined` raises an `UnsupportedError`
-        that names the rank and the cause on the other ranks."""
+        """A context around work that a rank does alone before it calls `joined`. If it fails, `joined` raises an
+        `UnsupportedError` on the other ranks that names the rank and the cause."""
         try:
             yield
         except LaneError:
@@ -190,9 +191,9 @@ class Together:
 
     def joined(self, given: BatchArguments, doing: str,
                output: str = "loss") -> tuple[BatchArguments, BatchArguments, AllRows | None, str]:
-        """The batch in the shape that all ranks agree on; the batch as this rank would compute it alone, which may have another
-        layout than `given`; the rows that it is a part of, or None if it has all rows; and what the output is called in the
-        capture that serves all ranks. Raises what `across_ranks.joined` raises."""
+        """Four values: the batch in the shape that all ranks agree on; the batch as this rank would compute it alone, which may
+        have another layout than `given`; the rows that the batch is a part of, or None if it has all rows; and the name of the
+        output in the capture that serves all ranks. Raises what `across_ranks.joined` raises."""
         if self.ranks is None:
             return given, given, None, output
         padded, alone, all_rows = joined(self.ranks, self.captures, self._averaged(given), doing)
@@ -210,7 +211,7 @@ class Together:
         return found
 
     def seed(self, captured: CapturedModel, all_rows: AllRows | None) -> int | None:
-        """The seed of a forward's dropout, rank 0's where all ranks run it; None without dropout. Raises `RankError`."""
+        """The seed for dropout of a forward; rank 0's if all ranks run it. None without dropout. Raises `RankError`."""
         seed = seed_of_forward(captured)
         return seed if self.ranks is None or all_rows is None or seed is None else self.ranks.agree("draw", seed)[0]
 

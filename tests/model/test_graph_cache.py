@@ -20,7 +20,7 @@ from megacompile import api
 from megacompile.codegen import cache as sealed_cache
 from megacompile.compat.symbols import ShapeEnv, known_of
 from megacompile.frontend.capture import CapturedModel, capture
-from megacompile.frontend.templates import build, joint, kept_graphs
+from megacompile.frontend.templates import build, graph_cache, joint
 from megacompile.ir.plan import PLAIN, CaptureKey
 
 SMALL: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -97,13 +97,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """The graphs that AOT has made."""
     found: list[fx.GraphModule] = []
-    real = kept_graphs.aot_export_joint_simple
+    real = graph_cache.aot_export_joint_simple
 
     def export(*arguments: Any, **options: Any) -> Any:
         found.append(real(*arguments, **options))
         return found[-1]
 
-    monkeypatch.setattr(kept_graphs, "aot_export_joint_simple", export)
+    monkeypatch.setattr(graph_cache, "aot_export_joint_simple", export)
     for name in ("joint_graph", "forward_graph"):  # tests share these otherwise
         monkeypatch.setattr(build, name, getattr(joint, name))
     monkeypatch.setattr(api, "capture", capture)
@@ -168,7 +168,7 @@ def test_training_from_kept_graphs_has_the_same_bits(make: Callable[[], Any], ma
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-@pytest.mark.nightly(held_by="tests/model/test_kept_graphs.py::test_training_from_kept_graphs_has_the_same_bits")
+@pytest.mark.nightly(held_by="tests/model/test_graph_cache.py::test_training_from_kept_graphs_has_the_same_bits")
 def test_a_function_with_a_derivative_of_its_own_is_kept(made: list[fx.GraphModule]) -> None:
     first = described(capture(Own(Scale.apply)))
     count = len(made)
@@ -248,7 +248,7 @@ def test_a_changed_graph_is_made_again_with_a_warning(made: list[fx.GraphModule]
     assert described(capture(Own(torch.tanh))) == first and len(made) == 2 * count
 
 
-@pytest.mark.nightly(held_by="tests/model/test_kept_graphs.py::test_a_changed_graph_is_made_again_with_a_warning")
+@pytest.mark.nightly(held_by="tests/model/test_graph_cache.py::test_a_changed_graph_is_made_again_with_a_warning")
 def test_without_a_folder_every_capture_differentiates(made: list[fx.GraphModule], cache: Path,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.write_text("a file")
@@ -259,7 +259,7 @@ def test_without_a_folder_every_capture_differentiates(made: list[fx.GraphModule
 
 
 def test_the_question_names_everything_that_changes_the_answer() -> None:
-    fakes = kept_graphs.FakeTensorMode(shape_env=ShapeEnv())
+    fakes = graph_cache.FakeTensorMode(shape_env=ShapeEnv())
 
     def asked(shape: tuple[int, ...] = (3, 4), *, gradient: bool = True, dtype: torch.dtype = torch.float32, by: float = 2.0,
               joint: bool = True, transposed: bool = False, twice: bool = False) -> str | None:
@@ -269,7 +269,7 @@ def test_the_question_names_everything_that_changes_the_answer() -> None:
         with fakes:
             one = torch.zeros(shape, dtype=dtype, requires_grad=gradient)
             other = one if twice else torch.zeros(shape[::-1]).t() if transposed else torch.zeros(shape)
-        return kept_graphs._question(fx.GraphModule({}, graph), [one, other], known_of(fakes.shape_env), joint, {})
+        return graph_cache._question(fx.GraphModule({}, graph), [one, other], known_of(fakes.shape_env), joint, {})
 
     usual = asked()
     assert usual is not None and asked() == usual

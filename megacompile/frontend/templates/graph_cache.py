@@ -30,7 +30,7 @@ from megacompile.compat.core import FakeTensorMode, HigherOrderOperator, LazyGra
 from megacompile.compat.symbols import known_of
 from megacompile.errors import MegacompileError
 
-#: How many graphs are kept, those that were used last: a model has about ten for each kind of batch.
+#: The largest number of stored graphs; the least recently used are dropped. A model has about ten for each kind of batch.
 MOST_GRAPHS = 1024
 #: The most bytes of a file. A longer one is not kept.
 _LONGEST = 1 << 26
@@ -40,7 +40,7 @@ _LIBRARIES = frozenset({"aten", "prims", "prim", "megacompile", "transformers"})
 _MODULES = frozenset({"torch", "operator", "_operator", "builtins", "math"})
 #: Operators whose code is in the graph.
 _HIGHER_ORDER = frozenset({"autograd_function_apply", "tag_activation_checkpoint", "wrap"})
-#: What nodes keep of AOT's metadata, whether the graph comes from the disk or not.
+#: The entries of AOT's metadata that nodes keep, whether or not the graph comes from the disk.
 _META = ("val", "partitioner_tag", "seq_nr", "stack_trace", "recompute", "ac_graph_id", "has_backward_hook", "is_gradient_acc",
          "autograd_backward")
 
@@ -64,8 +64,8 @@ def functional_graph(graph: fx.GraphModule, examples: Sequence[Any], fakes: Fake
 
 
 def _lean(made: Any) -> fx.GraphModule:
-    """The same graph without what AOT attaches to it: environments, tracebacks and functions, some of which are the user's. To
-    read them back would import the user's modules."""
+    """The same graph without AOT's attachments: environments, tracebacks and functions, some of which are the user's. Reading
+    them back would import the user's modules."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(made.graph, copies))
@@ -107,13 +107,13 @@ def _path_of(asked: str) -> Path | None:
 # ---------------------------------------------------------------- what a graph depends on
 
 class _UnknownError(MegacompileError):
-    """Something has no text that says what it computes. It never leaves this file."""
+    """Something cannot be described as text. Never leaves this file."""
 
 
 def _question(graph: fx.GraphModule, examples: Sequence[Any], known: str, trace_joint: bool,
               decompositions: Mapping[Any, Any]) -> str | None:
-    """Everything that AOT's result depends on, as text. `known`: what is known of the symbols. Returns None if something has no
-    text."""
+    """Everything that AOT's result depends on, as text. `known`: the known facts about the symbols. Returns None if something
+    cannot be described as text."""
     try:
         return "\n".join([
             str(trace_joint), *sorted(map(str, decompositions)), *_settings(), known, *_described(examples), *_lines(graph)])
@@ -137,7 +137,7 @@ def _settings() -> Iterator[str]:
 
 
 def _described(examples: Sequence[Any]) -> Iterator[str]:
-    """Each input, and which earlier input it is, or shares memory with."""
+    """Each input, with the earlier input that it equals or shares memory with."""
     first: dict[tuple[str, int], int] = {}
     for position, value in enumerate(examples):
         if isinstance(value, Tensor):
@@ -151,7 +151,7 @@ def _described(examples: Sequence[Any]) -> Iterator[str]:
 
 
 def _lines(graph: fx.GraphModule) -> Iterator[str]:
-    """Each node, with the line of the model that it comes from, which errors name."""
+    """Each node, with its line of the model, which errors name."""
     for node in graph.graph.nodes:
         if node.op == "get_attr":  # the forward and backward of an autograd.Function
             nested = getattr(graph, node.target)
