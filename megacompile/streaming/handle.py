@@ -34,7 +34,7 @@ from megacompile.streaming.differentiable_results import StreamedResults, refuse
 from megacompile.streaming.generation.turns import turns_program
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.programs.editing import editable_text, load
-from megacompile.streaming.programs.shapes import CompiledShape
+from megacompile.streaming.programs.shapes import Executable
 from megacompile.streaming.replanning import replan
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.user_tensors.owners import disclaim
@@ -362,8 +362,8 @@ class Handle:
 
     @exclusive
     def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,
-                 update: str | None = None, whole_step: bool = False) -> CompiledShape:
-        """The compiled shape of a batch; without a batch, the last one. Compiles, but runs nothing.
+                 update: str | None = None, whole_step: bool = False) -> Executable:
+        """The executable of a batch's shape; without a batch, the last one. Compiles, but runs nothing.
 
         `training` False: for an evaluation; batches without labels are always evaluations. For a training step, `update` is
         "step" or "arrival" (None: what the newest optimizer does), and `whole_step` selects the program of `train_step`."""
@@ -388,18 +388,18 @@ class Handle:
                                    f"{type(batch).__name__} that has none of them")
         return self._named(tensors, training, hooks_run=True)
 
-    def _trained(self, batch: Mapping[str, Tensor] | None) -> CompiledShape:
+    def _trained(self, batch: Mapping[str, Tensor] | None) -> Executable:
         """Like `compiled`. Raises `MegacompileError` for a batch that does not train."""
-        shape = self.compiled(batch)
-        if not shape.shape.training:
+        executable = self.compiled(batch)
+        if not executable.shape.training:
             raise MegacompileError("only plans of training steps can be simulated, and this batch does not train: "
                                    "pass a batch with labels")
-        return shape
+        return executable
 
     def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
         """The program for a batch's shape: the final one, or the result of the pass named `stage`."""
-        shape = self.compiled(batch)
-        return shape.program if stage is None else named_stage(shape.compiled.stages, stage)
+        executable = self.compiled(batch)
+        return executable.program if stage is None else named_stage(executable.compiled.stages, stage)
 
     def table(self, batch: Mapping[str, Tensor] | None = None, section: str | None = None) -> str:
         return self.program(batch).table(section)
@@ -450,29 +450,30 @@ class Handle:
         `hardware`: as in `megacompile.schedule`, this machine by default. Ops for which `without` returns True take no time.
 
         Raises `MegacompileError` for a batch that does not train, and for an unknown machine."""
-        streamed, shape = self.streamed, self._trained(batch)
-        captured = streamed.captures.serve(shape.shape.capture_key).captured
+        streamed, executable = self.streamed, self._trained(batch)
+        captured = streamed.captures.serve(executable.shape.capture_key).captured
         durations = Durations(captured, streamed.tiling.layouts, self._hardware(hardware), streamed.binder.compiling)
-        return durations.simulate(shape.program, shape.plan, without)
+        return durations.simulate(executable.program, executable.plan, without)
 
     def explain(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None) -> str:
         """The training plan of a batch (the last one by default) as text, beside alternatives: how rows are packed, or why they
         are not, and each plan's memory, predicted speed and bottleneck. For a batch without labels, only how it is packed.
         `hardware`, and errors: as in `simulate`."""
-        streamed, shape, useful = self.streamed, self.compiled(batch), 1.0
-        given = None if batch is None else self._looked_at(batch, training=shape.shape.training)
+        streamed, executable, useful = self.streamed, self.compiled(batch), 1.0
+        given = None if batch is None else self._looked_at(batch, training=executable.shape.training)
         if given is None:
-            rows = streamed.captures.repacking.outlook(shape.shape)
+            rows = streamed.captures.repacking.outlook(executable.shape)
         else:
-            rows = streamed.captures.repacking.outlook(shape.shape, given.layout, given.not_packed)
-            useful = given.useful_tokens / shape.plan.tokens
-        if not shape.shape.training:
+            rows = streamed.captures.repacking.outlook(executable.shape, given.layout, given.not_packed)
+            useful = given.useful_tokens / executable.plan.tokens
+        if not executable.shape.training:
             return rows
-        served = streamed.captures.serve(shape.shape.capture_key)
+        served = streamed.captures.serve(executable.shape.capture_key)
         simulator = simulator_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                                  streamed.planner.config.passes)
-        planner = replace(streamed.shapes.planner_for(shape.shape.capture_key), simulator=simulator, output=shape.plan.output)
-        found = outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step, useful)
+        planner = replace(streamed.shapes.planner_for(executable.shape.capture_key), simulator=simulator,
+                          output=executable.plan.output)
+        found = outlook(planner, executable.plan, planner.host_bytes, executable.shape.whole_step, useful)
         return f"{rows}\n{found.text()}"
 
     def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:

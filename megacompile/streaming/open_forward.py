@@ -15,7 +15,7 @@ from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint
 from megacompile.runtime.memory.arena import Accumulators
 from megacompile.sizes import format_bytes
-from megacompile.streaming.programs.shapes import CompiledShape
+from megacompile.streaming.programs.shapes import Executable
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class OpenForward:
     that the epilogue has already computed, keyed by call and micro-batch, or by tile. `host`: buffers in host memory for
     checkpoints, by slot. `give_back` returns these buffers. It runs at the latest when the object is freed."""
 
-    shape: CompiledShape
+    executable: Executable
     batch: Batch
     version: int
     values: dict[Kept, Any] = field(default_factory=dict)
@@ -87,16 +87,16 @@ class OpenForwards:
     def device_bytes(self) -> int:
         return sum(forward.device_bytes for forward in self.open())
 
-    def leave_room(self, shape: CompiledShape, planner: Planner) -> bool:
+    def leave_room(self, executable: Executable, planner: Planner) -> bool:
         """True if sections of this shape fit beside the open forwards. The planner has checked that the sections fit alone."""
         held = self.device_bytes
-        return not held or shape.estimate.total + planner.margin_bytes + held <= planner.device_bytes
+        return not held or executable.estimate.total + planner.margin_bytes + held <= planner.device_bytes
 
-    def check_room(self, shape: CompiledShape, planner: Planner) -> None:
+    def check_room(self, executable: Executable, planner: Planner) -> None:
         """Raises `InsufficientMemoryError` if sections of this shape do not fit beside the open forwards."""
-        if not self.leave_room(shape, planner):
-            needed, held = shape.estimate.total + planner.margin_bytes, self.device_bytes
+        if not self.leave_room(executable, planner):
+            shape, needed, held = executable.shape, executable.estimate.total + planner.margin_bytes, self.device_bytes
             raise InsufficientMemoryError(
-                f"a batch of {shape.shape.batch} x {shape.shape.length} needs {format_bytes(needed)} of device memory and "
+                f"a batch of {shape.batch} x {shape.length} needs {format_bytes(needed)} of device memory and "
                 f"{format_bytes(planner.device_bytes - held)} are available, since forwards without their backward hold "
                 f"{format_bytes(held)}: run backward (or drop the loss) before the next forward, or give more device_memory")

@@ -24,7 +24,7 @@ from megacompile.runtime.ranks import Ranks
 from megacompile.runtime.update import Update
 from megacompile.streaming.batch_io import seed_of_forward
 from megacompile.streaming.programs.captures import ModelCaptures
-from megacompile.streaming.programs.shapes import CompiledShape, Shapes
+from megacompile.streaming.programs.shapes import Executable, Shapes
 
 
 # --------------------
@@ -32,7 +32,7 @@ from megacompile.streaming.programs.shapes import CompiledShape, Shapes
 #
 # A search simulates dozens of programs, so one rank searches and the others get its plan. Only rank 0's plans are kept on disk
 # for the next start: ranks that find different plans could not run together.
-def compiled_by_all(shapes: Shapes, shape: Shape, keep: Collection[CompiledShape], ranks: Ranks) -> CompiledShape:
+def compiled_by_all(shapes: Shapes, shape: Shape, keep: Collection[Executable], ranks: Ranks) -> Executable:
     """The program of a shape, the same on every rank. All ranks call this. Raises on every rank what `Shapes.get` raises, and
     `RankError` if the ranks' programs differ."""
     found = shapes.known(shape, keep)
@@ -44,7 +44,7 @@ def compiled_by_all(shapes: Shapes, shape: Shape, keep: Collection[CompiledShape
     return shapes.get(shape, keep)
 
 
-def _from_one_plan(shapes: Shapes, shape: Shape, keep: Collection[CompiledShape], ranks: Ranks) -> CompiledShape:
+def _from_one_plan(shapes: Shapes, shape: Shape, keep: Collection[Executable], ranks: Ranks) -> Executable:
     if ranks.rank == 0:
         try:
             found = shapes.get(shape, keep)
@@ -202,7 +202,7 @@ class RankGroup:
             output = self.captures.serve(padded.key).captured.require_heads().like(own, output)
         return padded, alone, all_rows, output
 
-    def compiled(self, shapes: Shapes, shape: Shape, keep: Collection[CompiledShape]) -> CompiledShape:
+    def compiled(self, shapes: Shapes, shape: Shape, keep: Collection[Executable]) -> Executable:
         """The program of a training step, the same on every rank. Raises what `Shapes.get` raises, and `RankError`."""
         if self.ranks is not None:
             return compiled_by_all(shapes, shape, keep, self.ranks)

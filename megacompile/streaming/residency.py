@@ -26,7 +26,7 @@ from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
 from megacompile.sizes import format_bytes
 from megacompile.streaming.open_forward import OpenForward
-from megacompile.streaming.programs.shapes import CompiledShape, Shapes
+from megacompile.streaming.programs.shapes import Executable, Shapes
 from megacompile.streaming.step_state import StepState
 from megacompile.streaming.user_tensors.external_writes import Constants
 
@@ -62,22 +62,23 @@ class SectionRunner:
                  shapes: Shapes, constants: Constants, ranks: Ranks | None = None) -> None:
         self.executor, self.backend, self.store, self.arena = executor, backend, store, arena
         self.shapes, self.constants, self.ranks = shapes, constants, ranks
-        self.running: CompiledShape | None = None
+        self.running: Executable | None = None
 
-    def submit(self, shape: CompiledShape, section: str, batch: Batch | None = None, forward: OpenForward | None = None,
+    def submit(self, executable: Executable, section: str, batch: Batch | None = None, forward: OpenForward | None = None,
                update: Update | None = None) -> Any:
         """Hands a section to the lanes, and returns a run to wait for. Slots must be reserved."""
-        if section not in shape.kernels:
-            served = self.shapes.captures.serve(shape.shape.capture_key)
+        if section not in executable.kernels:
+            served = self.shapes.captures.serve(executable.shape.capture_key)
             self.constants.add(served.captured.calls)
-            shape.kernels[section] = served.binder.bind(shape.program, section, shape.plan, shape.comes_again)
-        self.running = shape
+            executable.kernels[section] = served.binder.bind(executable.program, section, executable.plan,
+                                                             executable.comes_again)
+        self.running = executable
         batch = batch if batch is not None else Batch([], self.constants.on_device)
         held = (forward.values, forward.host) if forward is not None else ({}, {})
-        frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch, *held, update, self.ranks)
-        if self.ranks is not None and any(find(shape.program.section(section), "announce")):
+        frame = Frame(self.backend, self.store, self.arena, executable.kernels[section], batch, *held, update, self.ranks)
+        if self.ranks is not None and any(find(executable.program.section(section), "announce")):
             self.ranks.submitted += 1
-        return self.executor.submit(shape.program.section(section), frame, section)
+        return self.executor.submit(executable.program.section(section), frame, section)
 
     def forget_run(self) -> None:
         """Makes later errors not name the plan of the last section."""
@@ -120,35 +121,35 @@ class Residency:
 
     def __init__(self, runner: SectionRunner, step: StepState) -> None:
         self.runner, self.step = runner, step
-        self.shape: CompiledShape | None = None
+        self.executable: Executable | None = None
         self.stale = self.state_ahead = self.weights_ahead = False
 
     # ---------------------------------------------------------------- to the device
-    def must_leave(self, shape: CompiledShape) -> bool:
+    def must_leave(self, executable: Executable) -> bool:
         """True if the tiles on the device cannot serve this shape: its plan keeps other tiles there, or the host has newer
         ones."""
-        if self.shape is None:
+        if self.executable is None:
             return False
-        return _tiles(self.shape) != _tiles(shape) or (self.stale and bool(shape.plan.resident))
+        return _tiles(self.executable) != _tiles(executable) or (self.stale and bool(executable.plan.resident))
 
-    def load(self, shape: CompiledShape, wait_for_updates: Callable[[], None]) -> None:
+    def load(self, executable: Executable, wait_for_updates: Callable[[], None]) -> None:
         """Loads the tiles that the shape's plan keeps on the device, before its sections run. Call `must_leave` first, and move
         the tiles on the device to the host if it is true. `wait_for_updates` waits until the host's tiles have the updates of
         all ranks."""
-        if self.shape is None:  # slots that another plan had would be in the way
-            kept = {slot for slot in (*shape.program.slots, *self.awaited()) if stays(slot)}
+        if self.executable is None:  # slots that another plan had would be in the way
+            kept = {slot for slot in (*executable.program.slots, *self.awaited()) if stays(slot)}
             self.runner.forget_slots([slot for slot in self.runner.arena.slots if stays(slot) and slot not in kept])
-        self._pin_visiting(shape)
-        if not shape.plan.resident:
+        self._pin_visiting(executable)
+        if not executable.plan.resident:
             return
-        if self.shape is None:
+        if self.executable is None:
             wait_for_updates()
-            self._run(shape, "load")
-        self.shape = shape
+            self._run(executable, "load")
+        self.executable = executable
 
     def left(self) -> None:
         """Records that all tiles were copied to the host. The next use loads them again."""
-        self.shape, self.stale = None, False
+        self.executable, self.stale = None, False
         self.step.gradients_changed()
 
     def awaited(self) -> Iterable[str]:
@@ -156,39 +157,39 @@ class Residency:
         trained = self.step.trained
         return trained.program.slots if trained is not None and self.step.unfinished is not None else ()
 
-    def surplus(self, shape: CompiledShape) -> list[str]:
+    def surplus(self, executable: Executable) -> list[str]:
         """Device slots of other shapes, and slots that they have made larger, if the budget does not hold them beside this
         shape."""
-        arena, own = self.runner.arena, shape.program.slots
+        arena, own = self.runner.arena, executable.program.slots
         more = {name: memory.numel() - (own[name].bytes if name in own else 0) for name, memory in arena.slots.items()
                 if not arena.is_slab(name)}
         found = {name: size for name, size in more.items() if size > 0}
         planner = self.runner.shapes.planner
-        if not found or shape.estimate.total + planner.margin_bytes + sum(found.values()) <= planner.device_bytes:
+        if not found or executable.estimate.total + planner.margin_bytes + sum(found.values()) <= planner.device_bytes:
             return []
         return [name for name in found if name not in self.awaited()]
 
-    def _pin_visiting(self, shape: CompiledShape) -> None:
+    def _pin_visiting(self, executable: Executable) -> None:
         """Pins optimizer state that visits the device, once it exists, unless the user has limited pinned memory. Copies of
         memory that is not pinned are also correct, but slower."""
         if self.runner.shapes.planner.pinned_bytes is None:
-            tiles = map(self.runner.store.__getitem__, shape.plan.visiting_state)
+            tiles = map(self.runner.store.__getitem__, executable.plan.visiting_state)
             pin_all(self.runner.backend, (part for tile in tiles for part in tile.home.state()))
 
-    def refresh_gradients(self, shape: CompiledShape) -> None:
+    def refresh_gradients(self, executable: Executable) -> None:
         """Sends gradients that changed on the host to the device again. Called before an update."""
-        if "refresh" in shape.program.sections and not self.step.gradients_on_device:
-            self._run(shape, "refresh")
+        if "refresh" in executable.program.sections and not self.step.gradients_on_device:
+            self._run(executable, "refresh")
             self.step.gradients_stored()
 
     # ---------------------------------------------------------------- to the host
-    def updated(self, shape: CompiledShape) -> None:
+    def updated(self, executable: Executable) -> None:
         """Records that an update of this shape's program was submitted."""
-        self.state_ahead |= bool(shape.plan.resident_state)
+        self.state_ahead |= bool(executable.plan.resident_state)
 
     def store_state(self) -> None:
         """Copies the device's optimizer state to the host. `stored_state` follows once the lanes are idle."""
-        self._run(self.shape, "store")
+        self._run(self.executable, "store")
 
     def stored_state(self) -> None:
         self.state_ahead = False
@@ -196,7 +197,7 @@ class Residency:
     def failed(self, updated: bool) -> None:
         """Handles a failed section. `updated`: an update had already changed tiles. Slots may be half written. Saves weights
         that were updated on the device now, or at the next opportunity."""
-        self.stale = self.shape is not None
+        self.stale = self.executable is not None
         self.weights_ahead |= updated and self.state_ahead
         self.rescue()
 
@@ -206,7 +207,7 @@ class Residency:
         if not self.weights_ahead or executor.lost is not None:
             return
         try:
-            self._run(self.shape, "rescue")
+            self._run(self.executable, "rescue")
             executor.idle()
             executor.check()
         except (LaneError, torch.OutOfMemoryError):
@@ -215,11 +216,11 @@ class Residency:
             self.runner.backend.synchronize()
             self.weights_ahead = False
 
-    def _run(self, shape: CompiledShape | None, section: str) -> None:
-        assert shape is not None, f"{section} of what was never loaded"
-        self.runner.reserve_missing(shape.slots(section))
-        self.runner.submit(shape, section)
+    def _run(self, executable: Executable | None, section: str) -> None:
+        assert executable is not None, f"{section} of what was never loaded"
+        self.runner.reserve_missing(executable.slots(section))
+        self.runner.submit(executable, section)
 
 
-def _tiles(shape: CompiledShape) -> tuple[Any, ...]:
-    return shape.plan.resident, shape.plan.resident_state
+def _tiles(executable: Executable) -> tuple[Any, ...]:
+    return executable.plan.resident, executable.plan.resident_state

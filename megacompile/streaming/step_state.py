@@ -29,7 +29,7 @@ from megacompile.errors import MegacompileError, NonFiniteError, TornError
 from megacompile.inputs.token_counts import TokenCounts
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.update import Norms, Update
-from megacompile.streaming.programs.shapes import CompiledShape
+from megacompile.streaming.programs.shapes import Executable
 
 # --------------------
 # Policies for a step whose gradients are not finite: skip it, raise an error that names the tiles, or also dump the batch to a
@@ -159,7 +159,7 @@ class StepState:
 
     def __init__(self) -> None:
         self._version = self._count = 0
-        self._trained: CompiledShape | None = None
+        self._trained: Executable | None = None
         self._batches: tuple[Batch, ...] = ()
         self._gradients_on_device = False
         self._updating: Update | None = None
@@ -190,7 +190,7 @@ class StepState:
         return self._skipped
 
     @property
-    def trained(self) -> CompiledShape | None:
+    def trained(self) -> Executable | None:
         """The shape of the last backward, whose program also updates."""
         return self._trained
 
@@ -254,9 +254,9 @@ class StepState:
                             "load_state_dict of the model, then of the optimizer)")
 
     # ---------------------------------------------------------------- events of a step
-    def backward_began(self, shape: CompiledShape, batch: Batch, adds: bool = False) -> None:
+    def backward_began(self, executable: Executable, batch: Batch, adds: bool = False) -> None:
         """Records that a backward begins. `adds`: to the gradients of earlier backwards."""
-        self._trained, self._unfinished = shape, None
+        self._trained, self._unfinished = executable, None
         self._batches = (*(self._batches if adds else ()), batch)
 
     def gradients_stored(self) -> None:

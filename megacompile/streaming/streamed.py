@@ -36,7 +36,7 @@ from megacompile.streaming.open_forward import OpenForward, OpenForwards
 from megacompile.streaming.optimizer.in_backward import OptimizerInBackward, Updater
 from megacompile.streaming.optimizer.state import StateMemory
 from megacompile.streaming.programs.captures import ModelCaptures
-from megacompile.streaming.programs.shapes import CompiledShape, Shape, Shapes
+from megacompile.streaming.programs.shapes import Executable, Shape, Shapes
 from megacompile.streaming.rank_group import RankGroup
 from megacompile.streaming.residency import Residency, SectionRunner, allocator_error
 from megacompile.streaming.step_state import StepState, report_late
@@ -162,42 +162,42 @@ class Streamed:
         return self.runner.executor
 
     # ---------------------------------------------------------------- programs and memory
-    def compiled(self, shape: Shape) -> CompiledShape:
+    def compiled(self, shape: Shape) -> Executable:
         """The program of a shape, compiled at its first use. Raises what `Shapes.get` raises."""
         return self.shapes.get(shape, self.shapes_in_use())
 
-    def reached(self, shape: CompiledShape) -> frozenset[str]:
+    def reached(self, executable: Executable) -> frozenset[str]:
         """The parameters that get a gradient in a training step of this shape."""
-        return self.captures.serve(shape.shape.capture_key).captured.reached_from(shape.shape.output)
+        return self.captures.serve(executable.shape.capture_key).captured.reached_from(executable.shape.output)
 
-    def shapes_in_use(self) -> set[CompiledShape]:
+    def shapes_in_use(self) -> set[Executable]:
         """Shapes of open forwards, of the last backward, and of the tiles on the device."""
-        found = {*(forward.shape for forward in self.forwards.open()), self.step.trained, self.residency.shape}
-        return {shape for shape in found if shape is not None}
+        found = {*(forward.executable for forward in self.forwards.open()), self.step.trained, self.residency.executable}
+        return {executable for executable in found if executable is not None}
 
-    def _reserve(self, shape: CompiledShape, *sections: str) -> None:
+    def _reserve(self, executable: Executable, *sections: str) -> None:
         """Makes the slots of these sections, and frees slots of other shapes that do not fit the budget beside them."""
         for guest in self.guests:
-            guest.give_way(shape.estimate.total)
-        wanted, surplus = shape.slots(*sections), self.residency.surplus(shape)
+            guest.give_way(executable.estimate.total)
+        wanted, surplus = executable.slots(*sections), self.residency.surplus(executable)
         if changed := [*surplus, *self.runner.lacking(wanted)]:
             (self.evict if any(map(stays, changed)) else self.settle)()
             self.runner.forget_slots(surplus)
             self.arena.reserve(wanted)
 
     # ---------------------------------------------------------------- running sections
-    def _enter(self, shape: CompiledShape, *sections: str) -> None:
+    def _enter(self, executable: Executable, *sections: str) -> None:
         """Prepares sections that read weights: makes slots, adopts writes from outside, loads resident tiles."""
         self.step.check_whole()
-        self.forwards.check_room(shape, self.planner)
-        self._reserve(shape, "load", *sections)
+        self.forwards.check_room(executable, self.planner)
+        self._reserve(executable, "load", *sections)
         self.adopt_writes()
-        self._load(shape)
+        self._load(executable)
 
-    def _load(self, shape: CompiledShape) -> None:
-        if self.residency.must_leave(shape):
+    def _load(self, executable: Executable) -> None:
+        if self.residency.must_leave(executable):
             self.evict()
-        self.residency.load(shape, self.rank_group.wait_for_updates)
+        self.residency.load(executable, self.rank_group.wait_for_updates)
 
     def adopt_writes(self) -> None:
         """Adopts what was written to parameters and buffers from outside."""
@@ -216,14 +216,14 @@ class Streamed:
             self.executor.check()
             given, own, all_rows, output = self.rank_group.joined(given, "forward", output)
             wanted = self.shape_of(given, training=True, output=output)
-            shape = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
-            if shape.plan.saved_layers and not self.forwards.leave_room(shape, self.planner):  # beside the open forwards
-                shape = self.rank_group.compiled(self.shapes, replace(wanted, lean=True), self.shapes_in_use())
-            self._enter(shape, "forward", "backward", "update")
-            batch = self._batch(shape, given, all_rows)
-            forward = self._open(shape, batch)
+            executable = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
+            if executable.plan.saved_layers and not self.forwards.leave_room(executable, self.planner):
+                executable = self.rank_group.compiled(self.shapes, replace(wanted, lean=True), self.shapes_in_use())
+            self._enter(executable, "forward", "backward", "update")
+            batch = self._batch(executable, given, all_rows)
+            forward = self._open(executable, batch)
             try:
-                self.runner.submit(shape, "forward", batch, forward).wait((Lane.COMPUTE,))
+                self.runner.submit(executable, "forward", batch, forward).wait((Lane.COMPUTE,))
                 results = ((batch_io.loss_of(self.backend, batch),) if output == "loss" else
                            batch_io.outputs_of(self.backend, batch))
             except BaseException:
@@ -232,9 +232,9 @@ class Streamed:
         self.forwards.add(forward)
         return results, forward, own
 
-    def _open(self, shape: CompiledShape, batch: Batch) -> OpenForward:
-        forward = OpenForward(shape, batch, self.step.version)
-        forward.host, forward.give_back = self.activation_checkpoints.lend(forward, shape.host_slots, self.settle)
+    def _open(self, executable: Executable, batch: Batch) -> OpenForward:
+        forward = OpenForward(executable, batch, self.step.version)
+        forward.host, forward.give_back = self.activation_checkpoints.lend(forward, executable.host_slots, self.settle)
         return forward
 
     def train_step(self, given: BatchArguments, optimizer: Updater, overlap: bool) -> Tensor:
@@ -244,29 +244,29 @@ class Streamed:
             self.executor.check()
             given, _, all_rows, _ = self.rank_group.joined(given, "train_step")
             wanted = replace(self.shape_of(given, training=True), update="arrival" if overlap else "step", whole_step=True)
-            shape = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
-            self.store.allocate_sums(shape.plan.host_sums)
+            executable = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
+            self.store.allocate_sums(executable.plan.host_sums)
             if not overlap:
                 self.hold_gradients()
-            update = optimizer.request(self.reached(shape))
-            self._enter(shape, "train_step", "update")
+            update = optimizer.request(self.reached(executable))
+            self._enter(executable, "train_step", "update")
             self.gradients.gather()  # before all ranks agree on the program: gradients that users keep move first
-            batch = self._batch(shape, given, all_rows)
+            batch = self._batch(executable, given, all_rows)
             self.rank_group.agree_on_update("update", update)
-            self.step.backward_began(shape, batch)
+            self.step.backward_began(executable, batch)
             if overlap:
-                self.begin_update(shape, update)
+                self.begin_update(executable, update)
             # Compute ends only after every tile's weights were sent, so after the update before this one.
-            self.runner.submit(shape, "train_step", batch, self._open(shape, batch), update).wait((Lane.COMPUTE,))
+            self.runner.submit(executable, "train_step", batch, self._open(executable, batch), update).wait((Lane.COMPUTE,))
             self.step.gradients_stored()
             loss = batch_io.loss_of(self.backend, batch)
             if not overlap:
-                self.begin_update(shape, update)
-                self.runner.submit(shape, "update", update=update)
+                self.begin_update(executable, update)
+                self.runner.submit(executable, "update", update=update)
         return loss
 
-    def begin_update(self, shape: CompiledShape, update: Update) -> None:
-        self.residency.updated(shape)
+    def begin_update(self, executable: Executable, update: Update) -> None:
+        self.residency.updated(executable)
         self.step.update_began(update)
 
     def evaluate(self, given: BatchArguments) -> tuple[Tensor | None, Tensor | None]:
@@ -285,11 +285,11 @@ class Streamed:
     def _evaluate(self, given: BatchArguments, output: str, results_of: Callable[[Backend, Batch], R]) -> R:
         with self.guarded():
             self.executor.check()
-            shape = self.compiled(self.shape_of(given, training=False, output=output))
+            executable = self.compiled(self.shape_of(given, training=False, output=output))
             self.rank_group.wait_for_updates()
-            self._enter(shape, "evaluate")
-            batch = self._batch(shape, given, None)
-            self.runner.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
+            self._enter(executable, "evaluate")
+            batch = self._batch(executable, given, None)
+            self.runner.submit(executable, "evaluate", batch).wait((Lane.COMPUTE,))
             return results_of(self.backend, batch)
 
     def backward(self, forward: OpenForward, gradients: Sequence[Tensor]) -> None:
@@ -301,31 +301,31 @@ class Streamed:
         if self.closed:
             raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
         forward.check_open(None if self.writes.pending() else self.step.version)
-        reached = self.reached(forward.shape)
+        reached = self.reached(forward.executable)
         self.optimizer_in_backward.check(forward, [each for each in self.forwards.open() if each is not forward], reached)
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
         with self.guarded(), self.rank_group.failing():
-            if forward.shape.shape.update == "step":
+            if forward.executable.shape.update == "step":
                 self.hold_gradients()
             added = self.gradients.gather()
             section = "backward_accumulate" if added else "backward"
             self.rank_group.agree(section)  # also: no rank has yet to clear gradients that another one writes
-            self._reserve(forward.shape, section)
-            self._load(forward.shape)
+            self._reserve(forward.executable, section)
+            self._load(forward.executable)
         forward.close()
-        self.step.backward_began(forward.shape, forward.batch, added)
+        self.step.backward_began(forward.executable, forward.batch, added)
         try:
             with self.guarded(), self.rank_group.failing():
-                batch_io.send_gradients(self.backend, forward.shape.plan, forward.batch, gradients)
+                batch_io.send_gradients(self.backend, forward.executable.plan, forward.batch, gradients)
                 update = self.optimizer_in_backward.request(forward, reached)
-                of_loss = forward.shape.plan.output == "loss"
+                of_loss = forward.executable.plan.output == "loss"
                 if update is not None:
                     if of_loss:
                         self.rank_group.agree_on_factor(section, *gradients)
                     self.rank_group.agree_on_update("update", update)
-                    self.begin_update(forward.shape, update)
-                run = self.runner.submit(forward.shape, section, forward.batch, forward, update)
+                    self.begin_update(forward.executable, update)
+                run = self.runner.submit(forward.executable, section, forward.batch, forward, update)
                 if update is not None:
                     run.wait((Lane.COMPUTE,))
                     return
@@ -443,13 +443,14 @@ class Streamed:
                      update=self.optimizer_in_backward.update_at if training else "step", output=output,
                      **vars(self.captures.key_at(given.key, given.length)))
 
-    def _batch(self, shape: CompiledShape, given: BatchArguments, all_rows: AllRows | None) -> Batch:
-        captured, constants = self.captures.serve(shape.shape.capture_key).captured, self.constants.on_device
-        loss_denominator = given.loss_denominator if shape.shape.labels else None
+    def _batch(self, executable: Executable, given: BatchArguments, all_rows: AllRows | None) -> Batch:
+        captured, constants = self.captures.serve(executable.shape.capture_key).captured, self.constants.on_device
+        loss_denominator = given.loss_denominator if executable.shape.labels else None
         seed = self.rank_group.seed(captured, all_rows)
-        batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, given.inputs, loss_denominator, seed, all_rows)
+        batch = batch_io.batch_of(self.backend, captured, executable.plan, constants, given.inputs, loss_denominator, seed,
+                                  all_rows)
         batch.useful_tokens = given.useful_tokens
-        batch.computed_tokens = shape.plan.tokens * self.rank_group.size  # of all ranks, like useful_tokens
+        batch.computed_tokens = executable.plan.tokens * self.rank_group.size  # of all ranks, like useful_tokens
         return batch
 
     def close(self) -> None:

@@ -1,2 +1,2 @@
-"""The programs of a streamed model: captures, compiled shapes, kernels, and programs edited by hand."""
+"""The programs of a streamed model: captures, executables, kernels, and programs edited by hand."""
 from __future__ import annotations

@@ -28,7 +28,7 @@ from megacompile.ir.text import parse_with_plan, print_program, source_text
 from megacompile.passes.pipeline import Compiled, run_pass
 from megacompile.planning.memory import Estimate
 from megacompile.sizes import format_bytes
-from megacompile.streaming.programs.shapes import CompiledShape, Shapes
+from megacompile.streaming.programs.shapes import Executable, Shapes
 from megacompile.verify.ordering import kept_slots
 from megacompile.verify.updates import summed_tiles
 from megacompile.verify.verifier import verify
@@ -37,12 +37,12 @@ from megacompile.verify.verifier import verify
 _ON_HOST = frozenset({"staging", "slab", "stashed"})
 
 
-def editable_text(compiled: CompiledShape) -> str:
+def editable_text(compiled: Executable) -> str:
     """The program of a shape as text, with its shape and plan."""
     return print_program(compiled.program, made_for=(compiled.shape, compiled.plan))
 
 
-def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> CompiledShape:
+def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> Executable:
     """Parses an edited program, and proves that it is safe to run for its shape. Changes nothing. Raises `ProgramError` with
     line and column if it does not parse, with the program around the fault if it does not verify, or if its model, shape or
     plan do not fit; `InsufficientMemoryError`; `UnsupportedError`."""
@@ -64,7 +64,7 @@ def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> Compi
     _same_purpose(program, unedited)
     estimate = _estimate(program, shapes, shape, plan)
     _check_host(program, unedited, shapes, shape, plan)
-    return CompiledShape(shape, plan, estimate, Compiled({program.stage: program}), loaded=True)
+    return Executable(shape, plan, estimate, Compiled({program.stage: program}), loaded=True)
 
 
 def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:

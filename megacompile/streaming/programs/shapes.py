@@ -51,7 +51,7 @@ def planned_and_not_taken(device: torch.device) -> int:
 
 
 @dataclass(eq=False)
-class CompiledShape:
+class Executable:
     """The program of one shape in every stage, its memory, and the kernels bound so far, by section. `loaded`: it was edited by
     hand, and stays until it is dropped. `asked`: a batch has asked for it; others were only planned ahead."""
 
@@ -95,7 +95,7 @@ class CompiledShape:
 
 
 class Shapes:
-    """State: the compiled shapes, the last used at the end, at most `limit` beside those in use; `planned`, the most device
+    """State: the executables, the last used at the end, at most `limit` beside those in use; `planned`, the most device
     memory that any of them takes; `stateful`, the tiles that the plans so far update on the device (None before the first one);
     `answers`, how many plans were "searched", and how many "kept" on disk; and `packed_steps`, how many training steps of
     packed rows asked for their program.
@@ -106,7 +106,7 @@ class Shapes:
     def __init__(self, captures: ModelCaptures, limit: int = MAX_SHAPES) -> None:
         self.captures, self.limit = captures, limit
         self.captured, self.binder = captures.first.captured, captures.first.binder
-        self.table: dict[Shape, CompiledShape] = {}
+        self.table: dict[Shape, Executable] = {}
         self.packed = PackedPlans(self.captures.repacking.least, balanced=self.binder.symbolic_sizes)
         self.planned = self.slot_bytes = 0
         self.stateful: tuple[str, ...] | None = None
@@ -158,10 +158,10 @@ class Shapes:
         return len(self.table)
 
     @property
-    def latest(self) -> CompiledShape | None:
+    def latest(self) -> Executable | None:
         return next(reversed(self.table.values()), None)
 
-    def known(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> CompiledShape | None:
+    def known(self, shape: Shape, keep: Collection[Executable] = ()) -> Executable | None:
         """The program of a shape that was compiled before. None if there is none, or if later plans update fewer tiles on the
         device. `keep`: as for `get`."""
         found = self.table.get(shape)
@@ -169,7 +169,7 @@ class Shapes:
             return found
         return None
 
-    def get(self, shape: Shape, keep: Collection[CompiledShape] = (), choice: Choice | None = None) -> CompiledShape:
+    def get(self, shape: Shape, keep: Collection[Executable] = (), choice: Choice | None = None) -> Executable:
         """The program of a shape. `keep`: shapes in use, which must not be forgotten to make room. `choice`: the plan of a new
         program; None: it is chosen here. Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`; then nothing has
         changed."""
@@ -180,7 +180,7 @@ class Shapes:
         self._forget(keep)
         return found
 
-    def plan_ahead(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> None:
+    def plan_ahead(self, shape: Shape, keep: Collection[Executable] = ()) -> None:
         """Call this for each training step, once it has its program. At the second step of packed rows, makes the programs of
         steps of similar size, which are likely to come, and compiles more code for their sizes. This one step waits, instead of
         several later ones. Does nothing if other models take part of the budget, since plans depend on how much they take at
@@ -215,7 +215,7 @@ class Shapes:
         near = [(rows, each) for _, rows, each in alike[:SIZES_AHEAD]]
         return [*near[:SIZES_AHEAD // 2], *((rows, length) for rows in far), *near[SIZES_AHEAD // 2:]]
 
-    def _plan_one_ahead(self, shape: Shape, keep: Collection[CompiledShape]) -> None:
+    def _plan_one_ahead(self, shape: Shape, keep: Collection[Executable]) -> None:
         """Makes the program of a shape that may come, unless it would update fewer tiles on the device."""
         if shape.batch < 1 or self.known(shape, keep) is not None:
             return
@@ -225,7 +225,7 @@ class Shapes:
             if choice.stateful == self.stateful:
                 self.table[shape] = self._planned(shape, planner, choice)
 
-    def adopt(self, compiled: CompiledShape) -> None:
+    def adopt(self, compiled: Executable) -> None:
         """Replaces the compiled program of a shape by one that was edited by hand."""
         self.table.pop(compiled.shape, None)
         self.table[compiled.shape] = compiled
@@ -238,7 +238,7 @@ class Shapes:
             del self.table[each]
         return dropped
 
-    def _note(self, compiled: CompiledShape) -> None:
+    def _note(self, compiled: Executable) -> None:
         compiled.asked, estimate = True, compiled.estimate
         self.planned, self.slot_bytes = max(self.planned, estimate.total), max(self.slot_bytes, estimate.slots)
 
@@ -273,7 +273,7 @@ class Shapes:
                              shape.whole_step, differentiable=shape.training and shape.output != "loss",
                              hidden_states=shape.output == ALL, precision=self.captures.config.recipe)
 
-    def _compile(self, shape: Shape, choice: Choice | None) -> CompiledShape:
+    def _compile(self, shape: Shape, choice: Choice | None) -> Executable:
         planner = self.planner_for(shape.capture_key)
         with under_way(f"planning {shape.batch} x {shape.length}"), collections_paused():
             return self._planned(shape, planner, choice or self._choice(shape, planner))
@@ -295,7 +295,7 @@ class Shapes:
             plan = replace(plan, saved_layers=planner.config.saved_layers or 0)
         return replace(choice, plan=plan)
 
-    def _planned(self, shape: Shape, planner: Planner, choice: Choice) -> CompiledShape:
+    def _planned(self, shape: Shape, planner: Planner, choice: Choice) -> Executable:
         self.stateful = choice.stateful
         self.answers.update(choice.answers)
         plan = choice.plan
@@ -304,7 +304,7 @@ class Shapes:
         compiled = self._resized(shape, plan, model, planner.config.passes) or compile_program(
             model, plan, planner.config.passes, verify_stages=not ((shape.packed or shape.group_rows) and alike))
         check_agreement(compiled.program, [s.program for s in self.table.values()])
-        return CompiledShape(shape, plan, planner.estimate(plan, shape.training), compiled)
+        return Executable(shape, plan, planner.estimate(plan, shape.training), compiled)
 
     def _resized(self, shape: Shape, plan: Plan, model: Program, passes: Sequence[Pass]) -> Compiled | None:
         """The program for these groups of rows, made from a known program with as many micro-batches; None if there is none.
@@ -319,7 +319,7 @@ class Shapes:
                 return known.compiled.resized(model, plan)
         return None
 
-    def _forget(self, keep: Collection[CompiledShape]) -> None:
+    def _forget(self, keep: Collection[Executable]) -> None:
         """Drops the shapes that were unused longest, and the variants that were compiled only for them."""
         unused = [s for s in self.table.values() if s not in keep and s is not self.latest and not s.loaded]
         unused = unused[:max(0, len(self.table) - self.limit)]
