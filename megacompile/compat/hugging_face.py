@@ -159,3 +159,16 @@ def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
         yield
     finally:
         vars(module).update(before)
+
+
+@contextlib.contextmanager
+def replaced_method(owner: type, **methods: Any) -> Iterator[None]:
+    """A context in which methods of a class are others. Raises `AttributeError` if the class has no such method."""
+    before = {name: getattr(owner, name) for name in methods}
+    for name, method in methods.items():
+        setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(owner, name, method)

@@ -1,27 +1,122 @@
-"""PEFT's adapters: hiding from Dynamo what it cannot follow, and reading through PEFT's wrapper."""
+"""PEFT's adapters: hiding from Dynamo what it cannot follow, and reading through PEFT's wrapper.
+
+An adapter of a fused parameter (`target_parameters`: the experts of a mixture) adds a low-rank product to all experts' weights,
+which PEFT does by a parametrization of the module. Dynamo cannot follow that, and the sum would need the gradient of all
+experts' weights. So while a model is traced, such experts multiply by the factors instead:
+
+    x W_e + (x A_e) B_e        in place of        x (W_e + A_e B_e)
+
+Both products with factors are grouped by expert, as the product with the weights is.
+"""
 from __future__ import annotations
 
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile.compat.hugging_face import replaced
+from megacompile.compat.hugging_face import replaced, replaced_method
 from megacompile.errors import MegacompileError, UnsupportedError
 
 
 @contextlib.contextmanager
 def traceable_adapters() -> Iterator[None]:
-    """A context in which PEFT reads a layer's weight directly, or its values if it is quantized. Before DoRA reads a weight, it
-    imports the module of the layer's class to find quantized layers, which Dynamo cannot follow."""
+    """A context in which PEFT reads a layer's weight directly, or its values if it is quantized, and in which adapters of fused
+    parameters multiply by their factors. Before DoRA reads a weight, it imports the module of the layer's class to find
+    quantized layers, which Dynamo cannot follow."""
     with contextlib.ExitStack() as patches:
         for key, module in list(sys.modules.items()):
             if key.startswith("peft.") and "dequantize_module_weight" in vars(module):
                 patches.enter_context(replaced(module, dequantize_module_weight=_weight))
+        if "peft.tuners.lora.layer" in sys.modules:
+            from peft.tuners.lora.layer import ParamWrapper
+            from transformers.integrations import moe
+
+            patches.enter_context(replaced_method(ParamWrapper, forward=_with_adapted_parameters))
+            patches.enter_context(replaced(moe, _grouped_linear=_grouped_linear_of(moe._grouped_linear)))
         yield
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A parameter with adapters. `factors`: for each adapter (left, right, scale); the parameter's value is
+    weight + scale * left @ right, where left is [..., rows, rank] and right [..., rank, columns]."""
+
+    weight: Tensor
+    factors: tuple[tuple[Tensor, Tensor, float], ...]
+
+
+class _Experts:
+    """A module of experts whose parameters have other values. Has what `grouped_mm_experts_forward` reads of the module."""
+
+    def __init__(self, experts: Any, values: Mapping[str, Any]) -> None:
+        for name in ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel", "has_post_expert_norm",
+                     "act_fn", "_apply_gate", "post_expert_norm"):
+            if hasattr(experts, name):
+                setattr(self, name, getattr(experts, name))
+        for name, parameter in experts._parameters.items():
+            setattr(self, name, values.get(name, parameter))
+
+
+def _with_adapted_parameters(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """In place of `ParamWrapper.forward`. A wrapper adapts one parameter, and wrappers of several parameters of a module wrap
+    each other."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    module: Any = self
+    factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
+    while isinstance(module, ParamWrapper):
+        if not module.disable_adapters and not module.merged:
+            found = [module.get_delta_factors(name) for name in module.active_adapters if name in module.lora_A]
+            factors.setdefault(module.parameter_name, []).extend(found)
+        module = module.base_layer
+    adapted = {name: AdaptedWeight(getattr(module, name), tuple(each)) for name, each in factors.items() if each}
+    if not adapted:
+        return module(x, *args, **kwargs)
+    if isinstance(module, nn.Linear) and list(adapted) == ["weight"]:
+        return _linear(x, adapted["weight"], module.bias)
+    if not hasattr(module, "is_transposed") or not set(adapted) <= {"gate_up_proj", "up_proj", "down_proj"}:
+        names = ", ".join(adapted)
+        raise UnsupportedError(f"an adapter of {type(module).__name__}.{names} cannot be streamed: target_parameters may name "
+                               "experts' gate_up_proj, up_proj and down_proj, and the weight of a linear layer")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](_Experts(module, adapted), x, *args, **kwargs)
+
+
+def _linear(x: Tensor, adapted: AdaptedWeight, bias: Tensor | None) -> Tensor:
+    out = F.linear(x, adapted.weight, bias)
+    for left, right, scale in adapted.factors:
+        rows, columns = adapted.weight.shape
+        out = out + F.linear(F.linear(x, right.reshape(-1, columns)), left.reshape(rows, -1)) * scale
+    return out
+
+
+#: Ranks are padded by zeros to a multiple of this: grouped products need rows of a multiple of 16 bytes.
+_RANK_MULTIPLE = 8
+
+
+def _grouped_linear_of(grouped_linear: Any) -> Any:
+    """transformers' grouped product with a weight that may be an `AdaptedWeight`."""
+
+    def product(input: Tensor, weight: Any, offs: Tensor, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
+        if not isinstance(weight, AdaptedWeight):
+            return grouped_linear(input, weight, offs, bias=bias, is_transposed=is_transposed)
+        out = grouped_linear(input, weight.weight, offs, bias=bias, is_transposed=is_transposed)
+        for left, right, scale in weight.factors:
+            missing = -right.shape[-2] % _RANK_MULTIPLE
+            left, right = F.pad(left, (0, missing)).contiguous(), F.pad(right, (0, 0, 0, missing)).contiguous()
+            first, second = (left, right) if is_transposed else (right, left)
+            inner = grouped_linear(input, first, offs, is_transposed=is_transposed)
+            out = out + grouped_linear(inner, second, offs, is_transposed=is_transposed) * scale
+        return out
+
+    return product
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature:
