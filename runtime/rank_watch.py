@@ -359,13 +359,13 @@ class DeviceWatch:
 
     def look(self) -> str:
         """What has happened to another rank, if the caller has waited for it long enough; else ""."""
-        cause, stands = self._trouble(), self._stands()
+        cause, stands = self._trouble(), self._stack_position()
         self._looks = self._looks + 1 if cause and stands == self._stood else 0
         self._stood = stands
         enough = self._looks >= (LOOKS_IF_TOLD if self._told() else LOOKS)
         return cause if enough and self._is_busy() else ""
 
-    def _stands(self) -> list[tuple[CodeType, int]]:
+    def _stack_position(self) -> list[tuple[CodeType, int]]:
         """The caller's position: the code and the instruction of each of its frames."""
         frame = sys._current_frames().get(self._caller())
         return [] if frame is None else [(each.f_code, each.f_lasti) for each, _ in traceback.walk_stack(frame)]

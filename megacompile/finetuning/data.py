@@ -258,8 +258,7 @@ def read_rows(source: str) -> Iterator[Row]:
 
 
 def begins_with_object(path: Path) -> bool:
-    """True if the first line of a text file that is not blank is a JSON object of less than a megabyte, as in files of
-    rows."""
+    """True if the first non-blank line of a text file is a JSON object of less than a megabyte, as in files of rows."""
     with _opened(path) as file:
         line = next((line for line in iter(lambda: file.readline(1 << 20), "") if line.strip()), "")
     try:

@@ -280,8 +280,7 @@ class Plan:
         return [*layers[:max(0, len(layers) - self.saved_layers)]]
 
     def blocks(self, layers: Sequence[str]) -> list[tuple[str, ...]]:
-        """The layers that are recomputed, in blocks; the last block may be shorter. Layers that keep their residuals belong to
-        no block."""
+        """The recomputed layers, in blocks. The last block may be shorter. Layers that keep their residuals are in no block."""
         recomputed, step = self.recomputed(layers), self.checkpoint_interval
         return [tuple(recomputed[i:i + step]) for i in range(0, len(recomputed), step)]
 

@@ -122,8 +122,8 @@ class LayerTurns:
         """Makes the layers of a model wait for their weights. The layers' parameters are views of the slots."""
         for name in self.layers:
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(_calls(self.enter, name), prepend=True)
-            module.register_forward_hook(_calls(self.leave, name), always_call=True)
+            module.register_forward_pre_hook(_untraced_hook(self.enter, name), prepend=True)
+            module.register_forward_hook(_untraced_hook(self.leave, name), always_call=True)
 
     def skip_call(self) -> None:
         """Copies the weights of all layers, as a call of the model does, but computes nothing."""
@@ -194,7 +194,7 @@ class LayerTurns:
         self._done = position
 
 
-def _calls(act: Callable[[str], None], layer: str) -> Callable[..., None]:
+def _untraced_hook(act: Callable[[str], None], layer: str) -> Callable[..., None]:
     """A hook that compiled code calls without tracing it."""
 
     @torch.compiler.disable
