@@ -66,8 +66,7 @@ class PromptEncoder:
         return self.of_messages(prompt_of(row), tools_of(row))
 
     def of_messages(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
-        """The tokens of a conversation that the assistant answers. Raises `MegacompileError` if the template refuses or cuts
-        it."""
+        """The tokens of a conversation to answer. Raises `MegacompileError` if the template refuses it or omits a part."""
         if self._tokenizer.chat_template is None:
             raise MegacompileError("the tokenizer has no chat template: give prompts as text (a column prompt), or a tokenizer "
                                    "that has one (--tokenizer)")

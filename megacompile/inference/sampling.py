@@ -54,8 +54,7 @@ class Sampling:
                                    f"--max-new-tokens is {self.max_new_tokens:,}: give {left} or less, or leave it out")
 
     def new_tokens(self, config: Any, prompt: int) -> int:
-        """The most tokens of an answer to a prompt of this many tokens. Raises `MegacompileError` if the prompt is longer than
-        the model with this config has positions."""
+        """The most tokens of an answer. Raises `MegacompileError` if `prompt` is more than the positions of the model."""
         wanted = self.max_new_tokens or NEW_TOKENS
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
         if positions <= 0:

@@ -61,7 +61,7 @@ class Row:
     planned: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `MegacompileError` for a value that the option `name` never has. Does not check the model and the machine."""
+        """Raises `MegacompileError` if the option `name` can never have this value, whatever the model and the machine."""
         if value is None:
             return
         if self.takes is Takes.COUNT:

@@ -58,7 +58,7 @@ def refuse_codes(model: nn.Module) -> None:
 
 
 class _AdaptedLayers:
-    """The layers of a PEFT model that have an adapter, by name, and the prefix that PEFT adds to the names of parameters."""
+    """The layers of a PEFT model that have an adapter, by name, and the prefix of the names of the adapter's parameters."""
 
     def __init__(self, model: Any) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
