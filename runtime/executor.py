@@ -354,7 +354,7 @@ if TYPE_CHECKING:
 
 class Watchdog:
     """State: the instruction that each busy lane has begun, and the state at the last look. `timeout_s`: lanes hang if none
-    begins an instruction for so many seconds; None: no limit."""
+    begins an instruction for this many seconds; None: no limit."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s

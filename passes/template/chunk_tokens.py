@@ -34,8 +34,7 @@ from megacompile.passes.template import Target
 # layer, and would hold the widest values of all tokens if it ran before the stretch of its forward. A later stretch recomputes
 # values that need no GEMM; for others the narrowest value from which they can be computed without a GEMM is kept.
 class Stretches:
-    """The division of a graph's ops into `count` stretches. An op outside of them runs before a stretch, or after the last
-    one."""
+    """The division of a graph's ops into `count` stretches. An op outside of them runs before a stretch, or after the last."""
 
     def __init__(self, graph: fx.Graph, layout: Layout) -> None:
         self.layout = layout
@@ -71,7 +70,7 @@ class Stretches:
 
     # ---------------------------------------------------------------- which stretch
     def _after(self, producer: fx.Node, reader: fx.Node) -> int:
-        """1 if `reader` must be in a later stretch than `producer`, else 0. Only tokenwise values are read in their own
+        """1 if `reader` must be in a later stretch than `producer`, else 0. A tokenwise value can be read in its own
         stretch."""
         if producer not in self.roles or self.roles[producer] == TOKENWISE and reader in self.roles:
             return 0
@@ -84,8 +83,7 @@ class Stretches:
         return stage
 
     def _latest(self, earliest: dict[fx.Node, int]) -> dict[fx.Node, int]:
-        """For each op, the latest stretch in which ops that need all tokens can still read it, or else the first after its
-        inputs."""
+        """For each op, the latest stretch in which ops that need all tokens can read it, or else the first after its inputs."""
         bound: dict[fx.Node, int] = {}
         for node in reversed(self.order):
             bounds = [bound[u] - self._after(node, u) for u in self.readers[node] if u in bound]
