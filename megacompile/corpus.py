@@ -51,8 +51,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> SpecialTokens:
-        """The special tokens of a tokenizer. Raises `MegacompileError` if the tokenizer encodes a text differently between
-        special tokens."""
+        """A tokenizer's special tokens. Raises `MegacompileError` if it encodes a text differently between them."""
         whole, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
         for start in range(len(whole) - len(bare), -1, -1):
             if whole[start:start + len(bare)] == bare:

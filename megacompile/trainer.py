@@ -236,7 +236,7 @@ class Trainer(transformers.Trainer):
         captured = streamed.captured
         if len(batches) > 1:
             batches = [without_bounds(type(self.model).__name__, captured, batch) for batch in batches]
-        apart = len(batches) > 1 and _are_apart(captured, batches)
+        apart = len(batches) > 1 and _joining_changes_results(captured, batches)
         batch = None if apart else join(batches, captured.labels, captured.causal)
         if not streamed.rank_group.all_agree("training_step", batch is not None) or batch is None:
             return torch.stack([self._separate_step(model, each, num_items_in_batch) for each in batches]).sum()
@@ -321,7 +321,7 @@ class Trainer(transformers.Trainer):
         return self._parameters
 
 
-def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) -> bool:
+def _joining_changes_results(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) -> bool:
     """True if joining the batches would change what the model computes. It would for an auxiliary loss, which Trainer adds up
     batch by batch; if rows of a batch affect each other; and if padding would show: a value is computed from all positions of a
     batch, or tokens are selected by their values."""

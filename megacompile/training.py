@@ -73,8 +73,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
 
 
 def has_weights(source: str | Path) -> bool:
-    """True if a model has pretrained weights, and not only a config. A model that is not on this machine is assumed to be on
-    the Hub."""
+    """True if a model has pretrained weights, and not only a config. A model that is not local is assumed to be on the Hub."""
     source = Path(source)
     return not source.exists() or (source.is_dir() and any(any(source.glob(pattern)) for pattern in _WEIGHT_FILES))
 

@@ -71,8 +71,8 @@ def insert_before(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]
 
 
 def replace_pass(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]:
-    """The pipeline with these passes, or none, instead of the one called `name`. Raises `MegacompileError` if there is no such
-    pass."""
+    """The pipeline with these passes, or none, instead of the one called `name`. Raises `MegacompileError` if that is
+    missing."""
     at = _position(pipeline, name)
     return (*pipeline[:at], *passes, *pipeline[at + 1:])
 

@@ -42,7 +42,7 @@ from megacompile.runtime.hosts import Hosts
 HALF_BYTES = 1 << 26
 #: Bytes of `Peers`' memory: both halves of both.
 HALVES_BYTES = 4 * HALF_BYTES
-#: Parts of a chunk begin at multiples of so many elements.
+#: Alignment of the parts of a chunk, in elements.
 _ALIGNED = 64
 _STAGED, _READ, _WRITTEN, _ADDED = range(0, 8, 2)  # channels of signals: one for each half
 

@@ -354,7 +354,7 @@ if TYPE_CHECKING:
 
 class Watchdog:
     """State: the instruction that each busy lane has begun, and the state at the last look. `timeout_s`: lanes hang if none
-    begins an instruction for so many seconds; None: no limit."""
+    begins an instruction for this many seconds; None: no limit."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
@@ -379,14 +379,14 @@ class Watchdog:
                  "new process and load the last checkpoint (stall_timeout of stream() is how long to wait)"]
         begun = dict(self.begun)
         for lane in lanes:
-            lines += _stands(lane, *begun[lane]) if lane in begun else [f"{lane:<8} is idle"]
+            lines += _lane_position(lane, *begun[lane]) if lane in begun else [f"{lane:<8} is idle"]
         return StallError("\n".join(lines))
 
     def forget(self) -> None:
         self._seen, self._still_s = [], 0.0
 
 
-def _stands(lane: Lane, run: Run, node: fx.Node) -> list[str]:
+def _lane_position(lane: Lane, run: Run, node: fx.Node) -> list[str]:
     """The line of a lane. If the lane waits for an event, also the line of the event."""
     lines = [f"{lane:<8} stands at  {print_node(node)}  of {run.section}"]
     if op_of(node).name == "wait":

@@ -47,7 +47,7 @@ def visit(backend: Backend, rule: Rule, memory: Tensor, tile: Share, segments: S
     weights, split = tile.home.layout.flat(tile.home.weights), tile.home.remainder is not None
     for start, (segment, moments) in _at_home(tile, segments):
         for part in _chunks(segment, moments, weights.element_size(), split, memory.numel()):
-            with _away(backend, memory, tile, part, start) as (there, here, _):
+            with _chunk_on_device(backend, memory, tile, part, start) as (there, here, _):
                 backend.update(rule, *_of_chunk(there, part, here, split), gradient_scale, lane=Lane.H2D)
 
 
@@ -57,7 +57,7 @@ def visit_matrices(backend: Backend, rule: MatrixRule, memory: Tensor, tile: Sha
     split = tile.home.remainder is not None
     for start, (segment, _) in _at_home(tile, segments):
         for part, *shape in matrices_of(rule, segment):
-            with _away(backend, memory, tile, part, start) as (there, here, scratch):
+            with _chunk_on_device(backend, memory, tile, part, start) as (there, here, scratch):
                 weights, remainder, gradient, [(inside, moments)] = _of_chunk(there, part, here, split)
                 update_matrix(backend, rule, weights, remainder, gradient, inside, moments, (shape[0], shape[1]),
                               gradient_scale, scratch, Lane.H2D)
@@ -70,7 +70,7 @@ def _at_home(tile: Share, segments: Sequence[Segment]) -> list[tuple[int, Pair]]
 
 
 @contextmanager
-def _away(backend: Backend, memory: Tensor, tile: Share, part: Segment,
+def _chunk_on_device(backend: Backend, memory: Tensor, tile: Share, part: Segment,
           start: int) -> Iterator[tuple[list[Tensor], Moments, Tensor]]:
     """A context with a chunk on the device: gradients, weights, the remainder if there is one, moments and scales; its moments
     at home; and the rest of the memory. Copies the chunk to the device on entry, and all but the gradients back on exit."""

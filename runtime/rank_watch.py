@@ -37,16 +37,17 @@ _WORDS = {ENDED: "has ended", STOPPED: "was stopped by a signal",
 
 
 class StatusBoard:
-    """`memory`: uint8 [ranks * ROW_BYTES], zeros, shared by the ranks `here` (all, if none is given). `processes`: those of all
-    ranks. `where(rank)`: the rank's host for a message. State: descriptors of the other ranks' processes on this host.
+    """The state of all ranks, in memory that the ranks of a host share. `memory`: uint8 [ranks * ROW_BYTES], zeros, shared by
+    the ranks `here` (all, if none is given). `processes`: of all ranks. `where(rank)`: the rank's host, for a message. State:
+    descriptors of the other ranks' processes on this host.
 
-    Threads that live until the interpreter ends use the board, so it is read and written without PyTorch: its operations
-    release the interpreter's lock, and a thread that then cannot get it back ends the process with an abort.
+    Threads that live until the interpreter ends use the board, so it is read and written without PyTorch. PyTorch's operations
+    release the interpreter's lock, and a thread that cannot get it back then aborts the process.
 
     A row: how many updates the rank's lanes have finished, how often the rank has failed, the length of its last error's text,
-    how many agreements the rank has reached, and what its host says has become of its process (0: nothing).
-    Errors that all ranks have, such as a batch that no rank can take, do not divide them: a rank is in trouble only if it has
-    failed more often than this one."""
+    how many agreements the rank has reached, and the state of its process according to its host (0: unknown). Errors that all
+    ranks have, such as a batch that no rank can take, leave them in step: a rank is in trouble only if it has failed more often
+    than this one."""
 
     def __init__(self, memory: Tensor, rank: int, processes: list[int], here: Collection[int] = (),
                  where: Callable[[int], str] = lambda rank: "") -> None:
@@ -166,7 +167,7 @@ class StatusBoard:
 #     host node0: rank 0  <--->  host node1: rank 2          each second, and at once when a rank is in trouble
 #                         <--->  host node2: rank 4
 #
-# The first rank of the first host hears of all hosts and tells them of each other. What a host has told is copied to the board
+# The first rank of the first host collects the messages of all hosts and forwards them. A host's message is copied to the board
 # of this one (`StatusBoard`), where every wait looks. A process that ends closes its connection. One that is stopped, or whose
 # machine or network is down, is silent: after `SILENCE_S` it counts as gone.
 #: Seconds between two messages of a host, and the longest silence of a host. Together with the time that a process takes to
@@ -359,13 +360,13 @@ class DeviceWatch:
 
     def look(self) -> str:
         """What has happened to another rank, if the caller has waited for it long enough; else ""."""
-        cause, stands = self._trouble(), self._stands()
+        cause, stands = self._trouble(), self._stack_position()
         self._looks = self._looks + 1 if cause and stands == self._stood else 0
         self._stood = stands
         enough = self._looks >= (LOOKS_IF_TOLD if self._told() else LOOKS)
         return cause if enough and self._is_busy() else ""
 
-    def _stands(self) -> list[tuple[CodeType, int]]:
+    def _stack_position(self) -> list[tuple[CodeType, int]]:
         """The caller's position: the code and the instruction of each of its frames."""
         frame = sys._current_frames().get(self._caller())
         return [] if frame is None else [(each.f_code, each.f_lasti) for each, _ in traceback.walk_stack(frame)]

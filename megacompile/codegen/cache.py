@@ -24,7 +24,7 @@ from megacompile.system.linux import fcntl
 # --------------------
 # The user's cache folder: built kernels, compiled templates, measured rates. Its contents can be deleted at any time.
 class CacheError(MegacompileError):
-    """There is no folder that only this user can write to."""
+    """No folder exists that only this user can write to."""
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -174,9 +174,9 @@ class SealedFolder:
     """A folder that this process uses. State: the lock, and the size and time of each file when it was last sealed."""
 
     def __init__(self, path: Path) -> None:
-        """Removes files that are not sealed, and all files if a sealed one was changed. Of a changed file about tuning
-        (`_TUNED`) it removes that one alone. If other processes use the folder, raises `OSError` instead: they may be writing
-        these files. Raises `OSError` for other reasons too."""
+        """Removes files that are not sealed, and all files if a sealed one was changed. If the changed file is about tuning
+        (`_TUNED`), removes only that file. If other processes use the folder, raises `OSError` instead, since they may be
+        writing these files. Raises `OSError` for other reasons too."""
         self.path = path
         for name in (_TABLE, _LOCK):
             with contextlib.suppress(FileNotFoundError):
@@ -253,8 +253,8 @@ class SealedFolder:
             return ""
 
     def _files(self) -> Iterator[tuple[str, tuple[int, int] | None]]:
-        """(name below the folder, (size, time)) of each file; None in place of (size, time) for links, FIFOs and the like,
-        which are never sealed. Raises `OSError` if a folder cannot be read."""
+        """(name below the folder, (size, time)) of each file. The second is None for links, FIFOs and similar, which are never
+        sealed. Raises `OSError` if a folder cannot be read."""
         for root, folders, files in os.walk(self.path, onerror=_raise):
             for each in (Path(root, name) for name in (*files, *folders)):
                 name = each.relative_to(self.path).as_posix()
@@ -289,7 +289,7 @@ def discard(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-# -------------------- Files that we keep in the user's cache folder, each sealed (`cache.py`), at most so many in a folder
+# -------------------- Files that we keep in the user's cache folder, each sealed (`cache.py`), with a limit for each folder
 def read_kept(path: Path, longest: int) -> bytes:
     """The contents of a file that `keep` wrote. Raises `OSError`, and `MegacompileError` if the file was changed, or is longer
     than `longest` bytes."""
@@ -303,8 +303,8 @@ def read_kept(path: Path, longest: int) -> bytes:
 
 
 def keep(path: Path, contents: bytes, most: int) -> None:
-    """Writes a file, and removes all but the `most` files of its folder that were used last. Several processes may do so at
-    the same time; the last file stays. Raises `OSError`."""
+    """Writes a file, and removes all files of its folder but the `most` last used. Several processes may do so at the same
+    time; the last file stays. Raises `OSError`."""
     path.parent.mkdir(exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent)
     try:
@@ -318,7 +318,7 @@ def keep(path: Path, contents: bytes, most: int) -> None:
 
 
 def _forget(folder: Path, most: int) -> None:
-    """Leftovers of killed processes go this way too."""
+    """Removes all files but the `most` last used, including leftovers of killed processes."""
     if len(os.listdir(folder)) <= most:
         return
     used: dict[Path, int] = {}

@@ -90,7 +90,7 @@ def _compile(graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt],
 
 
 def _lookups() -> tuple[int, int]:
-    """The number of graphs that inductor has found in its cache so far, and of those not found or not looked up."""
+    """The number of graphs that inductor has found in its cache so far, and the number not found or not looked up."""
     seen = counters["inductor"]
     return seen["fxgraph_cache_hit"], seen["fxgraph_cache_miss"] + seen["fxgraph_cache_bypass"]
 

@@ -50,8 +50,8 @@ def add_scaled_product(into: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scal
 
 
 def _operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a and the transpose of b, row-major and padded with zeros along K: kernels read it in units of `ALIGNMENT`, and weight
-    gradients are summed over tokens, of which there may be any number."""
+    """a and the transpose of b, row-major and padded with zeros along K. Kernels read K in units of `ALIGNMENT`, but weight
+    gradients are summed over any number of tokens."""
     first, second = a.contiguous(), b.t().contiguous()
     if missing := -a.shape[1] % ALIGNMENT:
         first, second = (F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) for x in (first, second))

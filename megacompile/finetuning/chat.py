@@ -63,8 +63,8 @@ class ChatTemplate:
         return found
 
     def _needs_text(self, messages: Sequence[Message], calls: Sequence[Any], tools: Sequence[Any] | None) -> bool:
-        """True if the template renders the arguments of calls correctly only as text: it refuses objects, or writes them as
-        Python does."""
+        """True if the template renders arguments of calls correctly only as text: it refuses objects, or writes them as Python
+        does."""
         said = self._accepted(messages, tools)
         if said is None:
             return True

@@ -60,7 +60,7 @@ def begun(tokens: Tensor, length: int, begin: Sequence[int]) -> Tensor:
                                "puts before a text: give a larger --length")
     parts, start, first = list[Tensor](), 0, torch.tensor(begin, dtype=tokens.dtype)
     while start < tokens.numel():
-        # Of a text that begins here, or just before, only what is cut off is missing.
+        # If a text begins here, or just before, only the part of `begin` that was cut off is missing.
         missing = next((cut for cut in range(min(len(begin), start + 1))
                         if torch.equal(tokens[start - cut:start - cut + len(begin)], first)), len(begin))
         end = start + length - missing
@@ -258,8 +258,7 @@ def read_rows(source: str) -> Iterator[Row]:
 
 
 def begins_with_object(path: Path) -> bool:
-    """True if the first line of a text file that is not blank is a JSON object of less than a megabyte, as in files of
-    rows."""
+    """True if the first non-blank line of a text file is a JSON object of less than a megabyte, as in files of rows."""
     with _opened(path) as file:
         line = next((line for line in iter(lambda: file.readline(1 << 20), "") if line.strip()), "")
     try:

@@ -100,8 +100,7 @@ def _kind(source: str, lora: Lora) -> Kind:
 
 def _overview(source: str, kind: Kind, outline: Any, rows: Rows, held_out: Rows, recipe: Recipe, asked: frozenset[str],
             settings: Settings, lora: Lora, steps: int) -> str:
-    """The text that a run prints before it begins. Raises `ArgumentError` for an adapter on layers that the model does not
-    have."""
+    """The text that a run prints before it begins. Raises `ArgumentError` for an adapter on layers that the model lacks."""
     total, words = training.parameter_count(outline), recipe.words(steps, endless=settings.steps is not None)
     title, more = f"{kind} of {source}: {total:,} parameters", []
     if words_of_optimizer(settings) != words_of_optimizer(Settings()):

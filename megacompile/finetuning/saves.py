@@ -155,8 +155,7 @@ def start_of(settings: Settings, console: Console) -> Path | None:
 
 
 def fixed_settings(start: Path) -> Mapping[str, Any]:
-    """The settings of the run that saved a checkpoint, as far as they must not change. Raises `CheckpointError` if no run saved
-    it."""
+    """The settings of a checkpoint's run that must not change. Raises `CheckpointError` if no run saved it."""
     return dict(_progress(start, read_extra(start))["fixed"])
 
 

@@ -138,15 +138,14 @@ def capture(
     loss: Callable[..., Any] | None = None, expert_pieces: int = 1, dtype: torch.dtype | None = None,
     watch: Watch | None = None,
 ) -> CapturedModel:
-    """Capture `model` for batches of one `key`, once, on fakes: no weight is read or copied, and `meta` models work too.
+    """Captures `model` for batches of one `key`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
-    `layers` names the lists of layers, or is what `find_layers` found; `example` gives the batch arguments if they are not
-    `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
-    tokens, replaces the model's own loss; `expert_pieces` is the number of calls that a layer's experts are divided among;
-    `dtype` is that of all parameters (None: each has its own); `watch` is called after each step of `STEPS`. If several lists
-    were found, not named, and their layers form no chain, the largest one is the stack: the steps then run twice.
-    Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
-    """
+    `layers`: the names of the lists of layers, or the result of `find_layers`. `example`: the batch arguments if they are not
+    `input_ids` and `labels`. `pipeline` and `target`: the template passes and the device and dtype of templates. `loss`: a
+    function of tokens that replaces the model's loss. `expert_pieces`: the number of calls among which a layer's experts are
+    divided. `dtype`: of all parameters (None: each has its own). `watch` is called after each step of `STEPS`. If several lists
+    were found, not named, and their layers form no chain, the largest one is the stack: the steps then run twice. Raises
+    `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully."""
     def attempt(paths: tuple[str, ...], chained: bool = False) -> CapturedModel:
         state = CaptureState(model, paths, example, pipeline, target or CpuTarget(), key, loss, expert_pieces, dtype, chained)
         return _captured(state, watch)

@@ -226,7 +226,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
         return self.others.is_implied(key, name, values)
 
     def check_shape(self, batch: int, length: int, output: str = "loss") -> None:
-        """Raise `UnsupportedError` if the captured graphs, including those of `output`, do not hold at this batch size and
+        """Raises `UnsupportedError` if the captured graphs, including those of `output`, do not hold at this batch size and
         length. The first check of a size of 1 runs the model on fakes."""
         size = tuple(1 if n == 1 else traced for n, traced in zip((batch, length), capture_shape(self.key), strict=True))
         if 1 in size and not self.others.holds(not self.key.evaluating, size):  # type: ignore[arg-type]

@@ -66,8 +66,7 @@ class PromptEncoder:
         return self.of_messages(prompt_of(row), tools_of(row))
 
     def of_messages(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
-        """The tokens of a conversation that the assistant answers. Raises `MegacompileError` if the template refuses it or
-        leaves out a part of it."""
+        """The tokens of a conversation to answer. Raises `MegacompileError` if the template refuses it or omits a part."""
         if self._tokenizer.chat_template is None:
             raise MegacompileError("the tokenizer has no chat template: give prompts as text (a column prompt), or a tokenizer "
                                    "that has one (--tokenizer)")
@@ -93,9 +92,8 @@ def check_output(output: Path | None) -> None:
 
 def generate(model: Any, tokenizer: Any, prompts: Sequence[Prompt], output: Path | None, sampling: Sampling, batch: int,
              console: Console) -> None:
-    """Writes the row of each prompt with its `completion` to `output`, or to stdout. An answer is written as soon as it and
-    those before it are complete, so a run that is stopped leaves whole lines. Raises `ArgumentError` if `output` cannot be
-    written."""
+    """Writes the row of each prompt with its `completion` to `output`, or to stdout. An answer is written once it and those
+    before it are complete, so a stopped run leaves whole lines. Raises `ArgumentError` if `output` cannot be written."""
     torch.manual_seed(sampling.seed)
     with ExitStack() as stack:
         file = stack.enter_context(_opened(output)) if output is not None else sys.stdout

@@ -33,8 +33,7 @@ class Opening:
     device_memory: DeviceMemory = None
 
     def open_tokenizer(self, source: str) -> PretrainedTokenizer:
-        """The model's tokenizer. It loads in a second, so prompts are checked before weights are loaded. Raises `ArgumentError`
-        if there is none."""
+        """The model's tokenizer, loaded in a second: prompts are checked before weights are loaded. Raises `ArgumentError`."""
         from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 
         base, adapter = self._found(source)

@@ -15,8 +15,7 @@ _PANEL = "Sampling"
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of generation. A temperature of 0 chooses the most probable token. Options that are None have the model's
-    defaults."""
+    """Options of generation. A temperature of 0 chooses the most probable token. None stands for the model's default."""
 
     max_new_tokens: Annotated[int | None, typer.Option(
         min=1, rich_help_panel=_PANEL, help="Most tokens of an answer.",
@@ -48,16 +47,14 @@ class Sampling:
         return found
 
     def check(self, config: Any, prompt: int) -> None:
-        """Raises `MegacompileError` if a prompt of this many tokens leaves no positions, or fewer than `max_new_tokens` if it
-        was given."""
+        """Raises `MegacompileError` if a prompt of this many tokens leaves too few positions for `max_new_tokens`, or none."""
         left = self.new_tokens(config, prompt)
         if self.max_new_tokens is not None and left < self.max_new_tokens:
             raise MegacompileError(f"the prompt has {prompt:,} tokens and leaves {left:,} of the model's positions, but "
                                    f"--max-new-tokens is {self.max_new_tokens:,}: give {left} or less, or leave it out")
 
     def new_tokens(self, config: Any, prompt: int) -> int:
-        """The most tokens of an answer to a prompt of this many tokens. Raises `MegacompileError` if the prompt is longer than
-        the model with this config has positions."""
+        """The most tokens of an answer. Raises `MegacompileError` if `prompt` is more than the positions of the model."""
         wanted = self.max_new_tokens or NEW_TOKENS
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
         if positions <= 0:

@@ -96,7 +96,7 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
     other ranks' rows cannot be. Raises `UnsupportedError` if the model computes with all rows at once, or would see padding,
     and if another rank has refused its batch; `RankError`."""
     all_ranks = _of_all(ranks, captures, given, doing)
-    if any(each.rearranged for each in all_ranks) and (_common_key(all_ranks) is None or _grows_wrongly(all_ranks)):
+    if any(each.rearranged for each in all_ranks) and (_common_key(all_ranks) is None or _padding_changes_loss(all_ranks)):
         try:
             given = given if given.read_again is None else given.read_again(all(each.may_grow for each in all_ranks))
         except Exception as error:
@@ -108,7 +108,7 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
         listed = "; ".join(f"rank {rank}: {each.described()}" for rank, each in enumerate(all_ranks))
         raise UnsupportedError(f"the ranks' batches have different arguments: pass the same arguments on every rank ({listed})")
     captured = captures.serve(key).captured
-    if _may_move(all_ranks) and captured.has_loss_denominator and not captured.totals:
+    if _may_share_rows(all_ranks) and captured.has_loss_denominator and not captured.totals:
         shared = _shared_out(ranks, captures, given, doing)
         if captured.holds_at(shared.length):
             total = ranks.size * shared.rows
@@ -142,13 +142,13 @@ def _of_all(ranks: Ranks, captures: Captures, given: BatchArguments, doing: str)
     return [_Summary.of(fields) for fields in found]
 
 
-def _grows_wrongly(all_ranks: list[_Summary]) -> bool:
+def _padding_changes_loss(all_ranks: list[_Summary]) -> bool:
     """True if a rank's batch is shorter than another's, and would have another loss if it were padded."""
     longest = max(each.length for each in all_ranks)
     return any(each.length < longest and not each.may_grow for each in all_ranks)
 
 
-def _may_move(all_ranks: list[_Summary]) -> bool:
+def _may_share_rows(all_ranks: list[_Summary]) -> bool:
     """True if any rank may compute any sequence: it divides all losses by one number, its own. Raises `UnsupportedError` if
     only some callers give a denominator."""
     own = {rank: each.denominator for rank, each in enumerate(all_ranks) if each.denominator is not None and not each.counted}
@@ -221,7 +221,7 @@ def _check(captured: CapturedModel, all_ranks: list[_Summary], key: CaptureKey) 
     if longer and sees_padding:
         raise UnsupportedError(f"the ranks have batches of {sizes}, and the model would see padding: pad all of them to one "
                                "length")
-    if _grows_wrongly(all_ranks):
+    if _padding_changes_loss(all_ranks):
         raise UnsupportedError(f"the ranks have batches of {sizes}, and padding on the left predicts a target, whose loss "
                                "depends on the length: pad on the right, or give the first token of each row the label -100, "
                                "or pad all batches to one length")

@@ -129,7 +129,7 @@ def _best_repeat(lines: list[_Line], start: int, distances: list[int]) -> tuple[
 
 
 def _repeats(lines: list[_Line], start: int, length: int) -> int:
-    """The number of consecutive occurrences of the group of `length` lines at `start`. Every number must change by a constant
+    """The number of consecutive groups like the one of `length` lines at `start`. Every number must change by a constant
     step."""
     count = 1
     steps: list[tuple[int, ...]] = []

@@ -61,8 +61,7 @@ class Row:
     planned: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `MegacompileError` if the option `name` cannot have this value. Does not check values that depend on the model
-        or the machine."""
+        """Raises `MegacompileError` if the option `name` can never have this value, whatever the model and the machine."""
         if value is None:
             return
         if self.takes is Takes.COUNT:
@@ -196,13 +195,13 @@ class StreamOptions:
         raises `StallError`, which says what each lane is doing. Half an hour is longer than any instruction takes.""",
         unset="no limit")
     repack: bool | int = option(
-        True, Takes.OTHER, Scope.RUN, """True if the rows of a padded batch are packed into rows of one length, where that
+        True, Takes.OTHER, Scope.RUN, """Whether the rows of a padded batch are packed into rows of one length, where that
         changes only the time; a number: the usual length of these rows in tokens (rounded up to a power of two; 2048 by
         default). They are longer if a sequence is, and may be up to a quarter shorter. Rows that cannot be packed are grouped
         by length, and each group is padded to one of eight widths, parts of this length. False: every batch is computed as it
         comes.""")
     distributed: bool | None = option(
-        None, Takes.FLAG, Scope.RUN, """True if this process trains the model together with the other processes of
+        None, Takes.FLAG, Scope.RUN, """Whether this process trains the model together with the other processes of
         torch.distributed's default group (torchrun).""", unset="where there are several processes")
     mesh: Any = option(
         None, Takes.OTHER, Scope.RUN, """A `DeviceMesh` of all ranks. One dimension: the ranks, all on one host, have shards of

@@ -20,8 +20,8 @@ from megacompile.errors import MegacompileError, listed
 
 
 class Updated(StrEnum):
-    """The place where a tile is updated, and where its gradients are added up between waves. Each value but the first is the
-    name of the list of such tiles."""
+    """The place where a tile is updated, and where its gradients are added up between waves. Each value but the first names a
+    list of tiles."""
 
     ON_HOST = "host"  # gradients are added up on the device
     ON_DEVICE = "resident_state"  # weights, optimizer state and gradients stay there
@@ -32,8 +32,8 @@ class Updated(StrEnum):
 
 @dataclass(frozen=True)
 class Placement:
-    """The place where a tile is updated, and whether its weights stay on the device (`resident`). A tile that is updated
-    `ON_DEVICE` is always resident."""
+    """The place where a tile is updated, and whether its weights stay on the device (`resident`). They do if it is
+    `ON_DEVICE`."""
 
     updated: Updated = Updated.ON_HOST
     resident: bool = False

@@ -114,8 +114,7 @@ def lanes_that(access: Access, kind: str, several_ranks: bool = False) -> frozen
 
 
 def lanes_against(access: Access, kind: str, several_ranks: bool = False) -> frozenset[Lane]:
-    """The lanes that have an op which may conflict with an access to a place of this kind. Reads conflict with writes; writes
-    conflict with every access."""
+    """The lanes that have an op which may conflict with an access to a place of this kind. Reads conflict only with writes."""
     readers = lanes_that(Access.READ, kind, several_ranks) if access == Access.WRITE else frozenset()
     return lanes_that(Access.WRITE, kind, several_ranks) | readers
 

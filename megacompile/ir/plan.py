@@ -225,18 +225,18 @@ class Plan:
 
     @classmethod
     def of(cls, batch: int, length: int, micro_batches: tuple[int, ...], **choices: Any) -> Plan:
-        """The plan with these values of its fields, and with lists of tiles (`LISTS`) in the place of `placements`. Raises
+        """The plan with these values of its fields, and with lists of tiles (`LISTS`) instead of `placements`. Raises
         `MegacompileError` for values that exclude each other."""
         lists = {name: choices.pop(name) for name in LISTS if name in choices}
         return cls(batch, length, micro_batches, placements=Placements.named(**lists), **choices)
 
     def values(self) -> dict[str, Any]:
-        """The numbers, texts and tuples that `of` makes this plan from."""
+        """The numbers, texts and tuples from which `of` makes this plan."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "placements"} | {
             **self.placements.lists}
 
     def placement(self, tile: str) -> Placement:
-        """Where a tile is updated, and whether its weights stay on the device."""
+        """The placement of a tile: where it is updated, and whether its weights stay on the device."""
         return self.placements.of(tile)
 
     def placed(self, updated: Updated, tiles: Sequence[str]) -> Plan:
@@ -280,8 +280,7 @@ class Plan:
         return [*layers[:max(0, len(layers) - self.saved_layers)]]
 
     def blocks(self, layers: Sequence[str]) -> list[tuple[str, ...]]:
-        """The layers that are recomputed, in blocks; the last block may be shorter. Layers that keep their residuals belong to
-        no block."""
+        """The recomputed layers, in blocks. The last block may be shorter. Layers that keep their residuals are in no block."""
         recomputed, step = self.recomputed(layers), self.checkpoint_interval
         return [tuple(recomputed[i:i + step]) for i in range(0, len(recomputed), step)]
 

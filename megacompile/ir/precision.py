@@ -65,13 +65,13 @@ class Float8:
         check_whole("min_features", self.min_features)
 
     def keeps(self, parameter: str) -> bool:
-        """True if a parameter ("model.layers.3.mlp.down_proj.weight") belongs to a router, or if `keep` names its module or an
-        enclosing one."""
+        """True if a parameter ("model.layers.3.mlp.down_proj.weight") is a router's, or `keep` names its module or an enclosing
+        one."""
         return any(is_part_of(each, parameter) for each in (*self.keep, *ROUTERS))
 
     def misfit(self, rows: int, columns: int) -> str:
-        """The reason why a product with a weight [rows, columns] cannot be computed in float8, or is not worth it; "" if there
-        is none."""
+        """The reason why a product with a weight [rows, columns] is not possible or not worthwhile in float8; "" if there is
+        none."""
         if min(rows, columns) < self.min_features:
             return f"has fewer than {self.min_features} inputs or outputs"
         return f"has inputs or outputs that {ALIGNMENT} does not divide" if rows % ALIGNMENT or columns % ALIGNMENT else ""

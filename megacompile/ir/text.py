@@ -68,8 +68,7 @@ def print_program(program: Program, section: str | None = None, made_for: tuple[
 
 
 def source_text(source: str | Path | TextIO) -> str:
-    """The text, or the contents of the file if the string has only one line and so is a file name. Raises
-    `MegacompileError`."""
+    """The text, or the contents of the file. A string of one line is the name of a file. Raises `MegacompileError`."""
     if isinstance(source, str) and ("\n" in source or not source):
         return source
     try:

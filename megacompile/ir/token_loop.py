@@ -144,8 +144,8 @@ class TokenLoop(nn.Module):
 
     def _add(self, results: list[Tensor], pieces: list[Tensor], batch: int, length: int, start: int, count: int,
              index: Tensor | None) -> None:
-        """Adds the results of a chunk to the totals, which the first chunk creates. `index`: the chunk's tokens, if some tokens
-        are skipped."""
+        """Adds a chunk's results to the loop's, which the first chunk creates. `index`: the chunk's tokens, if some are
+        skipped."""
         for position, output in enumerate(self.outputs):
             piece = pieces.pop(0)
             if isinstance(output, Tokens):

@@ -144,7 +144,7 @@ def derived(base: Plan, shape: Shape, balanced: bool = False, most: int | None =
         return []
     divisions: list[tuple[tuple[int, ...], tuple[int, ...]]]
     if shape.group_rows:
-        if most is None:  # graphs are known to hold of groups of so many tokens (`rounded_lengths.py`)
+        if most is None:  # graphs are known to hold for groups of this size (`rounded_lengths.py`)
             tokens = max(base.length, min(tokens, FULL_TOKENS))
         divisions = [_parts_of_groups(shape, each, balanced, most) for each in (tokens, tokens // 2) if each >= shape.length]
     elif balanced:

@@ -68,10 +68,10 @@ def refuse_hooks(model: nn.Module, also_of_whole: bool = False) -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(_acts(hook) for hook in hooks_of(module))
+    return any(_has_effect(hook) for hook in hooks_of(module))
 
 
-def _acts(hook: Callable[..., Any]) -> bool:
+def _has_effect(hook: Callable[..., Any]) -> bool:
     """True if a module's hook does anything. transformers leaves its hooks in place after a request for hidden states. They
     collect only while a transformers model is asked again."""
     return not collects_outputs(hook) and not asks_for_gradients(hook)

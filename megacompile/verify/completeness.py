@@ -233,7 +233,7 @@ def sent_home(program: Program) -> Iterator[Fault]:
         if reached(program, "optimizer") and not updates_on_arrival(program):
             if name == "train_step":
                 yield from once(name, graph, ("offload_norms",), there)
-            yield from _left_there(program, name, graph, there, overwrite)
+            yield from _gradients_stay(program, name, graph, there, overwrite)
         reduced: dict[fx.Node, fx.Node] = {}
         for node in nodes(graph):
             for value in operands(node, "accumulators"):
@@ -275,7 +275,7 @@ def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> 
                         f"say overwrite={overwrite}", node)
 
 
-def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], overwrite: bool) -> Iterator[Fault]:
+def _gradients_stay(program: Program, name: str, graph: fx.Graph, there: list[str], overwrite: bool) -> Iterator[Fault]:
     """Checks that gradients stay in the slot that the update on the device reads, and that sums made on the host are fetched
     into it."""
     if not overwrite:

@@ -56,12 +56,12 @@ def _supported(dtype: torch.dtype | None) -> torch.dtype | None:
 
 def compute_dtype_of_checkpoint(config: Any) -> torch.dtype | None:
     """Like `compute_dtype_of`, for the config of a checkpoint. Also None for float16, which the user has not asked for."""
-    said = _said(config)
+    said = _quantization_config(config)
     bfloat16 = said.get("load_in_4bit") and str(said.get("bnb_4bit_compute_dtype")) in ("bfloat16", "torch.bfloat16")
     return torch.bfloat16 if bfloat16 else None
 
 
-def _said(config: Any) -> dict[str, Any]:
+def _quantization_config(config: Any) -> dict[str, Any]:
     """The part of a model's config that says how bitsandbytes has quantized it; empty if there is none."""
     how = getattr(config, "quantization_config", None) or {}
     said = dict(how if isinstance(how, dict) else how.to_dict())
@@ -74,7 +74,7 @@ def forget_bitsandbytes(model: nn.Module) -> None:
     for module in model.modules():
         marked = vars(module)
         config: Any = marked.get("config")
-        if _said(config):
+        if _quantization_config(config):
             del config.quantization_config
         if marked.get("quantization_method") == "bitsandbytes" or not marked.keys().isdisjoint(_LOADED):
             for mark in _MARKS:

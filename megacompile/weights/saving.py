@@ -143,7 +143,7 @@ def _change_places(folder: Path, target: Path, kept: Collection[str]) -> bool:
         sync_folder(folder)
         for name in kept:
             if not (folder / name).is_symlink() and (target / name).is_dir():
-                (folder / name).symlink_to(_way(folder, name))
+                (folder / name).symlink_to(_relative_link(folder, name))
                 _exchange(folder / name, target / name)
         _exchange(folder, target)
     except OSError:
@@ -153,7 +153,7 @@ def _change_places(folder: Path, target: Path, kept: Collection[str]) -> bool:
     return True
 
 
-def _way(folder: Path, name: str) -> Path:
+def _relative_link(folder: Path, name: str) -> Path:
     """The relative path from the target to a file in the working folder beside it."""
     return Path("..", folder.name, name)
 
@@ -172,7 +172,7 @@ def _exchange(one: Path, other: Path) -> None:
 def _take_back(folder: Path, target: Path) -> None:
     """Moves folders of the target back from a working folder that links in the target lead to. Raises `OSError`."""
     for path in target.iterdir() if folder.parent != target and target.is_dir() else ():
-        if path.is_symlink() and path.readlink() == _way(folder, path.name) and (folder / path.name).is_dir():
+        if path.is_symlink() and path.readlink() == _relative_link(folder, path.name) and (folder / path.name).is_dir():
             _exchange(folder / path.name, path)
 
 

@@ -73,7 +73,7 @@ def run(program: Program, plan: Plan) -> Program:
         for key in ("backward", "train_step"):
             if key in sections:
                 sections[key] = _on_arrival(program, plan, copy_section(sections[key]))
-        sections.pop("backward_accumulate", None)  # gradients are consumed: there is nothing to add to
+        sections.pop("backward_accumulate", None)  # an update on arrival consumes gradients
     elif "backward" in sections or "train_step" in sections:
         sections["update"] = _update(program, plan, [t for t in tiles if program.tiles[t].trainable])
     if plan.resident:

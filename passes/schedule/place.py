@@ -52,8 +52,7 @@ def run(program: Program, plan: Plan) -> Program:
 
 def _release(graph: fx.Graph, plan: Plan) -> None:
     """Releases every value after its last use, except values that later sections read, events, and values without memory.
-    Gradients that are offloaded straight into the tile have no slot and need no release. What stays on the device has no
-    release."""
+    Gradients that are offloaded straight into the tile have no slot and need no release. Nor does what stays on the device."""
     build = Builder(graph, name)
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes(graph):

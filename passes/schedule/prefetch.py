@@ -96,8 +96,7 @@ def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
 
 
 def _without_interruption(program: Program, stays: list[_Stay]) -> list[_Stay]:
-    """Joins consecutive stays of one tile that several layers' calls read, since it is on the device and need not arrive
-    again."""
+    """Joins consecutive stays of one tile that several layers' calls read, since it need not arrive again."""
     read = Counter(tile for call in program.calls if call.role == "layer" for tile in call.tiles)
     classes = layer_size_classes(program)
     latest: dict[int, _Stay] = {}

@@ -34,8 +34,7 @@ from megacompile.passes.template import Target
 # layer, and would hold the widest values of all tokens if it ran before the stretch of its forward. A later stretch recomputes
 # values that need no GEMM; for others the narrowest value from which they can be computed without a GEMM is kept.
 class Stretches:
-    """The division of a graph's ops into `count` stretches. An op outside of all stretches runs before a stretch, or after the
-    last one."""
+    """The division of a graph's ops into `count` stretches. An op outside of them runs before a stretch, or after the last."""
 
     def __init__(self, graph: fx.Graph, layout: Layout) -> None:
         self.layout = layout
@@ -71,7 +70,7 @@ class Stretches:
 
     # ---------------------------------------------------------------- which stretch
     def _after(self, producer: fx.Node, reader: fx.Node) -> int:
-        """1 if `reader` must be in a later stretch than `producer`, else 0. Only a tokenwise value can be read in its own
+        """1 if `reader` must be in a later stretch than `producer`, else 0. A tokenwise value can be read in its own
         stretch."""
         if producer not in self.roles or self.roles[producer] == TOKENWISE and reader in self.roles:
             return 0
@@ -84,8 +83,7 @@ class Stretches:
         return stage
 
     def _latest(self, earliest: dict[fx.Node, int]) -> dict[fx.Node, int]:
-        """For each op, the latest stretch in which ops that need all tokens can still read it. If there is none, the first
-        stretch after its inputs."""
+        """For each op, the latest stretch in which ops that need all tokens can read it, or else the first after its inputs."""
         bound: dict[fx.Node, int] = {}
         for node in reversed(self.order):
             bounds = [bound[u] - self._after(node, u) for u in self.readers[node] if u in bound]
@@ -121,7 +119,7 @@ class Stretches:
             if node in found or node not in self.roles:
                 continue
             if self.stage[node] < number:
-                if self._is_there(node):
+                if self._is_in_memory(node):
                     continue
                 if not self._is_cheap(node, {}):
                     self.kept.add(self._narrowest(node))
@@ -131,7 +129,7 @@ class Stretches:
             stack.extend(self.inputs[node])
         return [n for n in self.order if n in found]
 
-    def _is_there(self, node: fx.Node) -> bool:
+    def _is_in_memory(self, node: fx.Node) -> bool:
         """True if a value of an earlier stretch is in memory anyway."""
         return node not in self.roles or self.roles[node] == SUM or node in self.kept
 
@@ -139,14 +137,14 @@ class Stretches:
         """True if a value can be computed without a GEMM from values in memory."""
         if node not in known:
             known[node] = not is_gemm(node) and all(
-                self._is_there(u) or self._is_cheap(u, known) for u in self.inputs[node])
+                self._is_in_memory(u) or self._is_cheap(u, known) for u in self.inputs[node])
         return known[node]
 
     def _narrowest(self, node: fx.Node) -> fx.Node:
         """The smallest value on the chain of single values that `node` depends on."""
         best, known = node, dict[fx.Node, bool]()
         while not is_gemm(node):
-            hangs_on = [u for u in self.inputs[node] if not self._is_there(u) and not self._is_cheap(u, known)]
+            hangs_on = [u for u in self.inputs[node] if not self._is_in_memory(u) and not self._is_cheap(u, known)]
             if len(hangs_on) != 1:
                 break
             (node,) = hangs_on
@@ -308,8 +306,7 @@ class _Rewrite:
 
 
 class _Body:
-    """The graph of a loop. `reads`: the old nodes that it takes. `results`: the old nodes that it returns, products as
-    operands."""
+    """The graph of a loop. `reads`: the old nodes that it takes. `results`: those that it returns, products as operands."""
 
     def __init__(self, layout: Layout, nodes: list[fx.Node], results: list[fx.Node]) -> None:
         self.results, inside = results, set(nodes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.state_format import BLOCK, FLOAT32, StateFormat
 
-#: Regions begin at multiples of so many bytes, so that no two share a cache line.
+#: Alignment of regions in bytes, so that no two share a cache line.
 _ALIGNED = 128
 
 

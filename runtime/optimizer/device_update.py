@@ -114,8 +114,8 @@ def matrices_of(rule: MatrixRule, segment: Segment) -> Iterator[tuple[Segment, i
 def update_matrix(backend: Backend, rule: MatrixRule, weights: Tensor, remainder: Tensor | None, gradient: Tensor,
                   segment: Segment, moments: Moments, shape: tuple[int, int], gradient_scale: float, scratch: Tensor,
                   lane: Lane) -> None:
-    """Updates weights, remainder and moment of a matrix in place. All tensors are on the device. weights, gradient: bf16 or
-    fp32 [n], and remainder: int16 [n] or None, of which the segment is the matrix. scratch: uint8 [scratch_bytes]."""
+    """Updates weights, remainder and moment of a matrix in place. All tensors are on the device. The segment of weights and
+    gradient, bf16 or fp32 [n], and of remainder, int16 [n] or None, is the matrix. scratch: uint8 [scratch_bytes]."""
     own = slice(segment.start, segment.stop)
     count = segment.stop - segment.start
     direction = scratch[:4 * count].view(torch.float32)

@@ -92,7 +92,7 @@ class MatrixRule:
     direction: Callable[[Tensor, Any, Tensor], Tensor]
 
 
-#: Parts of scratch memory begin at multiples of so many bytes.
+#: Alignment of the parts of scratch memory, in bytes.
 SCRATCH_ALIGNMENT = 256
 
 

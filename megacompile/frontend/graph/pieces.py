@@ -212,12 +212,12 @@ class _Cut:
                 found[node] = None
         return dict.fromkeys(n for n in self.nodes if n in found)
 
-    def _is_handed(self, node: fx.Node) -> bool:
+    def _is_from_previous_call(self, node: fx.Node) -> bool:
         """True if a value of an earlier stage comes from the previous call. Every call may read other inputs directly."""
         return node not in self.sizes and (node not in self.sources or self.sources[node].kind == "carried")
 
     def _handed_on(self, stage: int) -> list[fx.Node]:
-        return [n for n in self.nodes if self._is_handed(n) and self.stage[n] <= stage < self.last_read.get(n, 0)]
+        return [n for n in self.nodes if self._is_from_previous_call(n) and self.stage[n] <= stage < self.last_read.get(n, 0)]
 
     def sections(self) -> list[Section]:
         made: list[Section] = []
@@ -230,7 +230,7 @@ class _Cut:
 
     def _section(self, stage: int, previous: list[fx.Node], results: list[fx.Node]) -> Section:
         def source_of(node: fx.Node) -> Source:
-            if stage and self._is_handed(node):
+            if stage and self._is_from_previous_call(node):
                 return Source("carried", index=previous.index(node))
             return self.sizes.get(node) or self.sources[node]
 

@@ -182,7 +182,7 @@ class _Cut:
                  results: Sequence[fx.Node]) -> None:
         self.model, self.results, self.last = model, results, len(calls) + 1
         self.order = {node: position for position, node in enumerate(body)}
-        self.members, self.made_by = _members([n for n in body if not _goes_along(model, n)], calls)
+        self.members, self.made_by = _members([n for n in body if not _is_copied_to_readers(model, n)], calls)
         _move(self.members, self.made_by, made_in_layers(self.members[-1], self.made_by, model.sources, results, len(calls)))
         self.last_read = {value: stage for stage in range(self.last + 1) for value in self._reads(stage, calls)}
         outer = [n for n in self.members[0] if self.last_read.get(n, 0) > 0 and isinstance(n.meta["example_value"], Tensor)]
@@ -354,7 +354,7 @@ def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any]
         node = pending.pop(0)
         if node in inside or node in outside or node in along:
             continue
-        if _goes_along(model, node):
+        if _is_copied_to_readers(model, node):
             along.add(node)
             pending.extend(node.all_input_nodes)
         else:
@@ -362,7 +362,7 @@ def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any]
     return outside, along
 
 
-def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
+def _is_copied_to_readers(model: ModelGraph, node: fx.Node) -> bool:
     """True if a node is copied into each section that reads it: arithmetic on sizes, since calls do not exchange ints, and
     views of weights (such as a transpose that Dynamo moved out of a layer), since a call reads its weights itself."""
     if node in model.sources:
@@ -372,7 +372,7 @@ def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
         return True
     weights = {n for n in node.all_input_nodes if n in model.sources and model.sources[n].kind in ("parameter", "buffer")}
     return isinstance(value, Tensor) and value._is_view() and bool(node.all_input_nodes) and all(
-        n in weights or _goes_along(model, n) for n in node.all_input_nodes)
+        n in weights or _is_copied_to_readers(model, n) for n in node.all_input_nodes)
 
 
 def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

@@ -161,8 +161,8 @@ def transformers_attention(
     if form == "padded_eager" and s_aux is None:  # with a sink, a query that sees no key sees the sink, and gives zeros
         assert segments is not None
         heads = query.shape[1]
-        means = _means(query, kernels.expand_groups(key, heads), kernels.expand_groups(value, heads), scale)
-        out = torch.where(_blind(segments, window)[:, None, :, None], means, out)
+        means = _uniform_attention(query, kernels.expand_groups(key, heads), kernels.expand_groups(value, heads), scale)
+        out = torch.where(_fully_masked(segments, window)[:, None, :, None], means, out)
     if values < width:
         out = out[..., :values]
     return out.transpose(1, 2).contiguous(), None
@@ -189,7 +189,7 @@ def _fits(mask: Tensor | None, query: Tensor) -> bool:
         mask.shape[0], *mask.shape[2:]) == (batch, length, length)
 
 
-def _blind(segments: Tensor, window: int) -> Tensor:
+def _fully_masked(segments: Tensor, window: int) -> Tensor:
     """A mask of the queries that see no key, before padding ends: bool [B, T]."""
     if segments.dtype == torch.bool:
         return ~segments.squeeze(1).any(-1)
@@ -199,7 +199,7 @@ def _blind(segments: Tensor, window: int) -> Tensor:
     return seen == 0
 
 
-def _means(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _uniform_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """The result of eager attention for a query that sees nothing, [B, H, T, D]. All its scores are the same huge negative
     number, so every weight is 1 / T. Its scores still get gradients, through the product that is added and subtracted again."""
     products = ((key - key.mean(2, keepdim=True)) * (scale / key.shape[2])).transpose(2, 3) @ value.detach()

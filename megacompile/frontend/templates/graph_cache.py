@@ -56,14 +56,15 @@ def functional_graph(graph: fx.GraphModule, examples: Sequence[Any], fakes: Fake
     path = _path_of(asked) if asked is not None else None
     if path is not None and (found := _find(path, fakes)) is not None:
         return found
-    made = _lean(aot_export_joint_simple(graph, tuple(examples), trace_joint=trace_joint, decompositions=decompositions))
+    made = _without_aot_objects(aot_export_joint_simple(graph, tuple(examples), trace_joint=trace_joint,
+                                                        decompositions=decompositions))
     # Constants that AOT found in the code would be read back without their values.
     if path is not None and known_of(environment) == known and not made.graph.find_nodes(op="get_attr"):
         _keep(path, made)
     return made
 
 
-def _lean(made: Any) -> fx.GraphModule:
+def _without_aot_objects(made: Any) -> fx.GraphModule:
     """The same graph without AOT's attachments: environments, tracebacks and functions, some of which are the user's. Reading
     them back would import the user's modules."""
     graph = fx.Graph()

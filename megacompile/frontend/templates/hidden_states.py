@@ -76,11 +76,11 @@ class HiddenStates:
         """Raises `UnsupportedError` unless the model's own hidden states are the ones that calls pass on."""
         prologue, *layers = self.sections
         alone = sum(prologue.carried) == 1 and all(len(layer.has_gradient) == 1 for layer in layers)
-        if not alone or not self._are_meant():
+        if not alone or not self._match_the_model():
             raise UnsupportedError(f"{self.name} returns hidden states that are not the outputs of its layers, one for each, "
                                    "or returns none: read them before the model is streamed")
 
-    def _are_meant(self) -> bool:
+    def _match_the_model(self) -> bool:
         """Runs the fake model. True if it returns exactly the tensors that enter its first layer, leave all layers but the
         last, and enter its head."""
         given: list[Tensor] = []

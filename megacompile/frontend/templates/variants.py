@@ -76,7 +76,7 @@ def code_for_any_size(traced: Traced, sizes: SymbolicSizes, inductor: Inductor) 
 
 def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | None],
                    inductor: Inductor) -> Runnable:
-    """`graph` as a function of all its arguments, of which it reads `reads`, like `live`."""
+    """`graph` as a function of all its arguments. It reads those at `reads`, like `live`."""
     traced = _specialise(graph, reads, live)
     compiled = _compile_traced(traced, inductor)
     return _runnable(traced.positions, traced.dtypes, compiled, [example.stride() for example in traced.tensors])

@@ -282,10 +282,10 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for each in value for tensor in _tensors(each)] if type(value) is tuple else []
 
 
-def _apart(value: Any, given: list[Tensor]) -> Any:
+def _without_aliases(value: Any, given: list[Tensor]) -> Any:
     """Nested tuples in which the given tensors are replaced by copies."""
     if type(value) is tuple:
-        return tuple([_apart(each, given) for each in value])
+        return tuple([_without_aliases(each, given) for each in value])
     return value.clone() if isinstance(value, Tensor) and any([value is g for g in given]) else value  # noqa: C419
 
 
@@ -297,7 +297,7 @@ def _region(forward: Any, number: int) -> Any:
         results = forward(*args, **kwargs)
         if type(results) is not tuple:
             return results
-        return _apart(results, _tensors((*args, *kwargs.values())))
+        return _without_aliases(results, _tensors((*args, *kwargs.values())))
 
     code = own.__code__.replace(co_name=f"{forward.__name__}_{number}")
     return torch.compiler.nested_compile_region(

@@ -124,8 +124,8 @@ class LayerTurns:
         """Has the layers of a model, whose parameters are the slots' views, wait for their weights."""
         for name in self.layers:
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(_calls(self.enter, name), prepend=True)
-            module.register_forward_hook(_calls(self.leave, name), always_call=True)
+            module.register_forward_pre_hook(_untraced_hook(self.enter, name), prepend=True)
+            module.register_forward_hook(_untraced_hook(self.leave, name), always_call=True)
 
     def skip_call(self) -> None:
         """Copies the weights of all layers as a call of the model would, and computes nothing."""
@@ -200,7 +200,7 @@ class LayerTurns:
         self._done = position
 
 
-def _calls(act: Callable[[str], None], layer: str) -> Callable[..., None]:
+def _untraced_hook(act: Callable[[str], None], layer: str) -> Callable[..., None]:
     """A hook that compiled code calls as it is."""
 
     @torch.compiler.disable

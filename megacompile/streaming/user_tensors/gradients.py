@@ -56,10 +56,10 @@ def move(tensor: Tensor, elsewhere: Tensor, memory: Tensor) -> None:
     """Gives a tensor over `memory` of a tile new memory with the same values."""
     tensor.data = elsewhere
     # An array from `tensor.numpy()` still points to the tile, and keeps only the tensor alive.
-    weakref.finalize(tensor, _forget, memory).atexit = False
+    weakref.finalize(tensor, _keep_alive, memory).atexit = False
 
 
-def _forget(memory: Tensor) -> None:
+def _keep_alive(memory: Tensor) -> None:
     """Does nothing. A finalizer that calls it keeps the memory alive until then."""
 
 
