@@ -30,6 +30,7 @@ _ONLINE = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 _TRL_TRAINERS = (_SFT, "trl.trainer.dpo_trainer", *_ONLINE)
 _VLLM = "trl.generation.vllm_generation.VLLMGeneration"
 _RECOMPUTED = "transformers.modeling_layers.GradientCheckpointingLayer"
+_PARAMETER = "peft.tuners.lora.layer.ParamWrapper"
 _LAYER, _WRAPPER = "peft.tuners.tuners_utils.BaseTunerLayer", "peft.utils.other.AuxiliaryTrainingWrapper"
 
 PARTS = (
@@ -91,6 +92,9 @@ PARTS = (
     Part(_EXPERTS, "ALL_EXPERTS_FUNCTIONS", "run pieces of a module of experts"),
     Part(_EXPERTS, "_is_expert_parallel", "tell the function that tokens may be sent to other pieces"),
     Part(_EXPERTS, "is_transposed", "recognize modules of experts"),
+    Part(_EXPERTS, "_grouped_linear", "multiply by the factors of an adapter too", "input weight offs bias is_transposed"),
+    Part(_EXPERTS, "grouped_mm_experts_forward", "run experts whose parameters have other values",
+         "self hidden_states top_k_index top_k_weights"),
     Part(_EXPERTS, "num_experts", "give a piece its number of experts"),
     Part(_OUTPUTS, "_hook_installation_lock", "recognize, in Dynamo's error, a model that collects hidden states"),
     Part(_OUTPUTS, "capture_outputs", "recognize forwards that collect outputs, by the decorator's module"),
@@ -131,6 +135,10 @@ PARTS = (
     Part(_LAYER, "enable_adapters", "trace a model without its adapters", "enabled"),
     Part(_LAYER, "get_base_layer", "send weights with adapters merged"),
     Part(_LAYER, "merged_adapters", "see that adapters stay as they were captured"),
+    Part(_PARAMETER, "forward", "trace an adapter of a fused parameter by its factors", "self x"),
+    Part(_PARAMETER, "get_delta_factors", "read these factors", "self adapter_name"),
+    Part(_PARAMETER, "get_param", "tell matrices from stacks of matrices", "self"),
+    Part(_PARAMETER, "parameter_name", "know which parameter has the adapter"),
     Part("peft.tuners.tuners_utils.BaseTuner", "prefix", "leave an adapter's weights out of those that are sent"),
     Part("peft.utils.other", "AuxiliaryTrainingWrapper", "find other modules that are trained with an adapter"),
     Part(_WRAPPER, "enable_adapters", "trace a model without its adapters", "enabled"),

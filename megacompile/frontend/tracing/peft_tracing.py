@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -50,6 +51,13 @@ class AdaptedWeight:
     weight: Tensor
     factors: tuple[tuple[Tensor, Tensor, float], ...]
 
+    def sum(self) -> Tensor:
+        """The parameter's value."""
+        value = self.weight
+        for left, right, scale in self.factors:
+            value = value + left @ right * scale
+        return value
+
 
 class _Experts:
     """A module of experts whose parameters have other values. Has what `grouped_mm_experts_forward` reads of the module."""
@@ -67,34 +75,36 @@ def _with_adapted_parameters(self: Any, x: Tensor, *args: Any, **kwargs: Any) ->
     """In place of `ParamWrapper.forward`. A wrapper adapts one parameter, and wrappers of several parameters of a module wrap
     each other."""
     from peft.tuners.lora.layer import ParamWrapper
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     module: Any = self
     factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
     while isinstance(module, ParamWrapper):
         if not module.disable_adapters and not module.merged:
-            found = [module.get_delta_factors(name) for name in module.active_adapters if name in module.lora_A]
+            found = [_factors(module, name) for name in module.active_adapters if name in module.lora_A]
             factors.setdefault(module.parameter_name, []).extend(found)
         module = module.base_layer
     adapted = {name: AdaptedWeight(getattr(module, name), tuple(each)) for name, each in factors.items() if each}
     if not adapted:
         return module(x, *args, **kwargs)
-    if isinstance(module, nn.Linear) and list(adapted) == ["weight"]:
-        return _linear(x, adapted["weight"], module.bias)
-    if not hasattr(module, "is_transposed") or not set(adapted) <= {"gate_up_proj", "up_proj", "down_proj"}:
-        names = ", ".join(adapted)
-        raise UnsupportedError(f"an adapter of {type(module).__name__}.{names} cannot be streamed: target_parameters may name "
-                               "experts' gate_up_proj, up_proj and down_proj, and the weight of a linear layer")
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](_Experts(module, adapted), x, *args, **kwargs)
+    if hasattr(module, "is_transposed") and module.config._experts_implementation == "grouped_mm":
+        values = {name: each if name in _MULTIPLIED else each.sum() for name, each in adapted.items()}
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](_Experts(module, values), x, *args, **kwargs)
+    return torch.func.functional_call(module, {name: each.sum() for name, each in adapted.items()}, (x, *args), kwargs)
 
 
-def _linear(x: Tensor, adapted: AdaptedWeight, bias: Tensor | None) -> Tensor:
-    out = F.linear(x, adapted.weight, bias)
-    for left, right, scale in adapted.factors:
-        rows, columns = adapted.weight.shape
-        out = out + F.linear(F.linear(x, right.reshape(-1, columns)), left.reshape(rows, -1)) * scale
-    return out
+#: Parameters of experts that tokens are multiplied by.
+_MULTIPLIED = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
+    """`AdaptedWeight.factors` of a wrapper's adapter. PEFT's own are transposed for a parameter of two dimensions."""
+    weight = wrapper.get_param()
+    if weight.dim() == 3:
+        left, right, scale = wrapper.get_delta_factors(adapter)
+        return left, right, scale
+    left, right = wrapper.lora_B[adapter].weight, wrapper.lora_A[adapter].weight
+    return left.to(weight.dtype), right.to(weight.dtype), wrapper.scaling[adapter]
 
 
 #: Ranks are padded by zeros to a multiple of this: grouped products need rows of a multiple of 16 bytes.
