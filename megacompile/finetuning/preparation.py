@@ -132,4 +132,5 @@ def words_of_optimizer(settings: Settings) -> str:
 def _words_of(lora: Lora) -> str:
     dropout = f", dropout {lora.lora_dropout:g}" if lora.lora_dropout else ""
     frozen = f", frozen weights in {lora.quantize.value}" if lora.quantize else ""
-    return f"rank {lora.rank}, alpha {lora.alpha}, on {' '.join(lora.targets)}{dropout}{frozen}"
+    targets = " ".join([*lora.targets, *lora.parameters])
+    return f"rank {lora.rank}, alpha {lora.alpha}, on {targets}{dropout}{frozen}"

@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, get_type_hints
 
@@ -74,6 +74,10 @@ class Lora:
         "--lora-targets", "--lora-target-modules", rich_help_panel=_PANEL,
         help="Names of the layers that get an adapter, such as q_proj,v_proj. Separate them with commas, or repeat the option.",
         show_default=f"{ALL_LINEAR}: every linear layer except the head")] = None
+    lora_parameters: Annotated[list[str] | None, typer.Option(
+        "--lora-parameters", "--lora-target-parameters", rich_help_panel=_PANEL,
+        help="Names of stacked weights of experts that get an adapter too, such as experts.gate_up_proj,experts.down_proj.",
+        show_default="none, or those that PEFT takes for linear layers")] = None
     lora_dropout: Annotated[float | None, typer.Option(
         "--lora-dropout", min=0.0, max=0.99, rich_help_panel=_PANEL, help="Dropout probability at the adapter's input.",
         show_default="0")] = None
@@ -102,14 +106,19 @@ class Lora:
     @property
     def targets(self) -> tuple[str, ...]:
         """Names of layers, or only `ALL_LINEAR`."""
-        given = tuple(name.strip() for each in self.lora_targets or () for name in each.split(",") if name.strip())
-        return given or (ALL_LINEAR,)
+        return _names(self.lora_targets) or (ALL_LINEAR,)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of stacked weights of experts."""
+        return _names(self.lora_parameters)
 
     def resolved(self) -> Lora:
         """A copy with defaults filled in."""
         if not self.lora:
             return self
-        return Lora(True, self.rank, self.alpha, list(self.targets), self.lora_dropout or 0.0, self.quantize)
+        return replace(self, lora_rank=self.rank, lora_alpha=self.alpha, lora_targets=list(self.targets),
+                       lora_parameters=list(self.parameters) or None, lora_dropout=self.lora_dropout or 0.0)
 
     def config(self) -> Any | None:
         """The `peft.LoraConfig`, or None without an adapter."""
@@ -119,7 +128,13 @@ class Lora:
 
         targets = self.targets
         return LoraConfig(r=self.rank, lora_alpha=self.alpha, lora_dropout=self.lora_dropout or 0.0, task_type="CAUSAL_LM",
-                          target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets))
+                          target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
+                          target_parameters=list(self.parameters) or None)
+
+
+def _names(written: list[str] | None) -> tuple[str, ...]:
+    """Names that are separated by commas, or given one by one."""
+    return tuple(name.strip() for each in written or () for name in each.split(",") if name.strip())
 
 
 if TYPE_CHECKING:

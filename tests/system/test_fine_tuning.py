@@ -696,6 +696,32 @@ def test_an_adapter_that_is_stopped_goes_on_to_the_bit_and_is_saved_as_peft_s(
     assert any(float(p.detach().abs().max()) > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
 
 
+def test_an_adapter_of_experts_is_trained_by_the_command_and_merged_has_the_same_texts(
+        model: Path, data: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import Qwen3MoeConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    mixture = tmp_path / "mixture"
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(mixture)
+    tokenizer.save_pretrained(mixture)
+    parameters = "experts.gate_up_proj,experts.down_proj"
+    done = command("train", mixture, "--data", data, *FLAGS, "--lora", "--lora-rank", 2, "--lora-targets", "q_proj",
+                   "--lora-parameters", parameters, "--steps", 3, "--output", tmp_path / "run")
+    assert done.exit_code == 0 and f"rank 2, alpha 4, on q_proj {parameters.replace(',', ' ')}" in done.output, done.output
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(mixture), tmp_path / "run" / "model")
+    trained = {name for name, p in adapted.named_parameters() if "lora_B" in name and float(p.detach().abs().max()) > 0}
+    assert len([name for name in trained if "experts" in name]) == 2 and len(trained) == 3
+    prompt = tokenizer("1 + 2", return_tensors="pt")
+    how = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    expected = adapted.generate(**prompt, **how)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").generate(**prompt, **how), expected)
+
+
 @pytest.mark.nightly(
     held_by="tests/system/test_fine_tuning.py::test_an_adapter_that_is_stopped_goes_on_to_the_bit_and_is_saved_as_peft_s")
 def test_an_adapter_over_quantized_weights_resumes_to_the_bit(model: Path, data: Path, tmp_path: Path) -> None:
