@@ -10,11 +10,12 @@ appendix E; 8-bit codes of scales: Dettmers et al., "8-bit Optimizers via Block-
 """
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -240,10 +241,89 @@ def shape_of(linear: nn.Linear) -> tuple[int, int]:
     return linear.out_features, linear.in_features
 
 
+# --------------------
+# Experts whose frozen stacked weights, [experts, rows, columns], are stored in four or eight bits. A stack is encoded as one
+# matrix of all experts' rows.
+class QuantizedExperts(nn.Module):
+    """What a module of experts becomes: an instance of a subclass of this class and of its own class. The weights are in
+    `NAME_codes` and `NAME_scales`, uint8 [bytes], and reading `NAME` gives their values.
+
+    `stacks`: the shape and dtype of each weight. `deltas`: tensors that are added to the values, for PEFT's own forward."""
+
+    stored: Format
+    stacks: dict[str, tuple[tuple[int, int, int], torch.dtype]]
+    deltas: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, experts: nn.Module, names: Iterable[str], stored: Format) -> QuantizedExperts:
+        """A module with the rounded values of this one; on the meta device if this one is there. `names`: the stacked
+        weights."""
+        names = tuple(names)
+        made: Any = copy.copy(experts)
+        for held in ("_parameters", "_buffers", "_modules"):
+            setattr(made, held, dict(getattr(experts, held)))
+        made.stored, made.stacks, made.deltas = stored, {}, {}
+        for name in names:
+            weight = made._parameters.pop(name)
+            made.stacks[name] = tuple(weight.shape), weight.dtype
+            matrix, device = matrix_of(weight.shape), "meta" if weight.is_meta else "cpu"
+            codes, scales = _bytes(stored.code_bytes(matrix), device), _bytes(stored.scale_bytes(matrix), device)
+            if not weight.is_meta:
+                stored.encode(weight.detach().cpu().flatten().split(stored.piece(matrix)), codes.data, scales.data)
+            made._parameters |= {f"{name}_codes": codes, f"{name}_scales": scales}
+        made.__class__ = _expert_class(type(experts), names)
+        found: QuantizedExperts = made
+        return found
+
+    def dequantized(self, name: str) -> Tensor:
+        """The values of a weight, FP32 [experts, rows, columns]."""
+        shape, _ = self.stacks[name]
+        return self.stored.decode(getattr(self, f"{name}_codes"), getattr(self, f"{name}_scales"), matrix_of(shape)).view(shape)
+
+    def plain(self, dtype: torch.dtype) -> nn.Module:
+        """The module with ordinary weights in this dtype."""
+        made: Any = copy.copy(self)
+        made._parameters = {name: p for name, p in self._parameters.items() if not name.endswith(("_codes", "_scales"))}
+        made._parameters |= {name: nn.Parameter(self.dequantized(name).to(dtype), requires_grad=False) for name in self.stacks}
+        made.__class__ = type(self).__bases__[1]
+        for name in ("stored", "stacks", "deltas"):
+            del made.__dict__[name]
+        found: nn.Module = made
+        return found
+
+
+def _expert_class(experts: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    if (experts, names) not in _expert_classes:
+        values = {name: property(functools.partial(_values, name)) for name in names}
+        _expert_classes[experts, names] = type(
+            experts.__name__, (QuantizedExperts, experts), {"__module__": experts.__module__, **values})
+    return _expert_classes[experts, names]
+
+
+_expert_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def _values(name: str, experts: QuantizedExperts) -> Tensor:
+    _, dtype = experts.stacks[name]
+    values = experts.dequantized(name).to(dtype)
+    return values + experts.deltas[name] if name in experts.deltas else values
+
+
+def matrix_of(stack: Sequence[int]) -> tuple[int, int]:
+    """The shape of the matrix that a stack of this shape is encoded as."""
+    return stack[0] * stack[1], stack[2]
+
+
 def weights_of_codes(model: nn.Module) -> dict[int, int]:
     """The number of weights that each parameter of codes or scales encodes, by its `id`."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    return {id(layer.weight): math.prod(shape_of(layer)) for layer in layers} | {id(layer.scales): 0 for layer in layers}
+    found: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            found |= {id(module.weight): math.prod(shape_of(module)), id(module.scales): 0}
+        elif isinstance(module, QuantizedExperts):
+            for name, (shape, _) in module.stacks.items():
+                found |= {id(getattr(module, f"{name}_codes")): math.prod(shape), id(getattr(module, f"{name}_scales")): 0}
+    return found
 
 
 def _bytes(count: int, device: torch.device | str | None) -> nn.Parameter:

@@ -20,9 +20,18 @@ from megacompile.errors import CheckpointError, UnsupportedError
 from megacompile.frontend.tracing.layers import Layers
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import TileMemory
-from megacompile.weights.codes import EightBits, Format, QuantizedLinear, as_bytes, is_finite, shape_of
+from megacompile.weights.codes import (
+    EightBits,
+    Format,
+    QuantizedExperts,
+    QuantizedLinear,
+    as_bytes,
+    is_finite,
+    matrix_of,
+    shape_of,
+)
 from megacompile.weights.empty_models import place
-from megacompile.weights.quantizing import four_bits, frozen_linears
+from megacompile.weights.quantizing import four_bits, frozen_experts, frozen_linears, read_through_codes, stacked_weights
 from megacompile.weights.tiling import Tiling
 from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 
@@ -179,6 +188,16 @@ def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored
         if form is not None and source is not None and form.fits(shape_of(linear)):
             parent._modules[child] = QuantizedLinear.of(linear, form, compute_dtype)
             made[f"{name}.weight"] = Coded(source, form, shape_of(linear), f"{name}.scales")
+    for parent, child, experts, held in frozen_experts(model, layers):
+        name = ".".join(filter(None, (names[id(parent)], child)))
+        stacks = {weight: matrix_of(p.shape) for weight, p in held.items()}
+        if stored is not None and all(f"{name}.{weight}" in made and stored.fits(matrix) for weight, matrix in stacks.items()):
+            parent._modules[child] = QuantizedExperts.of(experts, held, stored)
+            for weight, matrix in stacks.items():
+                source = sources[f"{name}.{weight}"]
+                del made[f"{name}.{weight}"]
+                made[f"{name}.{weight}_codes"] = Coded(source, stored, matrix, f"{name}.{weight}_scales")
+    read_through_codes(model)
     for name, found in made.items():
         if isinstance(found, PackedTensor):
             raise UnsupportedError(f"{name} is quantized, and is not the weight of a frozen nn.Linear in a layer: leave it in "
@@ -187,11 +206,14 @@ def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored
 
 
 def least_bytes_quantized(model: nn.Module, stored: Format) -> int:
-    """The fewest bytes that a model's parameters take: with all its linear layers quantized."""
+    """The fewest bytes that a model's parameters take: with all its linear layers and experts quantized."""
     total = sum(p.nbytes for p in model.parameters())
     for linear in model.modules():
         if type(linear) is nn.Linear and stored.fits(shape := shape_of(linear)):
             total += stored.code_bytes(shape) + stored.scale_bytes(shape) - linear.weight.nbytes
+        for weight in stacked_weights(linear).values():
+            if stored.fits(shape := matrix_of(weight.shape)):
+                total += stored.code_bytes(shape) + stored.scale_bytes(shape) - weight.nbytes
     return total
 
 

@@ -1,6 +1,9 @@
 """Replaces a model's linear layers by quantized ones, and quantized ones by ordinary ones."""
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -16,9 +19,11 @@ from megacompile.weights.codes import (
     EightBits,
     Format,
     FourBits,
+    QuantizedExperts,
     QuantizedLinear,
     as_bytes,
     is_finite,
+    matrix_of,
     shape_of,
 )
 
@@ -145,23 +150,30 @@ def quantize(model: M, stored: Any = "nf4", *, layers: Layers | None = None) -> 
         stored: "nf4", 0.52 bytes per weight; "int8", 1 byte; or a `transformers.BitsAndBytesConfig`.
         layers: as for `stream`.
 
-    Embeddings, heads, norms and adapters keep their dtype, and so do weights that are not an `nn.Linear` (experts of some
-    models). Raises `ArgumentError` for another format or a streamed model, and `UnsupportedError`, before the model has
-    changed, if no layer has a frozen `nn.Linear`, and for a weight that is not finite.
+    Stacked experts that transformers multiplies by grouped products count too. Embeddings, heads, norms, adapters and other
+    weights keep their dtype. Raises `ArgumentError` for another format or a streamed model. Raises `UnsupportedError`, before
+    the model has changed, if no layer has a frozen `nn.Linear` or frozen experts, and for a weight that is not finite.
     """
     _check_not_streamed(model)
     form, compute_dtype = format_of(stored), compute_dtype_of(stored)
     found = [(parent, name, linear) for parent, name, linear in frozen_linears(model, layers) if form.fits(shape_of(linear))]
-    if not found:
+    stacks = [(parent, name, experts, weights) for parent, name, experts, weights in frozen_experts(model, layers)
+              if all(form.fits(matrix_of(weight.shape)) for weight in weights.values())]
+    if not found and not stacks:
         raise UnsupportedError(f"no layer of {type(model).__name__} has a frozen nn.Linear to quantize: freeze the weights "
                                "first (peft.get_peft_model does), and train an adapter")
     names = {id(module): name for name, module in model.named_modules()}
-    for _, _, linear in found:
-        if not linear.weight.is_meta and not all(map(is_finite, linear.weight.detach().flatten().split(_AT_ONCE))):
-            raise UnsupportedError(f"{names[id(linear)]}.weight has values that are not finite, which codes would spread to "
+    weights: list[tuple[nn.Module, str, Tensor]] = [(linear, "weight", linear.weight) for _, _, linear in found]
+    weights += [(experts, name, weight) for _, _, experts, held in stacks for name, weight in held.items()]
+    for module, name, weight in weights:
+        if not weight.is_meta and not all(map(is_finite, weight.detach().flatten().split(_AT_ONCE))):
+            raise UnsupportedError(f"{names[id(module)]}.{name} has values that are not finite, which codes would spread to "
                                    "other weights: load the model again, or repair the weight")
-    for parent, name, linear in found:
-        parent._modules[name] = QuantizedLinear.of(linear, form, compute_dtype)
+    for parent, child, linear in found:
+        parent._modules[child] = QuantizedLinear.of(linear, form, compute_dtype)
+    for parent, child, experts, held in stacks:
+        parent._modules[child] = QuantizedExperts.of(experts, held, form)
+    read_through_codes(model)
     return model
 
 
@@ -180,6 +192,10 @@ def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
                 made.bias = child.bias if child.bias is None or child.bias.dtype == dtype else nn.Parameter(
                     child.bias.detach().to(dtype), child.bias.requires_grad)
                 parent._modules[name] = made.train(child.training)
+            elif isinstance(child, QuantizedExperts):
+                replaced = True
+                parent._modules[name] = child.plain(dtype)
+    read_through_codes(model)
     if replaced:
         forget_bitsandbytes(model)
     return model
@@ -224,6 +240,63 @@ def frozen_linears(model: nn.Module, layers: Layers | None = None) -> Iterator[t
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear and id(child) not in adapters and not child.weight.requires_grad:
                     yield parent, name, child
+
+
+def read_through_codes(model: nn.Module) -> None:
+    """Makes PEFT's wrappers of stacked weights add their adapters to the values of codes, where the weights are in codes."""
+    if "peft.tuners.lora.layer" not in sys.modules:
+        return
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            coded = isinstance(module.get_base_layer(), QuantizedExperts)
+            module.__class__ = _wrapper_of_codes() if coded else ParamWrapper
+
+
+@functools.cache
+def _wrapper_of_codes() -> type[nn.Module]:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    class WrapperOfCodes(ParamWrapper):  # type: ignore[misc, valid-type]
+        """A `ParamWrapper` of `QuantizedExperts`: PEFT parametrizes the weight, which is not a parameter here."""
+
+        @contextlib.contextmanager
+        def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
+            deltas, name = self.get_base_layer().deltas, self.parameter_name
+            for adapter in active_adapters:
+                if adapter in self.lora_A:
+                    delta = self.get_delta_weight(adapter)
+                    deltas[name] = deltas[name] + delta if name in deltas else delta
+            try:
+                yield
+            finally:
+                deltas.pop(name, None)
+
+        def merge(self, *_: Any, **__: Any) -> None:
+            raise UnsupportedError("an adapter cannot be merged into weights in codes: call megacompile.dequantize(model) "
+                                   "first")
+
+    return WrapperOfCodes
+
+
+def frozen_experts(model: nn.Module,
+                   layers: Layers | None = None) -> Iterator[tuple[nn.Module, str, nn.Module, dict[str, nn.Parameter]]]:
+    """(module that holds it, its name there, module of experts, its stacked weights by name) of each module in the model's
+    layers that transformers computes by grouped products, and whose weights are frozen."""
+    for layer in find_layers(model, layers).layers:
+        for parent in list(layer.modules()):
+            for name, child in list(parent.named_children()):
+                own = stacked_weights(child)
+                if own and not any(p.requires_grad for p in own.values()):
+                    yield parent, name, child, own
+
+
+def stacked_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights [experts, rows, columns] of a module of experts that transformers computes by grouped products, by name;
+    none for other modules."""
+    parameters = module._parameters.items() if hasattr(module, "is_transposed") else ()
+    return {name: p for name, p in parameters if p is not None and p.dim() == 3}
 
 
 def _adapters(model: nn.Module) -> Iterator[nn.Module]:

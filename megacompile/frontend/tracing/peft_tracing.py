@@ -59,6 +59,10 @@ class AdaptedWeight:
         return value
 
 
+#: Parameters of experts that tokens are multiplied by.
+_MULTIPLIED = ("gate_up_proj", "up_proj", "down_proj")
+
+
 class _Experts:
     """A module of experts whose parameters have other values. Has what `grouped_mm_experts_forward` reads of the module."""
 
@@ -67,8 +71,9 @@ class _Experts:
                      "act_fn", "_apply_gate", "post_expert_norm"):
             if hasattr(experts, name):
                 setattr(self, name, getattr(experts, name))
-        for name, parameter in experts._parameters.items():
-            setattr(self, name, values.get(name, parameter))
+        for name in (*_MULTIPLIED, *(f"{each}_bias" for each in _MULTIPLIED)):
+            if name in values or hasattr(experts, name):
+                setattr(self, name, values[name] if name in values else getattr(experts, name))
 
 
 def _with_adapted_parameters(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -91,10 +96,6 @@ def _with_adapted_parameters(self: Any, x: Tensor, *args: Any, **kwargs: Any) ->
         values = {name: each if name in _MULTIPLIED else each.sum() for name, each in adapted.items()}
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](_Experts(module, values), x, *args, **kwargs)
     return torch.func.functional_call(module, {name: each.sum() for name, each in adapted.items()}, (x, *args), kwargs)
-
-
-#: Parameters of experts that tokens are multiplied by.
-_MULTIPLIED = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
