@@ -109,6 +109,7 @@ def test_state_stays_on_the_device_when_a_larger_batch_needs_larger_slots(monkey
                 optimizer.zero_grad()
             taken.append(streamed.arena.device_bytes())
         assert taken[0] < taken[1] == taken[2] and moved == ["load"]
+        model.megacompile.synchronize()
         for name, parameter in native.named_parameters():
             torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-6)
     finally:

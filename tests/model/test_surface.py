@@ -625,7 +625,7 @@ def test_a_second_forward_keeps_no_residuals_where_they_do_not_fit(model: Any, n
         held = sum(lease.device_bytes for lease in streamed.forwards.open())
         captures.plan_with(budget_bytes=planner.taken_bytes + kept.estimate.total + held - 1)
         second = model(**batch(2, **shape)).loss
-        assert sorted(lease.shape.plan.saved_layers for lease in streamed.forwards.open()) == [0, 3]
+        assert sorted(lease.executable.plan.saved_layers for lease in streamed.forwards.open()) == [0, 3]
     finally:
         captures.plan_with(budget_bytes=budget, config=config)
     for seed, loss in ((1, first), (2, second)):
