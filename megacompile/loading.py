@@ -67,7 +67,8 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = Non
             are frozen and take no host memory for gradients and optimizer state.
         trainable: False: all weights are frozen, for generation and evaluation. They then take their own size in host memory.
         quantize: stores the frozen linear layers in fewer bits ("nf4", "int8" or a `transformers.BitsAndBytesConfig`, see
-            `megacompile.quantize`) while they are read. A checkpoint that bitsandbytes has quantized is read as it is.
+            `megacompile.quantize`) while they are read. Checkpoints of bitsandbytes, and experts in MXFP4, are read as they
+            are.
             Quantized weights are frozen: give an `adapter`, or `trainable=False`.
 
     Raises `CheckpointError` if files cannot be read or do not fit the model, with a list of the mismatches;
@@ -181,16 +182,20 @@ def _read_generation_config(model: Any, folder: Path) -> None:
 
 
 def _format(source: str | Path, config: Any, wanted: Format | None) -> Format | None:
-    """The format of most linear layers: the one that is asked for, or that of a checkpoint of bitsandbytes."""
+    """The format of most linear layers: the one that is asked for, or that of a quantized checkpoint."""
     how = getattr(config, "quantization_config", None)
     if not how:
         return wanted
     said = how if isinstance(how, dict) else how.to_dict()
-    if said.get("quant_method") != "bitsandbytes":
+    if said.get("quant_method") not in ("bitsandbytes", "mxfp4"):
         raise UnsupportedError(f"{source} is quantized by {said.get('quant_method')}, which is not supported: give the "
-                               "checkpoint that it was quantized from, with quantize='nf4' or 'int8', or one of bitsandbytes")
+                               "checkpoint that it was quantized from, with quantize='nf4' or 'int8', or one of bitsandbytes "
+                               "or with MXFP4")
     if wanted is not None:
         raise ArgumentError(f"{source} is quantized already: leave quantize out")
+    if said["quant_method"] == "mxfp4":
+        del config.quantization_config  # its weights are ours from here on
+        return FORMATS["mxfp4"]
     return FORMATS["nf4" if said.get("load_in_4bit") else "int8"]
 
 

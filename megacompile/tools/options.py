@@ -55,6 +55,7 @@ DEFAULT_RANK = 16
 class Stored(StrEnum):
     NF4 = "nf4"
     INT8 = "int8"
+    MXFP4 = "mxfp4"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Lora:
 
     quantize: Annotated[Stored | None, typer.Option(
         "--quantize", rich_help_panel=_PANEL, help="Store the frozen weights of linear layers in fewer bits: nf4 in 0.52 bytes "
-        "each, int8 in 1 byte.", show_default="as they are")] = None
+        "each, mxfp4 in 0.53, int8 in 1 byte.", show_default="as they are")] = None
 
     def check(self) -> None:
         """Raises `ArgumentError` if an option is given without `lora`, `MegacompileError` if PEFT is not installed."""

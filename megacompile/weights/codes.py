@@ -4,16 +4,18 @@
     FourBits      0.516               16 of a table, times a scale for each block of 64 weights. Scales are 8-bit codes
                                       themselves ("double quantization"), with an FP32 scale for each 256 of them
     EightBits     1                   integers from -127 to 127, times an FP32 scale for each row
+    Microscaled   0.531               FP4 numbers, times a power of two for each block of 32 weights (MXFP4)
 
-The layouts of codes are those of bitsandbytes, whose checkpoints can be read. NF4: Dettmers et al., "QLoRA" (arXiv 2305.14314),
-appendix E; 8-bit codes of scales: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
+The layouts of codes are those of bitsandbytes, whose checkpoints can be read, and of MXFP4 as GPT-OSS is published. NF4:
+Dettmers et al., "QLoRA" (arXiv 2305.14314), appendix E; 8-bit codes of scales: Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization" (arXiv 2110.02861); MXFP4: OCP Microscaling Formats (MX) Specification v1.0.
 """
 from __future__ import annotations
 
 import copy
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -149,8 +151,54 @@ class EightBits:
         return codes.view(torch.int8).view(shape).float() * scales.view(torch.float32)[:, None]
 
 
+@dataclass(frozen=True)
+class MicroscaledFourBits:
+    """FP4 (E2M1) codes, two in a byte, the first one in the low bits; and for each block of 32 weights of a row a power of two,
+    as its exponent plus 127 (E8M0). OCP Microscaling Formats v1.0, sections 5.3.3, 5.4.1 and 6.3: the power is that of the
+    block's largest absolute value, over that of the largest code."""
+
+    block = 32
+
+    name = "mxfp4"
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        return shape[1] % self.block == 0
+
+    def code_bytes(self, shape: tuple[int, int]) -> int:
+        return math.prod(shape) // 2
+
+    def scale_bytes(self, shape: tuple[int, int]) -> int:
+        return math.prod(shape) // self.block
+
+    def piece(self, shape: tuple[int, int]) -> int:
+        return max(1, _AT_ONCE // self.block) * self.block
+
+    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
+        at, magnitudes = 0, torch.tensor(E2M1)
+        for piece in pieces:
+            blocks = piece.float().view(-1, self.block)
+            exponents = (torch.frexp(blocks.abs().amax(1)).exponent - 1 - _E2M1_EXPONENT).clamp(-_E8M0_BIAS, _E8M0_BIAS)
+            numbers = _nearest(torch.ldexp(blocks.abs(), -exponents[:, None]), magnitudes) | (blocks < 0).to(torch.uint8) << 3
+            pairs = numbers.view(-1, 2)
+            codes[at:at + len(pairs)] = pairs[:, 0] | pairs[:, 1] << 4
+            scales[at // 16:at // 16 + len(blocks)] = (exponents + _E8M0_BIAS).to(torch.uint8)
+            at += len(pairs)
+
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+        # Arithmetic instead of a table: graphs with constants are not cached. A scale's bits are those of an FP32 exponent.
+        numbers = torch.stack((codes & 15, codes >> 4), dim=-1).view(-1, self.block)
+        exponent, fraction = numbers >> 1 & 3, (numbers & 1).float()
+        values = torch.where(exponent > 0, (2 + fraction) * (1 << exponent.int()), 2 * fraction) * 0.25
+        signed = torch.where(numbers > 7, -values, values)
+        return (signed * (scales.int() << 23).view(torch.float32)[:, None]).view(shape)
+
+
+#: Magnitudes of the codes of FP4, and the exponent of the largest.
+E2M1, _E2M1_EXPONENT = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 2
+_E8M0_BIAS = 127
+
 #: By the name that users give.
-FORMATS: dict[str, Format] = {"nf4": FourBits(), "int8": EightBits()}
+FORMATS: dict[str, Format] = {"nf4": FourBits(), "int8": EightBits(), "mxfp4": MicroscaledFourBits()}
 
 
 @functools.cache
@@ -242,49 +290,71 @@ def shape_of(linear: nn.Linear) -> tuple[int, int]:
 
 
 # --------------------
-# Experts whose frozen stacked weights, [experts, rows, columns], are stored in four or eight bits. A stack is encoded as one
-# matrix of all experts' rows.
+# Experts whose frozen stacked weights, [experts, rows, columns], are stored in four or eight bits.
+@dataclass(frozen=True)
+class Stack:
+    """A stacked weight: its shape and dtype. It is encoded as one matrix of all experts' rows; `transposed`: of their
+    columns."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, weight: Tensor, transposed: bool = False) -> Stack:
+        experts, rows, columns = weight.shape
+        return cls((experts, rows, columns), weight.dtype, transposed)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape of the matrix."""
+        experts, rows, columns = self.shape
+        return (experts * columns, rows) if self.transposed else (experts * rows, columns)
+
+
 class QuantizedExperts(nn.Module):
     """What a module of experts becomes: an instance of a subclass of this class and of its own class. The weights are in
     `NAME_codes` and `NAME_scales`, uint8 [bytes], and reading `NAME` gives their values.
 
-    `stacks`: the shape and dtype of each weight. `deltas`: tensors that are added to the values, for PEFT's own forward."""
+    `stacks`: each weight by name. `deltas`: tensors that are added to the values, for PEFT's own forward."""
 
     stored: Format
-    stacks: dict[str, tuple[tuple[int, int, int], torch.dtype]]
+    stacks: dict[str, Stack]
     deltas: dict[str, Tensor]
 
     @classmethod
-    def of(cls, experts: nn.Module, names: Iterable[str], stored: Format) -> QuantizedExperts:
-        """A module with the rounded values of this one; on the meta device if this one is there. `names`: the stacked
-        weights."""
-        names = tuple(names)
+    def of(cls, experts: nn.Module, stacks: Mapping[str, Stack], stored: Format) -> QuantizedExperts:
+        """A module with the rounded values of this one; on the meta device if this one is there."""
         made: Any = copy.copy(experts)
         for held in ("_parameters", "_buffers", "_modules"):
             setattr(made, held, dict(getattr(experts, held)))
-        made.stored, made.stacks, made.deltas = stored, {}, {}
-        for name in names:
+        made.stored, made.stacks, made.deltas = stored, dict(stacks), {}
+        for name, stack in stacks.items():
             weight = made._parameters.pop(name)
-            made.stacks[name] = tuple(weight.shape), weight.dtype
-            matrix, device = matrix_of(weight.shape), "meta" if weight.is_meta else "cpu"
+            matrix, device = stack.matrix, "meta" if weight.is_meta else "cpu"
             codes, scales = _bytes(stored.code_bytes(matrix), device), _bytes(stored.scale_bytes(matrix), device)
             if not weight.is_meta:
-                stored.encode(weight.detach().cpu().flatten().split(stored.piece(matrix)), codes.data, scales.data)
+                values = weight.detach().cpu()
+                values = values.transpose(1, 2).contiguous() if stack.transposed else values
+                stored.encode(values.flatten().split(stored.piece(matrix)), codes.data, scales.data)
             made._parameters |= {f"{name}_codes": codes, f"{name}_scales": scales}
-        made.__class__ = _expert_class(type(experts), names)
+        made.__class__ = _expert_class(type(experts), tuple(stacks))
         found: QuantizedExperts = made
         return found
 
     def dequantized(self, name: str) -> Tensor:
         """The values of a weight, FP32 [experts, rows, columns]."""
-        shape, _ = self.stacks[name]
-        return self.stored.decode(getattr(self, f"{name}_codes"), getattr(self, f"{name}_scales"), matrix_of(shape)).view(shape)
+        stack = self.stacks[name]
+        values = self.stored.decode(getattr(self, f"{name}_codes"), getattr(self, f"{name}_scales"), stack.matrix)
+        experts, rows, columns = stack.shape
+        return values.view(experts, columns, rows).transpose(1, 2) if stack.transposed else values.view(stack.shape)
 
     def plain(self, dtype: torch.dtype) -> nn.Module:
         """The module with ordinary weights in this dtype."""
         made: Any = copy.copy(self)
         made._parameters = {name: p for name, p in self._parameters.items() if not name.endswith(("_codes", "_scales"))}
-        made._parameters |= {name: nn.Parameter(self.dequantized(name).to(dtype), requires_grad=False) for name in self.stacks}
+        values = {name: self.dequantized(name).to(dtype).contiguous() for name in self.stacks}
+        made._parameters |= {name: nn.Parameter(each, requires_grad=False) for name, each in values.items()}
         made.__class__ = type(self).__bases__[1]
         for name in ("stored", "stacks", "deltas"):
             del made.__dict__[name]
@@ -304,14 +374,8 @@ _expert_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] 
 
 
 def _values(name: str, experts: QuantizedExperts) -> Tensor:
-    _, dtype = experts.stacks[name]
-    values = experts.dequantized(name).to(dtype)
+    values = experts.dequantized(name).to(experts.stacks[name].dtype)
     return values + experts.deltas[name] if name in experts.deltas else values
-
-
-def matrix_of(stack: Sequence[int]) -> tuple[int, int]:
-    """The shape of the matrix that a stack of this shape is encoded as."""
-    return stack[0] * stack[1], stack[2]
 
 
 def weights_of_codes(model: nn.Module) -> dict[int, int]:
@@ -321,8 +385,9 @@ def weights_of_codes(model: nn.Module) -> dict[int, int]:
         if isinstance(module, QuantizedLinear):
             found |= {id(module.weight): math.prod(shape_of(module)), id(module.scales): 0}
         elif isinstance(module, QuantizedExperts):
-            for name, (shape, _) in module.stacks.items():
-                found |= {id(getattr(module, f"{name}_codes")): math.prod(shape), id(getattr(module, f"{name}_scales")): 0}
+            for name, stack in module.stacks.items():
+                codes, scales = (getattr(module, f"{name}_{part}") for part in ("codes", "scales"))
+                found |= {id(codes): math.prod(stack.shape), id(scales): 0}
     return found
 
 

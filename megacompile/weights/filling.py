@@ -21,13 +21,14 @@ from megacompile.frontend.tracing.layers import Layers
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import TileMemory
 from megacompile.weights.codes import (
+    FORMATS,
     EightBits,
     Format,
     QuantizedExperts,
     QuantizedLinear,
+    Stack,
     as_bytes,
     is_finite,
-    matrix_of,
     shape_of,
 )
 from megacompile.weights.empty_models import place
@@ -103,7 +104,8 @@ class CodedPart:
 
 
 def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader) -> dict[str, StoredTensor]:
-    """The stored tensors, with one `PackedTensor` instead of all tensors that bitsandbytes stores for a weight. Raises
+    """The stored tensors, with one `PackedTensor` instead of all tensors that bitsandbytes stores for a weight, or
+    MXFP4 for a stack of experts. Raises
     `UnsupportedError` for a weight that is not in a format of ours, and `CheckpointError` if a part of one is missing or has
     another size."""
     found = dict(stored)
@@ -114,12 +116,16 @@ def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader) -> 
         elif name.endswith(".SCB"):
             weight = name.removesuffix("SCB") + "weight"
             _gather(found, weight, _eight_bits(weight, name, stored), (name, name.removesuffix("SCB") + "weight_format"))
+        elif name.endswith(_BLOCKS) and stored[name].dtype == "U8" and len(stored[name].shape) == 4:
+            weight = name.removesuffix(_BLOCKS)
+            _gather(found, weight, _microscaled(weight, stored), (name,))
     return found
 
 
 def _gather(found: dict[str, StoredTensor], weight: str, packed: PackedTensor, others: tuple[str, ...]) -> None:
     parts = [part for part in packed.scales if isinstance(part, StoredTensor)]
-    shape, numbers = (packed.shape[0], packed.shape[1]), len(packed.scales) - len(parts)
+    shape = packed.shape if len(packed.shape) == 2 else (packed.shape[0] * packed.shape[2], packed.shape[1])
+    numbers = len(packed.scales) - len(parts)
     there = packed.bytes, 4 * numbers + sum(math.prod(part.shape) * (1 if part.dtype == "U8" else 4) for part in parts)
     needed = packed.stored.code_bytes(shape), packed.stored.scale_bytes(shape)
     if there != needed:
@@ -143,6 +149,17 @@ def _four_bits(weight: str, kind: str, stored: Mapping[str, StoredTensor], reade
         mean = float(state["nested_offset"])
         scales = part("quant_map"), part("nested_quant_map"), mean, part("nested_absmax"), part("absmax")
     return PackedTensor(weight, codes.file, "BF16", shape, codes.offset, codes.bytes, form, scales)
+
+
+#: The end of the name of MXFP4 codes: [experts, columns, blocks, 16], of a stack [experts, 32 * blocks, columns].
+_BLOCKS = "_blocks"
+
+
+def _microscaled(weight: str, stored: Mapping[str, StoredTensor]) -> PackedTensor:
+    codes, scales = _part(stored, weight + _BLOCKS), _part(stored, weight + "_scales")
+    experts, columns, blocks, _ = codes.shape
+    form = FORMATS["mxfp4"]
+    return PackedTensor(weight, codes.file, "BF16", (experts, 32 * blocks, columns), codes.offset, codes.bytes, form, (scales,))
 
 
 def _eight_bits(weight: str, scales: str, stored: Mapping[str, StoredTensor]) -> PackedTensor:
@@ -190,16 +207,21 @@ def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored
             made[f"{name}.weight"] = Coded(source, form, shape_of(linear), f"{name}.scales")
     for parent, child, experts, held in frozen_experts(model, layers):
         name = ".".join(filter(None, (names[id(parent)], child)))
-        stacks = {weight: matrix_of(p.shape) for weight, p in held.items()}
-        if stored is not None and all(f"{name}.{weight}" in made and stored.fits(matrix) for weight, matrix in stacks.items()):
-            parent._modules[child] = QuantizedExperts.of(experts, held, stored)
-            for weight, matrix in stacks.items():
-                source = sources[f"{name}.{weight}"]
+        found = {weight: sources.get(f"{name}.{weight}") for weight in held}
+        packed = [source for source in found.values() if isinstance(source, PackedTensor)]
+        form = packed[0].stored if packed else stored
+        stacks = {weight: Stack.of(p, transposed=bool(packed)) for weight, p in held.items()}
+        if form is None or len(packed) not in (0, len(held)) or not all(form.fits(stack.matrix) for stack in stacks.values()):
+            continue
+        if all(source is not None for source in found.values()):
+            parent._modules[child] = QuantizedExperts.of(experts, stacks, form)
+            for weight, source in found.items():
+                assert source is not None
                 del made[f"{name}.{weight}"]
-                made[f"{name}.{weight}_codes"] = Coded(source, stored, matrix, f"{name}.{weight}_scales")
+                made[f"{name}.{weight}_codes"] = Coded(source, form, stacks[weight].matrix, f"{name}.{weight}_scales")
     read_through_codes(model)
-    for name, found in made.items():
-        if isinstance(found, PackedTensor):
+    for name, made_of in made.items():
+        if isinstance(made_of, PackedTensor):
             raise UnsupportedError(f"{name} is quantized, and is not the weight of a frozen nn.Linear in a layer: leave it in "
                                    "bfloat16 when the model is quantized (llm_int8_skip_modules)")
     return made
@@ -212,7 +234,7 @@ def least_bytes_quantized(model: nn.Module, stored: Format) -> int:
         if type(linear) is nn.Linear and stored.fits(shape := shape_of(linear)):
             total += stored.code_bytes(shape) + stored.scale_bytes(shape) - linear.weight.nbytes
         for weight in stacked_weights(linear).values():
-            if stored.fits(shape := matrix_of(weight.shape)):
+            if stored.fits(shape := Stack.of(weight).matrix):
                 total += stored.code_bytes(shape) + stored.scale_bytes(shape) - weight.nbytes
     return total
 

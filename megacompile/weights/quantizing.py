@@ -21,9 +21,9 @@ from megacompile.weights.codes import (
     FourBits,
     QuantizedExperts,
     QuantizedLinear,
+    Stack,
     as_bytes,
     is_finite,
-    matrix_of,
     shape_of,
 )
 
@@ -147,7 +147,7 @@ def quantize(model: M, stored: Any = "nf4", *, layers: Layers | None = None) -> 
 
     Args:
         model: a model whose weights are loaded, or on the meta device. Layers inside PEFT's adapters count.
-        stored: "nf4", 0.52 bytes per weight; "int8", 1 byte; or a `transformers.BitsAndBytesConfig`.
+        stored: "nf4", 0.52 bytes per weight; "mxfp4", 0.53 bytes; "int8", 1 byte; or a `transformers.BitsAndBytesConfig`.
         layers: as for `stream`.
 
     Stacked experts that transformers multiplies by grouped products count too. Embeddings, heads, norms, adapters and other
@@ -157,14 +157,15 @@ def quantize(model: M, stored: Any = "nf4", *, layers: Layers | None = None) -> 
     _check_not_streamed(model)
     form, compute_dtype = format_of(stored), compute_dtype_of(stored)
     found = [(parent, name, linear) for parent, name, linear in frozen_linears(model, layers) if form.fits(shape_of(linear))]
-    stacks = [(parent, name, experts, weights) for parent, name, experts, weights in frozen_experts(model, layers)
-              if all(form.fits(matrix_of(weight.shape)) for weight in weights.values())]
+    stacks = [(parent, name, experts, {name: Stack.of(weight) for name, weight in weights.items()})
+              for parent, name, experts, weights in frozen_experts(model, layers)
+              if all(form.fits(Stack.of(weight).matrix) for weight in weights.values())]
     if not found and not stacks:
         raise UnsupportedError(f"no layer of {type(model).__name__} has a frozen nn.Linear to quantize: freeze the weights "
                                "first (peft.get_peft_model does), and train an adapter")
     names = {id(module): name for name, module in model.named_modules()}
     weights: list[tuple[nn.Module, str, Tensor]] = [(linear, "weight", linear.weight) for _, _, linear in found]
-    weights += [(experts, name, weight) for _, _, experts, held in stacks for name, weight in held.items()]
+    weights += [(experts, name, getattr(experts, name)) for _, _, experts, held in stacks for name in held]
     for module, name, weight in weights:
         if not weight.is_meta and not all(map(is_finite, weight.detach().flatten().split(_AT_ONCE))):
             raise UnsupportedError(f"{names[id(module)]}.{name} has values that are not finite, which codes would spread to "
