@@ -135,6 +135,7 @@ PARTS = (
     Part(_LAYER, "enable_adapters", "trace a model without its adapters", "enabled"),
     Part(_LAYER, "get_base_layer", "send weights with adapters merged"),
     Part(_LAYER, "merged_adapters", "see that adapters stay as they were captured"),
+    Part(_PARAMETER, "_activate_lora", "add an adapter to the values of codes", "self active_adapters"),
     Part(_PARAMETER, "forward", "trace an adapter of a fused parameter by its factors", "self x"),
     Part(_PARAMETER, "get_delta_factors", "read these factors", "self adapter_name"),
     Part(_PARAMETER, "get_param", "tell matrices from stacks of matrices", "self"),
