@@ -67,7 +67,7 @@ def assert_trains_alike(native: Any, steps: int = 3, **options: Any) -> Any:
         for loss in losses:
             loss.backward()
         assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
-        assert_same_gradients(model, native)
+        assert_same_gradients(model, native, tolerance=5e-5)  # PEFT rounds W + AB, we round two products
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
