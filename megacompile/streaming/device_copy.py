@@ -103,12 +103,12 @@ class Turns(Enum):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A copy that fits: the bytes of device memory that it takes, and the bytes that cross the link for each call. `turns`: the
-    program for layers that take turns; None: all are on the device."""
+    """A copy that fits: the most bytes of device memory that it takes, and the bytes that cross the link for each call.
+    `turning`: the layers that take turns."""
 
     device_bytes: int
     copied_bytes: int
-    turns: Program | None = None
+    turning: tuple[TurningLayer, ...] = ()
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
@@ -151,7 +151,7 @@ class DeviceCopy:
                 found = self._arranged(more_bytes, turns)
                 self._make_room(found.device_bytes + more_bytes, keep_tiles=more_bytes > 0)
                 try:
-                    self.native = self._made(original, found.turns)
+                    self.native = self._made(original, found.turning)
                     self._parameters = list(self.native.parameters())
                 except BaseException:  # Ctrl-C, or too little memory: the slots would stay
                     self.release()
@@ -217,20 +217,20 @@ class DeviceCopy:
         """The arrangement that fits the budget, with `more_bytes` for the use; None if none fits."""
         if turns != Turns.ALL and self._holds(self.bytes + more_bytes):
             return Arrangement(self.bytes, 0)
-        layers = [] if turns == Turns.NONE else self.layers()
-        if not layers:
+        turning = () if turns == Turns.NONE else self.layers()
+        if not turning:
             return None
-        program, planner = turns_program(layers), self._streamed.planner
-        if not self._holds(self._bytes_with(program) + more_bytes):
+        program, planner = turns_program(turning), self._streamed.planner
+        least = self._bytes_with(program)
+        if not self._holds(least + more_bytes):
             return None
-        if turns == Turns.SOME:
-            beside = self.bytes - copied_bytes(program)
-            staying = staying_layers(layers, planner.device_bytes - planner.margin_bytes - more_bytes - beside)
-            if staying:
-                program = turns_program([layer for layer in layers if layer not in staying])
-        return Arrangement(self._bytes_with(program), copied_bytes(program), program)
+        if turns == Turns.SOME:  # fewer layers take no larger slots
+            staying = staying_layers(turning, planner.device_bytes - planner.margin_bytes - more_bytes - least)
+            turning = tuple(layer for layer in turning if layer not in staying)
+        copied = sum(layer.bytes for layer in turning)
+        return Arrangement(least + copied_bytes(program) - copied, copied, turning)
 
-    def layers(self) -> list[TurningLayer]:
+    def layers(self) -> tuple[TurningLayer, ...]:
         """The layers whose weights can take turns, in the order in which they run."""
         streamed = self._streamed
         return turning_layers(streamed.model, [call.again or call.name for call in streamed.captured.calls[1:-1]],
@@ -301,11 +301,11 @@ class DeviceCopy:
                                       and not streamed.arena.is_slab(slot) and (stays_too or not stays(slot))])
 
     # ---------------------------------------------------------------- the model
-    def _made(self, original: type[nn.Module], turns: Program | None) -> nn.Module:
-        """A copy of the model's structure with parameters and buffers on the device. `turns`: the program for layers that take
-        turns."""
+    def _made(self, original: type[nn.Module], turning: tuple[TurningLayer, ...]) -> nn.Module:
+        """A copy of the model's structure with parameters and buffers on the device. `turning`: the layers that take turns."""
         model = self._streamed.model
-        self.turns = None if turns is None else LayerTurns(turns, self._streamed.backend, self._streamed.store)
+        streamed = self._streamed
+        self.turns = LayerTurns(turns_program(turning), streamed.backend, streamed.store) if turning else None
         in_slots = {} if self.turns is None else self.turns.views(model)
         memo: dict[int, Any] = {}
         for tensor in _tensors(model):

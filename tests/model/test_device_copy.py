@@ -7,7 +7,6 @@ import gc
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,7 @@ from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.ir.program import Lane, Tile
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.streaming.device_copy import DeviceCopy, Turns
-from megacompile.streaming.generation.turns import TurningLayer, copied_bytes, slot_bytes, staying_layers, turns_program
+from megacompile.streaming.generation.turns import TurningLayer, copied_bytes, slot_bytes, staying_layers
 from megacompile.streaming.generation.ways import Way, cache_bytes, working_bytes
 
 LAYERS = 6
@@ -50,11 +49,7 @@ def generated(model: Any, **how: Any) -> Tensor:
         return model.generate(**left_padded(), **OPTIONS, **how)
 
 
-@pytest.fixture(scope="module")
-def streamed() -> Iterator[Any]:
-    model = megacompile.stream(tiny_models.build(num_hidden_layers=LAYERS).eval(), device="cpu")
-    yield model
-    model.megacompile.close()
+streamed = device_copies.streamed_in_module(LAYERS)
 
 
 @pytest.fixture
@@ -390,7 +385,6 @@ def test_an_adapter_takes_turns_with_its_layer_and_may_be_switched_off(monkeypat
 @pytest.mark.parametrize("count", range(1, 9))
 def test_layers_that_stay_are_spread_evenly(count: int) -> None:
     layers = [TurningLayer(str(n), (Tile(str(n), 5, 10, 10, trainable=False),)) for n in range(9)]
-    budget = slot_bytes(turns_program(layers)) + 10 * count
-    places = [int(layer.name) for layer in staying_layers(layers, budget)]
+    places = [int(layer.name) for layer in staying_layers(layers, 10 * count)]
     gaps = [b - a for a, b in itertools.pairwise([*places, 9])]
     assert len(places) == count and max(gaps) - min(gaps) <= 1

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import device_copies
 import edits
 import pytest
-import tiny_models
 import torch
 from tiny_models import batch
 from torch import Tensor, nn
 
-import megacompile
 from megacompile.errors import LaneError, ProgramError
 from megacompile.ir.program import Lane, Program, Tile, op_of
 from megacompile.ir.text import parse
@@ -29,14 +28,10 @@ def program_of(layers: int = LAYERS) -> Program:
     """A layer with a tile of its experts among layers with one tile."""
     tiles = [(Tile(f"layers.{n}", 100, 200, 200, False), *([Tile(f"layers.{n}.experts", 50, 100, 100, False)] * (n == 1)))
              for n in range(layers)]
-    return turns_program([TurningLayer(f"layers.{n}", tiles[n]) for n in range(layers)])
+    return turns_program(tuple(TurningLayer(f"layers.{n}", tiles[n]) for n in range(layers)))
 
 
-@pytest.fixture(scope="module")
-def streamed() -> Iterator[Any]:
-    model = megacompile.stream(tiny_models.build(num_hidden_layers=LAYERS).eval(), device="cpu")
-    yield model
-    model.megacompile.close()
+streamed = device_copies.streamed_in_module(LAYERS)
 
 
 @pytest.fixture
@@ -83,7 +78,7 @@ def test_a_program_without_one_of_its_waits_is_refused() -> None:
 @pytest.mark.parametrize("link_s", [0.5, 2.0])
 def test_a_call_takes_as_long_as_the_slower_of_copies_and_computation(link_s: float) -> None:
     seconds = {"prefetch": link_s, "forward": 1.0}
-    program = turns_program([TurningLayer(str(n), (Tile(str(n), 100, 200, 200, False),)) for n in range(LAYERS)])
+    program = turns_program(tuple(TurningLayer(str(n), (Tile(str(n), 100, 200, 200, False),)) for n in range(LAYERS)))
     timeline = simulate(program, lambda node: seconds.get(op_of(node).name, 0.0), sections=("evaluate",))
     assert LAYERS * max(link_s, 1.0) <= timeline.step_s <= LAYERS * max(link_s, 1.0) + link_s + 1.0
 
