@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 import threading
@@ -84,6 +85,9 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = Non
     if stored_as is not None and adapter is None and trainable:
         raise ArgumentError("quantized weights are frozen, and nothing would be trained: give an adapter (LoraConfig, "
                             "--lora), or trainable=False")
+    if stored_as is FORMATS["mxfp4"]:  # the weights are ours from here on
+        config = copy.copy(config)
+        vars(config).pop("quantization_config", None)
     known = dtype or config.dtype
     model = _empty_model(source, config, known or torch.bfloat16)
     model.requires_grad_(trainable)
@@ -194,7 +198,6 @@ def _format(source: str | Path, config: Any, wanted: Format | None) -> Format | 
     if wanted is not None:
         raise ArgumentError(f"{source} is quantized already: leave quantize out")
     if said["quant_method"] == "mxfp4":
-        del config.quantization_config  # its weights are ours from here on
         return FORMATS["mxfp4"]
     return FORMATS["nf4" if said.get("load_in_4bit") else "int8"]
 

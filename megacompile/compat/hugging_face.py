@@ -159,25 +159,14 @@ PARTS = (
 
 
 @contextlib.contextmanager
-def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
-    """A context in which attributes of a module have other values. For libraries without hooks for this. Raises
-    `AttributeError` if the module has no such attribute."""
-    before = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
+def replaced(owner: ModuleType | type, **values: Any) -> Iterator[None]:
+    """A context in which attributes of a module or a class have other values. For libraries without hooks for this. Raises
+    `AttributeError` if there is no attribute of that name."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        vars(module).update(before)
-
-
-@contextlib.contextmanager
-def replaced_method(owner: type, **methods: Any) -> Iterator[None]:
-    """A context in which methods of a class are others. Raises `AttributeError` if the class has no such method."""
-    before = {name: getattr(owner, name) for name in methods}
-    for name, method in methods.items():
-        setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(owner, name, method)
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -104,10 +104,9 @@ class CodedPart:
 
 
 def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader) -> dict[str, StoredTensor]:
-    """The stored tensors, with one `PackedTensor` instead of all tensors that bitsandbytes stores for a weight, or
-    MXFP4 for a stack of experts. Raises
-    `UnsupportedError` for a weight that is not in a format of ours, and `CheckpointError` if a part of one is missing or has
-    another size."""
+    """The stored tensors, with one `PackedTensor` instead of all tensors of a weight that bitsandbytes has quantized, or of a
+    stack of experts in MXFP4. Raises `UnsupportedError` for a weight that is not in a format of ours, and `CheckpointError` if
+    a part of one is missing or has another size."""
     found = dict(stored)
     for name in stored:
         if _STATE in name:
@@ -230,12 +229,13 @@ def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored
 def least_bytes_quantized(model: nn.Module, stored: Format) -> int:
     """The fewest bytes that a model's parameters take: with all its linear layers and experts quantized."""
     total = sum(p.nbytes for p in model.parameters())
-    for linear in model.modules():
-        if type(linear) is nn.Linear and stored.fits(shape := shape_of(linear)):
-            total += stored.code_bytes(shape) + stored.scale_bytes(shape) - linear.weight.nbytes
-        for weight in stacked_weights(linear).values():
-            if stored.fits(shape := Stack.of(weight).matrix):
-                total += stored.code_bytes(shape) + stored.scale_bytes(shape) - weight.nbytes
+    for module in model.modules():
+        stacks = stacked_weights(module).values()
+        matrices: list[tuple[tuple[int, int], Tensor]] = [(Stack.of(weight).matrix, weight) for weight in stacks]
+        if type(module) is nn.Linear:
+            matrices.append((shape_of(module), module.weight))
+        total += sum(stored.code_bytes(shape) + stored.scale_bytes(shape) - weight.nbytes
+                     for shape, weight in matrices if stored.fits(shape))
     return total
 
 

@@ -184,18 +184,17 @@ def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
     Returns the same model. Raises `ArgumentError` for a streamed model."""
     _check_not_streamed(model)
     replaced, dtype = False, dtype or _dtype_of(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, QuantizedLinear):
-                replaced = True
-                made = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
-                made.weight = nn.Parameter(child.dequantized_weight().to(dtype), requires_grad=False)
-                made.bias = child.bias if child.bias is None or child.bias.dtype == dtype else nn.Parameter(
-                    child.bias.detach().to(dtype), child.bias.requires_grad)
-                parent._modules[name] = made.train(child.training)
-            elif isinstance(child, QuantizedExperts):
-                replaced = True
-                parent._modules[name] = child.plain(dtype)
+    for parent, name, child in _held(model):
+        if isinstance(child, QuantizedLinear):
+            replaced = True
+            made = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
+            made.weight = nn.Parameter(child.dequantized_weight().to(dtype), requires_grad=False)
+            made.bias = child.bias if child.bias is None or child.bias.dtype == dtype else nn.Parameter(
+                child.bias.detach().to(dtype), child.bias.requires_grad)
+            parent._modules[name] = made.train(child.training)
+        elif isinstance(child, QuantizedExperts):
+            replaced = True
+            parent._modules[name] = child.plain(dtype)
     read_through_codes(model)
     if replaced:
         forget_bitsandbytes(model)
@@ -237,10 +236,16 @@ def frozen_linears(model: nn.Module, layers: Layers | None = None) -> Iterator[t
     """(module that holds it, its name there, layer) of each frozen `nn.Linear` in the model's layers, except in adapters."""
     for layer in find_layers(model, layers).layers:
         adapters = {id(module) for part in _adapters(layer) for module in part.modules()}
-        for parent in list(layer.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and id(child) not in adapters and not child.weight.requires_grad:
-                    yield parent, name, child
+        for parent, name, child in _held(layer):
+            if type(child) is nn.Linear and id(child) not in adapters and not child.weight.requires_grad:
+                yield parent, name, child
+
+
+def _held(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(holder, name there, module) of each module inside. The caller may replace a module while it reads."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            yield parent, name, child
 
 
 def read_through_codes(model: nn.Module) -> None:
@@ -286,11 +291,10 @@ def frozen_experts(model: nn.Module,
     """(module that holds it, its name there, module of experts, its stacked weights by name) of each module in the model's
     layers that transformers computes by grouped products, and whose weights are frozen."""
     for layer in find_layers(model, layers).layers:
-        for parent in list(layer.modules()):
-            for name, child in list(parent.named_children()):
-                own = stacked_weights(child)
-                if own and not any(p.requires_grad for p in own.values()):
-                    yield parent, name, child, own
+        for parent, name, child in _held(layer):
+            own = stacked_weights(child)
+            if own and not any(p.requires_grad for p in own.values()):
+                yield parent, name, child, own
 
 
 def stacked_weights(module: nn.Module) -> dict[str, nn.Parameter]:

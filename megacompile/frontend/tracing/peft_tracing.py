@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile.compat.hugging_face import replaced, replaced_method
+from megacompile.compat.hugging_face import replaced
 from megacompile.errors import MegacompileError, UnsupportedError
 
 
@@ -38,7 +38,7 @@ def traceable_adapters() -> Iterator[None]:
             from peft.tuners.lora.layer import ParamWrapper
             from transformers.integrations import moe
 
-            patches.enter_context(replaced_method(ParamWrapper, forward=_with_adapted_parameters))
+            patches.enter_context(replaced(ParamWrapper, forward=_with_adapted_parameters))
             patches.enter_context(replaced(moe, _grouped_linear=_grouped_linear_of(moe._grouped_linear)))
         yield
 
@@ -68,12 +68,10 @@ class _Experts:
 
     def __init__(self, experts: Any, values: Mapping[str, Any]) -> None:
         for name in ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel", "has_post_expert_norm",
-                     "act_fn", "_apply_gate", "post_expert_norm"):
-            if hasattr(experts, name):
-                setattr(self, name, getattr(experts, name))
-        for name in (*_MULTIPLIED, *(f"{each}_bias" for each in _MULTIPLIED)):
-            if name in values or hasattr(experts, name):
-                setattr(self, name, values[name] if name in values else getattr(experts, name))
+                     "act_fn", "_apply_gate", "post_expert_norm", *_MULTIPLIED, *(f"{each}_bias" for each in _MULTIPLIED)):
+            value = values[name] if name in values else getattr(experts, name, None)
+            if value is not None:
+                setattr(self, name, value)
 
 
 def _with_adapted_parameters(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
