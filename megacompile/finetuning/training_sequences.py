@@ -111,7 +111,7 @@ def _permutation(count: int, seed: int, number: int) -> np.ndarray[Any, Any]:
 @dataclass(frozen=True)
 class Order:
     """Assigns rows to steps. Every epoch has all rows, in its own order. A step takes `batch` rows, also across the boundaries
-    of epochs. There is no state, so a run can be resumed at any step. `epochs`: None for endless."""
+    of epochs. It has no state, so a run can be resumed at any step. `epochs`: None for endless."""
 
     rows: int
     batch: int

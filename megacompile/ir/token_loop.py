@@ -105,7 +105,7 @@ class TokenLoop(nn.Module):
     `body` takes the number of sequences, the number of positions in the chunk, then the inputs: cut to the chunk if `inputs`
     has `Tokens`, whole if it has None. It returns one tensor for each of `outputs`, two for a product. Totals are float32, or
     their own dtype if that is wider or not floating. `kernels`, by positions in a chunk, run instead of `body`. `targets`: the
-    position of an input, int64 [B, T]; all results are zeros where it is `IGNORED`. None if there is no such input. With
+    position of an input, int64 [B, T]; all results are zeros where it is `IGNORED`. None if the loop has no marked input. With
     `targets`, every value that has tokens has the dimension of sequences just before that of tokens, or folds both into one."""
 
     def __init__(self, body: fx.GraphModule, chunk: int, inputs: Sequence[Tokens | None],

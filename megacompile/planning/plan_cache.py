@@ -57,7 +57,7 @@ _FILE = schema.record({"plan": schema.record(FIELDS),
 
 def find(question: Mapping[str, Any], free: Mapping[str, int]) -> Plan | None:
     """The plan that was kept for a question (JSON values) while about as much memory was `free` (bytes by the names in
-    `ALIKE`). None if there is no such plan, or no cache folder. A damaged or changed file is ignored with a RuntimeWarning."""
+    `ALIKE`). None if the plan or the cache folder is missing. A damaged or changed file is ignored with a RuntimeWarning."""
     try:
         plan, then = _read(_folder() / _name_of(question))
         return plan if then.keys() == free.keys() and all(
@@ -115,9 +115,9 @@ def source_digest() -> str:
 # A question contains templates as digests of their joint graphs, with all shapes in B and T; variants, costs and residuals
 # follow from these. Memory that was found free, not given by the user, is kept apart from the question.
 def question(space: SearchSpace, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
-    """Everything that the search for the plan of a training step depends on, as JSON values. None if plans are not kept: there
-    is no search, compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or the user's own passes, which may read
-    anything, run."""
+    """Everything that the search for the plan of a training step depends on, as JSON values. None if plans are not kept:
+    without a search, if compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or with the user's own passes, which
+    may read anything."""
     captured, tiling, config, simulator = space.captured, space.tiling, space.config, space.simulator
     if (simulator is None or not space.keep_residuals or inductor_config.force_disable_caches
             or config.passes != PIPELINE or config.template_passes != TEMPLATE_PIPELINE):

@@ -71,7 +71,7 @@ def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type:
 
 
 def _masks_of_heads(segments: Sequence[Any], size: Callable[[Any], int]) -> int:
-    """The number of heads with separate masks of pairs; 0 if there is no mask, or all heads share one."""
+    """The number of heads with separate masks of pairs; 0 without a mask, or if all heads share one."""
     given = [each.meta["val"] for each in segments if isinstance(each, fx.Node)]
     heads = max((size(mask.shape[1]) for mask in given if mask.dim() == 4), default=1)
     return heads if heads > 1 else 0

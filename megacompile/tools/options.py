@@ -60,7 +60,7 @@ class Stored(StrEnum):
 
 @dataclass(frozen=True)
 class Lora:
-    """The options of an adapter. Without `lora` there is no adapter, and the other fields must be None."""
+    """The options of an adapter. Without `lora` the model gets no adapter, and the other fields must be None."""
 
     lora: Annotated[bool, typer.Option(
         "--lora", rich_help_panel=_PANEL, help="Train a LoRA adapter (PEFT) and freeze the model's own weights.")

@@ -260,7 +260,7 @@ class Template:
     def variant(self, name: str, chunk: int = 0, residuals: str = "all") -> Variant:
         """The variant called `name`, cut and lowered at its first use. `chunk`: how many positions of a sequence it runs at a
         time, for variants that can (`CHUNKED`, or with no residuals but attention's); 0: all at once. `residuals`: which ones
-        are kept. Raises `CaptureError` if there is no such variant."""
+        are kept. Raises `CaptureError` if the template lacks the variant."""
         if name not in self._recipes:
             raise CaptureError(f"template {self.name} has no variant {name}: it has {', '.join(self._recipes)}")
         kept = residuals if name in KEEPING else "all"

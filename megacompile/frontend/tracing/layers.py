@@ -72,7 +72,7 @@ def layer_stack(*layers: str) -> Callable[[type[M]], type[M]]:
 def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
     """The lists named by `layers`; else those registered for the model's class; else the list with the most parameters, and
     similar lists next to it. If the model names its decoder, only lists in it count, since an encoder may be larger. Raises
-    `CaptureError`, naming the candidates, if there is no such list or it is empty."""
+    `CaptureError`, naming the candidates, if the list is missing or empty."""
     registered = (_REGISTERED[cls] for cls in type(model).__mro__ if cls in _REGISTERED)
     named = next(registered, ()) if layers is None else _paths(layers)
     candidates = stack_candidates(model)
