@@ -12,7 +12,7 @@ from megacompile.loading import parameters_on_meta
 from megacompile.planning.device import rank_in_job
 from megacompile.planning.host_needs import EXACT, StateChoice
 from megacompile.system.host_memory import available_host_bytes
-from megacompile.weights.codes import QuantizedLinear, shape_of, weights_of_codes
+from megacompile.weights.codes import Format, QuantizedExperts, QuantizedLinear, shape_of, weights_of_codes
 from megacompile.weights.quantizing import quantize
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
@@ -98,12 +98,19 @@ def random_model(shape: str, layers: int | None, device: str, lora: int = 0, sto
     if rank_in_job() > 0:
         return model.train()
     scales: dict[tuple[int, int], Tensor] = {}  # those of random weights, by shape
+
+    def codes_and_scales(stored: Format, matrix: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        if matrix not in scales:
+            scales[matrix] = _random_scales(stored, matrix)
+        codes = torch.randint(256, (stored.code_bytes(matrix),), dtype=torch.uint8, device=device)
+        return codes.cpu(), scales[matrix].clone()
+
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
-            if shape_of(module) not in scales:
-                scales[shape_of(module)] = _random_scales(module)
-            codes = torch.randint(256, module.weight.shape, dtype=torch.uint8, device=device)
-            module.put(codes.cpu(), scales[shape_of(module)].clone())
+            module.put(*codes_and_scales(module.stored, shape_of(module)))
+        elif isinstance(module, QuantizedExperts):
+            for name, stack in module.stacks.items():
+                module.put(name, *codes_and_scales(module.stored, stack.matrix))
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -113,32 +120,9 @@ def random_model(shape: str, layers: int | None, device: str, lora: int = 0, sto
     return model.train()
 
 
-def _random_scales(module: QuantizedLinear) -> Tensor:
-    """The scales of random weights in a layer's format and shape."""
-    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(torch.empty(shape_of(module), dtype=torch.bfloat16).normal_(0, 0.02))
-    return QuantizedLinear.of(linear, module.stored).scales.data
-
-
-def expert_count(config: Any) -> int:
-    """The number of experts of a layer; 1 if it has none."""
-    return next((count for name in ("num_experts", "num_local_experts") if (count := getattr(config, name, None))), 1)
-
-
-def active_parameters(model: Any) -> int:
-    """The number of parameters that a token uses; of experts, only those that it is routed to."""
-    share = getattr(model.config, "num_experts_per_tok", 1) / expert_count(model.config)
-    of_codes = weights_of_codes(model)
-    return round(sum(of_codes.get(id(p), p.numel()) * (share if re.search(r"\.experts\.", name) else 1)
-                     for name, p in model.named_parameters()))
-
-
-def attention_flops(model: Any, length: int) -> float:
-    """FLOPs of causal attention per token, forward and backward. In layers with a sliding window, a query sees at most the keys
-    in it."""
-    sizes = model.config
-    width = sizes.num_attention_heads * (getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads)
-    window = min(getattr(sizes, "sliding_window", None) or length, length)
-    kinds = getattr(sizes, "layer_types", None) or ["sliding_attention"] * sizes.num_hidden_layers
-    keys = [window if kind == "sliding_attention" else length for kind in kinds]
-    return 12 * width * sum(seen - seen**2 / (2 * length) for seen in keys)
+def _random_scales(stored: Format, matrix: tuple[int, int]) -> Tensor:
+    """The scales of random weights in a format and shape."""
+    codes, scales = (torch.empty(count, dtype=torch.uint8) for count in (stored.code_bytes(matrix), stored.scale_bytes(matrix)))
+    size, count = stored.piece(matrix), matrix[0] * matrix[1]
+    stored.encode((torch.randn(min(size, count - at)) * 0.02 for at in range(0, count, size)), codes, scales)
+    return scales

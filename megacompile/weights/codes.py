@@ -342,6 +342,11 @@ class QuantizedExperts(nn.Module):
         found: QuantizedExperts = made
         return found
 
+    def put(self, name: str, codes: Tensor, scales: Tensor) -> None:
+        """Replaces codes and scales of a weight, uint8, 1-D."""
+        for part, values in (("codes", codes), ("scales", scales)):
+            self._parameters[f"{name}_{part}"] = nn.Parameter(values, requires_grad=False)
+
     def dequantized(self, name: str) -> Tensor:
         """The values of a weight, FP32 [experts, rows, columns]."""
         stack = self.stacks[name]

@@ -1,4 +1,4 @@
-"""Adapters of fused experts on a GPU: compiled grouped products with factors, against PEFT in fp32."""
+"""Adapters of fused experts on a GPU, over bf16 and over codes: compiled grouped products with factors, against PEFT in fp32."""
 from __future__ import annotations
 
 import copy
@@ -14,12 +14,14 @@ import megacompile
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("rank", [3, 8])
+@pytest.mark.parametrize(("stored", "rank"), [(None, 3), (None, 8), ("nf4", 8), ("int8", 8), ("mxfp4", 8)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_adapters_of_experts_are_as_near_to_fp32_as_peft_s(family: str, rank: int) -> None:
+def test_adapters_of_experts_are_as_near_to_fp32_as_peft_s(family: str, stored: str | None, rank: int) -> None:
     native = adapted(family, bf16=True, r=rank, target_modules=["q_proj"])
-    exact = copy.deepcopy(native).float()
+    native = native if stored is None else megacompile.quantize(native, stored)
     model = megacompile.stream(copy.deepcopy(native), device="cuda")
+    native = megacompile.dequantize(native)
+    exact = copy.deepcopy(native).float()
     native.cuda()
     gradients = []
     for each, device in ((model, "cpu"), (native, "cuda"), (exact, "cpu")):
