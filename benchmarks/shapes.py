@@ -126,3 +126,26 @@ def _random_scales(stored: Format, matrix: tuple[int, int]) -> Tensor:
     size, count = stored.piece(matrix), matrix[0] * matrix[1]
     stored.encode((torch.randn(min(size, count - at)) * 0.02 for at in range(0, count, size)), codes, scales)
     return scales
+
+def expert_count(config: Any) -> int:
+    """The number of experts of a layer; 1 if it has none."""
+    return next((count for name in ("num_experts", "num_local_experts") if (count := getattr(config, name, None))), 1)
+
+
+def active_parameters(model: Any) -> int:
+    """The number of parameters that a token uses; of experts, only those that it is routed to."""
+    share = getattr(model.config, "num_experts_per_tok", 1) / expert_count(model.config)
+    of_codes = weights_of_codes(model)
+    return round(sum(of_codes.get(id(p), p.numel()) * (share if re.search(r"\.experts\.", name) else 1)
+                     for name, p in model.named_parameters()))
+
+
+def attention_flops(model: Any, length: int) -> float:
+    """FLOPs of causal attention per token, forward and backward. In layers with a sliding window, a query sees at most the keys
+    in it."""
+    sizes = model.config
+    width = sizes.num_attention_heads * (getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads)
+    window = min(getattr(sizes, "sliding_window", None) or length, length)
+    kinds = getattr(sizes, "layer_types", None) or ["sliding_attention"] * sizes.num_hidden_layers
+    keys = [window if kind == "sliding_attention" else length for kind in kinds]
+    return 12 * width * sum(seen - seen**2 / (2 * length) for seen in keys)
