@@ -1,4 +1,4 @@
-"""Adapters of fused experts on a GPU, over bf16 and over codes: compiled grouped products with factors, against PEFT in fp32."""
+"""Adapters of fused experts on a GPU, over bf16 and codes: compiled grouped products with factors, against PEFT in fp32."""
 from __future__ import annotations
 
 import copy

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from megacompile.compat import aot
 from megacompile.compat.aot import min_cut_rematerialization_partition
 from megacompile.compat.core import FakeTensorMode, LazyGraphModule, pytree
+from megacompile.frontend.ops.experts import DECOMPOSITIONS
 from megacompile.frontend.templates.graph_cache import functional_graph
 
 # --------------------
@@ -108,7 +109,8 @@ def forward_graph(
 ) -> JointGraph:
     """Only the forward of a Dynamo-level section, made functional."""
     with fakes, torch.no_grad():
-        traced = functional_graph(graph, example_values(graph), fakes, trace_joint=False, decompositions=decompositions)
+        traced = functional_graph(graph, example_values(graph), fakes, trace_joint=False,
+                                  decompositions=DECOMPOSITIONS | (decompositions or {}))
     return JointGraph(traced, traced.graph.find_nodes(op="placeholder"), [], _results(traced), {}, [])
 
 
@@ -128,7 +130,8 @@ def joint_graph(
         alone.gradients.update({i: _zeros_like(alone.graph.graph, alone.inputs[i]) for i in waited_for})
         return alone
     with fakes:
-        joint = functional_graph(graph, examples, fakes, trace_joint=True, decompositions=decompositions)
+        joint = functional_graph(graph, examples, fakes, trace_joint=True,
+                                 decompositions=DECOMPOSITIONS | (decompositions or {}))
     correct_results(joint, fakes, device_type)
     saved: set[str] = set()
     if partition:

@@ -35,6 +35,7 @@ from megacompile.compat.dynamo import LazySymNodeFormatString, dynamo_graph_capt
 from megacompile.compat.symbols import PythonReferenceAnalysis, ShapeEnv, sympy_interp
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.frontend.batches.pair_masks import pairs_of
+from megacompile.frontend.ops.experts import traced_experts
 from megacompile.frontend.templates.symbolic_sizes import rounded_sizes
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.explained import TRACING_ERRORS, explained, raise_foreign
@@ -167,8 +168,9 @@ def capture_model_graph(
         return model(**taken(dict(zip(names, inputs, strict=True))), **options)
 
     dynamo.reset()
-    with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), unchecked_distributions(),
-          unchecked_values(), sizes_unread_by_messages(), rounded_sizes(), convolutions_of_any_batch(), native_branches(model),
+    with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), traced_experts(),
+          unchecked_distributions(), unchecked_values(), sizes_unread_by_messages(), rounded_sizes(),
+          convolutions_of_any_batch(), native_branches(model),
           dynamo.config.patch(fake_tensor_cache_enabled=False), layers_as_regions(stack, each_call)):
         warnings.simplefilter("always")
         try:

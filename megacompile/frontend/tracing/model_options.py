@@ -60,7 +60,9 @@ def _eager_experts(module: nn.Module) -> tuple[str, Any] | None:
 def _looped_products(module: nn.Module) -> tuple[str, Any] | None:
     """Experts whose weights are not bfloat16, in a version of transformers that cannot trace their products."""
     found = _experts(module, "grouped_mm")
-    bfloat16 = all(p.dtype == torch.bfloat16 for p in module.parameters(recurse=False))
+    coded: dict[str, Any] = getattr(module, "stacks", {})  # experts in codes, with the dtype of their values
+    weights = [*coded.values(), *(p for p in module.parameters(recurse=False) if p.is_floating_point())]
+    bfloat16 = all(each.dtype == torch.bfloat16 for each in weights)
     return None if found is None or bfloat16 or loop_is_an_op() else found
 
 

@@ -1,12 +1,8 @@
 """PEFT's adapters: hiding from Dynamo what it cannot follow, and reading through PEFT's wrapper.
 
 An adapter of a fused parameter (`target_parameters`: the experts of a mixture) adds a low-rank product to all experts' weights,
-which PEFT does by a parametrization of the module. Dynamo cannot follow that, and the sum would need the gradient of all
-experts' weights. So while a model is traced, such experts multiply by the factors instead:
-
-    x W_e + (x A_e) B_e        in place of        x (W_e + A_e B_e)
-
-Both products with factors are grouped by expert, as the product with the weights is.
+which PEFT does by a parametrization of the module. Dynamo cannot follow that. So while a model is traced, such experts get a
+weight with factors (`AdaptedWeight`), and other parameters get the sum.
 """
 from __future__ import annotations
 
@@ -14,15 +10,14 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile.compat.hugging_face import replaced
 from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.frontend.ops.experts import AdaptedWeight, experts_forward
 
 
 @contextlib.contextmanager
@@ -36,27 +31,9 @@ def traceable_adapters() -> Iterator[None]:
                 patches.enter_context(replaced(module, dequantize_module_weight=_weight))
         if "peft.tuners.lora.layer" in sys.modules:
             from peft.tuners.lora.layer import ParamWrapper
-            from transformers.integrations import moe
 
             patches.enter_context(replaced(ParamWrapper, forward=_with_adapted_parameters))
-            patches.enter_context(replaced(moe, _grouped_linear=_grouped_linear_of(moe._grouped_linear)))
         yield
-
-
-@dataclass(frozen=True)
-class AdaptedWeight:
-    """A parameter with adapters. `factors`: for each adapter (left, right, scale); the parameter's value is
-    weight + scale * left @ right, where left is [..., rows, rank] and right [..., rank, columns]."""
-
-    weight: Tensor
-    factors: tuple[tuple[Tensor, Tensor, float], ...]
-
-    def sum(self) -> Tensor:
-        """The parameter's value."""
-        value = self.weight
-        for left, right, scale in self.factors:
-            value = value + left @ right * scale
-        return value
 
 
 #: Parameters of experts that tokens are multiplied by.
@@ -64,7 +41,7 @@ _MULTIPLIED = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class _Experts:
-    """A module of experts whose parameters have other values. Has what `grouped_mm_experts_forward` reads of the module."""
+    """A module of experts whose parameters have other values. Has what `experts_forward` reads of the module."""
 
     def __init__(self, experts: Any, values: Mapping[str, Any]) -> None:
         for name in ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel", "has_post_expert_norm",
@@ -78,7 +55,6 @@ def _with_adapted_parameters(self: Any, x: Tensor, *args: Any, **kwargs: Any) ->
     """In place of `ParamWrapper.forward`. A wrapper adapts one parameter, and wrappers of several parameters of a module wrap
     each other."""
     from peft.tuners.lora.layer import ParamWrapper
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     module: Any = self
     factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
@@ -92,7 +68,7 @@ def _with_adapted_parameters(self: Any, x: Tensor, *args: Any, **kwargs: Any) ->
         return module(x, *args, **kwargs)
     if hasattr(module, "is_transposed") and module.config._experts_implementation == "grouped_mm":
         values = {name: each if name in _MULTIPLIED else each.sum() for name, each in adapted.items()}
-        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](_Experts(module, values), x, *args, **kwargs)
+        return experts_forward(_Experts(module, values), x, *args, **kwargs)
     return torch.func.functional_call(module, {name: each.sum() for name, each in adapted.items()}, (x, *args), kwargs)
 
 
@@ -104,28 +80,6 @@ def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
         return left, right, scale
     left, right = wrapper.lora_B[adapter].weight, wrapper.lora_A[adapter].weight
     return left.to(weight.dtype), right.to(weight.dtype), wrapper.scaling[adapter]
-
-
-#: Ranks are padded by zeros to a multiple of this: grouped products need rows of a multiple of 16 bytes.
-_RANK_MULTIPLE = 8
-
-
-def _grouped_linear_of(grouped_linear: Any) -> Any:
-    """transformers' grouped product with a weight that may be an `AdaptedWeight`."""
-
-    def product(input: Tensor, weight: Any, offs: Tensor, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
-        if not isinstance(weight, AdaptedWeight):
-            return grouped_linear(input, weight, offs, bias=bias, is_transposed=is_transposed)
-        out = grouped_linear(input, weight.weight, offs, bias=bias, is_transposed=is_transposed)
-        for left, right, scale in weight.factors:
-            missing = -right.shape[-2] % _RANK_MULTIPLE
-            left, right = F.pad(left, (0, missing)).contiguous(), F.pad(right, (0, 0, 0, missing)).contiguous()
-            first, second = (left, right) if is_transposed else (right, left)
-            inner = grouped_linear(input, first, offs, is_transposed=is_transposed)
-            out = out + grouped_linear(inner, second, offs, is_transposed=is_transposed) * scale
-        return out
-
-    return product
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature:
