@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.ops.four_bit_values import FOUR_BIT_VALUES, MAP, SCALES_IN_GROUP, TABLE
 
 #: Quantiles of a normal distribution, from -1 to 1, with an exact zero.
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
-#: Scales that share an FP32 scale.
-SCALES_IN_GROUP = 256
-_TABLE, _MAP = 16, 256
 #: Weights that are encoded at a time: what that takes in addition is some 50 bytes for each.
 _AT_ONCE = 1 << 22
 
@@ -55,8 +53,8 @@ class Format(Protocol):
     def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
         """Floats, 1-D, in pieces -> codes and scales."""
 
-    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Codes and scales -> FP32 `shape`. A compiler should fuse this into one kernel."""
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Codes and scales -> values `shape`, computed in FP32. A compiler should fuse this into one kernel."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,8 @@ class FourBits:
     def scale_bytes(self, shape: tuple[int, int]) -> int:
         blocks = math.prod(shape) // self.block
         if not self.nested:
-            return 4 * (_TABLE + blocks)
-        return 4 * (_TABLE + _MAP + 1 + _groups(blocks)) + blocks
+            return 4 * (TABLE + blocks)
+        return 4 * (TABLE + MAP + 1 + _groups(blocks)) + blocks
 
     def piece(self, shape: tuple[int, int]) -> int:
         return max(1, _AT_ONCE // self.block) * self.block
@@ -106,18 +104,8 @@ class FourBits:
         codes = _nearest(groups * _inverse(largest)[:, None], dynamic_map()).flatten()[:len(maxima)]
         return torch.cat([as_bytes(table, dynamic_map(), mean, largest), codes])
 
-    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        blocks = math.prod(shape) // self.block
-        floats = (scales[:len(scales) - blocks] if self.nested else scales).view(torch.float32)
-        numbers = torch.stack((codes >> 4, codes & 15), dim=-1).view(blocks, self.block)
-        values = floats[:_TABLE][numbers.int()]
-        return (values * self._maxima(floats[_TABLE:], scales[len(scales) - blocks:], blocks)[:, None]).view(shape)
-
-    def _maxima(self, floats: Tensor, codes: Tensor, blocks: int) -> Tensor:
-        if not self.nested:
-            return floats
-        of_groups = floats[_MAP + 1:, None].expand(-1, SCALES_IN_GROUP).reshape(-1)[:blocks]
-        return floats[:_MAP][codes.int()] * of_groups + floats[_MAP]
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+        return FOUR_BIT_VALUES(codes, scales, self.block, self.nested, dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -147,8 +135,8 @@ class EightBits:
             at += piece.numel()
         scales.copy_(as_bytes(torch.cat(maxima) / 127))
 
-    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        return codes.view(torch.int8).view(shape).float() * scales.view(torch.float32)[:, None]
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+        return (codes.view(torch.int8).view(shape).float() * scales.view(torch.float32)[:, None]).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -184,13 +172,13 @@ class MicroscaledFourBits:
             scales[at // 16:at // 16 + len(blocks)] = (exponents + _E8M0_BIAS).to(torch.uint8)
             at += len(pairs)
 
-    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
         # Arithmetic instead of a table: graphs with constants are not cached. A scale's bits are those of an FP32 exponent.
         numbers = torch.stack((codes & 15, codes >> 4), dim=-1).view(-1, self.block)
         exponent, fraction = numbers >> 1 & 3, (numbers & 1).float()
         values = torch.where(exponent > 0, (2 + fraction) * (1 << exponent.int()), 2 * fraction) * 0.25
         signed = torch.where(numbers > 7, -values, values)
-        return (signed * (scales.int() << 23).view(torch.float32)[:, None]).view(shape)
+        return (signed * (scales.int() << 23).view(torch.float32)[:, None]).view(shape).to(dtype)
 
 
 #: Magnitudes of the codes of FP4, and the exponent of the largest.
@@ -268,14 +256,14 @@ class QuantizedLinear(nn.Linear):
         """Replaces codes and scales, uint8, 1-D."""
         self.weight, self.scales = (nn.Parameter(each, requires_grad=False) for each in (codes, scales))
 
-    def dequantized_weight(self) -> Tensor:
-        """The weight, FP32 [out, in]."""
-        return self.stored.decode(self.weight, self.scales, shape_of(self))
+    def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [out, in]."""
+        return self.stored.decode(self.weight, self.scales, shape_of(self), dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = self.compute_dtype or input.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return functional.linear(input.to(dtype), self.dequantized_weight().to(dtype), bias).to(input.dtype)
+        return functional.linear(input.to(dtype), self.dequantized_weight(dtype), bias).to(input.dtype)
 
     def reset_parameters(self) -> None:
         raise UnsupportedError("quantized weights have no initial values: initialize the model before it is quantized")
@@ -347,10 +335,10 @@ class QuantizedExperts(nn.Module):
         for part, values in (("codes", codes), ("scales", scales)):
             self._parameters[f"{name}_{part}"] = nn.Parameter(values, requires_grad=False)
 
-    def dequantized(self, name: str) -> Tensor:
-        """The values of a weight, FP32 [experts, rows, columns]."""
+    def dequantized(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values of a weight [experts, rows, columns]."""
         stack = self.stacks[name]
-        values = self.stored.decode(getattr(self, f"{name}_codes"), getattr(self, f"{name}_scales"), stack.matrix)
+        values = self.stored.decode(getattr(self, f"{name}_codes"), getattr(self, f"{name}_scales"), stack.matrix, dtype)
         experts, rows, columns = stack.shape
         return values.view(experts, columns, rows).transpose(1, 2) if stack.transposed else values.view(stack.shape)
 
@@ -358,7 +346,7 @@ class QuantizedExperts(nn.Module):
         """The module with ordinary weights in this dtype."""
         made: Any = copy.copy(self)
         made._parameters = {name: p for name, p in self._parameters.items() if not name.endswith(("_codes", "_scales"))}
-        values = {name: self.dequantized(name).to(dtype).contiguous() for name in self.stacks}
+        values = {name: self.dequantized(name, dtype).contiguous() for name in self.stacks}
         made._parameters |= {name: nn.Parameter(each, requires_grad=False) for name, each in values.items()}
         made.__class__ = type(self).__bases__[1]
         for name in ("stored", "stacks", "deltas"):
@@ -379,7 +367,7 @@ _expert_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] 
 
 
 def _values(name: str, experts: QuantizedExperts) -> Tensor:
-    values = experts.dequantized(name).to(experts.stacks[name].dtype)
+    values = experts.dequantized(name, experts.stacks[name].dtype)
     return values + experts.deltas[name] if name in experts.deltas else values
 
 

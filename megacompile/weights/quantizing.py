@@ -188,7 +188,7 @@ def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
         if isinstance(child, QuantizedLinear):
             replaced = True
             made = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
-            made.weight = nn.Parameter(child.dequantized_weight().to(dtype), requires_grad=False)
+            made.weight = nn.Parameter(child.dequantized_weight(dtype), requires_grad=False)
             made.bias = child.bias if child.bias is None or child.bias.dtype == dtype else nn.Parameter(
                 child.bias.detach().to(dtype), child.bias.requires_grad)
             parent._modules[name] = made.train(child.training)

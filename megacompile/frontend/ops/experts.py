@@ -2,8 +2,8 @@
 
 A pair is a token and one of the experts that it is sent to. transformers sorts the pairs by expert, multiplies them by grouped
 products, and sorts them back. Autograd sees two lookups of rows there, and their gradients are sums at computed places: zeros
-are written, then every row is read, added and written again. But the pairs are only permuted, so each gradient is a lookup by
-the inverse permutation, which is an op here. The sums over a token's pairs are then made while rows are read.
+are written, then every row is read, added and written again. But the pairs are only permuted, so two ops here are each other's
+gradient: one gives each pair the row of its token, one adds up the rows of each token's pairs. Both are lookups.
 
 Routing weights multiply the input of the down projection instead of its output, where nothing is added in between. The product
 is the same, the rows are narrower, and the output of the projection is not read again in the backward.
@@ -11,8 +11,9 @@ is the same, the rows are narrower, and the output of the projection is not read
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,29 +22,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """rows[order]. `order` and `inverse`: int64 [rows], permutations that undo each other."""
-    return rows[order]
+def _spread(rows: Tensor, order: Tensor, inverse: Tensor, chosen: int) -> Tensor:
+    return rows[torch.div(order, chosen, rounding_mode="floor")]
 
 
-_op = torch.library.custom_op("megacompile::permuted", _permuted, mutates_args=(),
-                              schema="(Tensor rows, Tensor order, Tensor inverse) -> Tensor")
-_op.register_fake(lambda rows, order, inverse: torch.empty_like(rows, memory_format=torch.contiguous_format))
-PERMUTED = torch.ops.megacompile.permuted
+def _gathered(pairs: Tensor, order: Tensor, inverse: Tensor, chosen: int) -> Tensor:
+    # Sums of lookups instead of a sum over a dimension, whose compiled reduction is several times slower.
+    wide = torch.promote_types(pairs.dtype, torch.float32)
+    places = inverse.view(-1, chosen).unbind(1)
+    return functools.reduce(torch.add, [pairs[place].to(wide) for place in places]).to(pairs.dtype)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
+_SCHEMA = "(Tensor rows, Tensor order, Tensor inverse, int chosen) -> Tensor"
+_spread_op = torch.library.custom_op("megacompile::spread_pairs", _spread, mutates_args=(), schema=_SCHEMA)
+_spread_op.register_fake(lambda rows, order, inverse, chosen: rows.new_empty(rows.shape[0] * chosen, rows.shape[1]))
+_gather_op = torch.library.custom_op("megacompile::gather_pairs", _gathered, mutates_args=(), schema=_SCHEMA)
+_gather_op.register_fake(lambda rows, order, inverse, chosen: rows.new_empty(rows.shape[0] // chosen, rows.shape[1]))
+#: Rows [N, width] -> rows of pairs [N * chosen, width], sorted by `order`; and rows of pairs -> their sums [N, width].
+#: `order` and `inverse`: int64 [N * chosen], permutations of pairs that undo each other.
+SPREAD, GATHER = torch.ops.megacompile.spread_pairs, torch.ops.megacompile.gather_pairs
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    order, inverse = ctx.saved_tensors
-    return PERMUTED(gradient, inverse, order), None, None
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+    ctx.chosen = inputs[3]
 
 
-_op.register_autograd(_backward, setup_context=_setup)
-#: How the op is written once its gradient is known, so that compilers fuse it.
-DECOMPOSITIONS = {PERMUTED.default: _permuted}
+def _gradient_by(op: Any) -> Callable[..., tuple[Tensor | None, ...]]:
+    return lambda ctx, gradient: (op(gradient, *ctx.saved_tensors, ctx.chosen), None, None, None)
+
+
+_spread_op.register_autograd(_gradient_by(GATHER), setup_context=_setup)
+_gather_op.register_autograd(_gradient_by(SPREAD), setup_context=_setup)
+#: How the ops are written once their gradients are known, so that compilers fuse them.
+DECOMPOSITIONS = {SPREAD.default: _spread, GATHER.default: _gathered}
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """In place of transformers' `grouped_mm_experts_forward`, for hidden_states [N, hidden], numbers of experts, int64 [N, k],
     and their weights [N, k]. Returns [N, hidden]. With expert parallelism, a number past the last expert stands for an expert
     elsewhere. Such pairs come last, no product reads them, and their rows are zeros."""
-    tokens, chosen = top_k_index.shape
+    chosen = top_k_index.shape[1]
     numbers, order = torch.sort(top_k_index.reshape(-1))
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
@@ -104,19 +116,17 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return rows if elsewhere is None else rows.masked_fill(elsewhere, 0.0)
 
     def multiplied(rows: Tensor, name: str) -> Tensor:
-        out = zeroed(_product(rows, getattr(self, name), ends, self.is_transposed))
-        return out + getattr(self, f"{name}_bias")[numbers] if self.has_bias else out
+        out = _product(rows, getattr(self, name), ends, self.is_transposed)
+        return zeroed(out + getattr(self, f"{name}_bias")[numbers] if self.has_bias else out)
 
-    pairs = hidden_states[:, None].expand(-1, chosen, -1).reshape(tokens * chosen, -1)
-    weights = PERMUTED(top_k_weights.reshape(-1, 1), order, inverse)
-    rows = zeroed(PERMUTED(pairs, order, inverse))
+    weights = SPREAD(top_k_weights.reshape(-1, 1), order, inverse, 1)
+    rows = zeroed(SPREAD(hidden_states, order, inverse, chosen))
     rows = self._apply_gate(multiplied(rows, "gate_up_proj")) if self.has_gate else self.act_fn(multiplied(rows, "up_proj"))
     normed = getattr(self, "has_post_expert_norm", False)
     linear = not self.has_bias and not normed
     rows = multiplied(rows * weights if linear else rows, "down_proj")
     rows = self.post_expert_norm(rows) if normed else rows
-    rows = PERMUTED(rows if linear else rows * weights, inverse, order)
-    return rows.view(tokens, chosen, -1).sum(dim=1).to(hidden_states.dtype)
+    return GATHER(rows if linear else rows * weights, order, inverse, chosen).to(hidden_states.dtype)
 
 
 @contextlib.contextmanager
