@@ -1,5 +1,5 @@
-"""The values of weights in four bits (`FourBits` in weights/codes.py), as an op: compiled lookups in tables run at a third of the
-memory's rate, and a kernel of our own at all of it."""
+"""The values of weights in four bits (`FourBits` in weights/codes.py), as an op: compiled lookups in tables run at a third of
+the memory's rate, and a kernel of our own at all of it."""
 from __future__ import annotations
 
 import importlib.util
