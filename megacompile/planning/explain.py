@@ -9,10 +9,11 @@ from tabulate import tabulate
 
 from megacompile.errors import listed
 from megacompile.frontend.templates.template import BATCH, LENGTH
+from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.placement import Updated
 from megacompile.ir.places import OF_A_FORWARD, Family
 from megacompile.ir.plan import Plan, kept_residuals
-from megacompile.ir.program import Lane, Program, place_kind, places
+from megacompile.ir.program import Lane, Program, argument, op_of, place_kind, places
 from megacompile.planning.host_needs import StateChoice, bytes_each, combinations, with_choice
 from megacompile.planning.planner import Planner
 from megacompile.planning.precision import described_products
@@ -159,6 +160,7 @@ class Outlook:
         largest_batch: the most sequences of this length whose step fits the device.
         states: the plan with each way to keep optimizer state.
         useful: the share of the plan's tokens that are not padding.
+        whole_step: a step is one program.
     """
 
     planner: Planner
@@ -169,6 +171,7 @@ class Outlook:
     largest_batch: int
     states: tuple[StateRow, ...] = ()
     useful: float = 1.0
+    whole_step: bool = False
 
     @property
     def chosen(self) -> Candidate:
@@ -219,7 +222,7 @@ class Outlook:
             lines += [f"slots: one of {' and one of '.join(single)}, for want of device memory: some copies wait for compute"]
         lines += described_products(planner.captured)
         lines += [f"largest batch: {self.largest_batch}{' or more' * (self.largest_batch == MOST_SEQUENCES)} sequences of "
-                  f"{plan.length} tokens fit the device", "",
+                  f"{plan.length} tokens fit the device", self._parts(), "",
                   _host_table(self.host_parts, parameters), ""]
         if self.states:
             lines += [state_table(self.states, plan.ranks * plan.tokens, self.host_budget), ""]
@@ -227,6 +230,27 @@ class Outlook:
             lines += [chosen.times.table(), ""]
         return "\n".join([*lines, _table(self.candidates, plan, each, planner.layers)])
 
+    def _parts(self) -> str:
+        """A line with the weights, and the time of compute in a step, of parts of the model."""
+        planner, simulator = self.planner, self.planner.simulator
+        assert simulator is not None, "nothing is known of the machine"
+        held = _weights_of_parts(planner)
+        spent = dict.fromkeys((*held, "attention"), 0.0)
+        program = simulator.program(self.plan, self.whole_step)
+        outside = {call.template for call in (planner.captured.calls[0], planner.captured.calls[-1])}
+        for section in step_of(program):
+            for node in program.section(section).nodes:
+                if node.op == "call_function" and op_of(node).name in TEMPLATE_OPS:
+                    seconds = simulator.durations.of_template(program, node, self.plan)
+                    if argument(node, "template") in outside:
+                        spent["vocabulary"] += sum(seconds)
+                    else:
+                        for part, each in zip(("experts", "attention", "the rest"), seconds, strict=True):
+                            spent[part] += each
+        names = {"experts": "products of experts", "attention": "kernels of attention"}
+        cells = {part: [format_bytes(held.get(part, 0))] * (part in held) + [f"{seconds:.3g} s"] * (seconds > 0)
+                 for part, seconds in spent.items()}
+        return "parts: " + "; ".join(f"{names.get(part, part)} {', '.join(each)}" for part, each in cells.items() if each)
 
     def _disk(self, rating: int | None) -> str:
         """A line about moments on disk."""
@@ -251,7 +275,8 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     parts = planner.tiling.host_parts(gradients=chosen.update == "step") | ({"sums": sums} if sums else {})
     slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
     return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
-                   planner.largest_batch(chosen.length, chosen.update), tuple(state_rows(planner, chosen, whole_step)), useful)
+                   planner.largest_batch(chosen.length, chosen.update), tuple(state_rows(planner, chosen, whole_step)), useful,
+                   whole_step)
 
 
 def _in_words(plan: Plan) -> str:
@@ -270,6 +295,20 @@ def _host_table(parts: Mapping[str, int], parameters: int) -> str:
         "all", sum(parts.values()))]]
     return str(tabulate(rows, ["host memory", "GiB", "bytes/parameter"], tablefmt="simple", disable_numparse=True,
                         colalign=("left", "right", "right")))
+
+
+def _weights_of_parts(planner: Planner) -> dict[str, int]:
+    """Bytes of the weights, each once, of experts, of everything else in layers, and outside of layers."""
+    captured = planner.captured
+    experts = {call.sources[position].name for call in captured.calls[1:-1]
+               for position in captured.templates[call.template].inputs_of_experts()}
+    layers = {source.name for call in captured.calls[1:-1] for source in call.sources}
+    found = {"experts": 0, "the rest": 0, "vocabulary": 0}
+    for layout in planner.tiling.layouts.values():
+        for s in layout.slices:
+            part = "experts" if s.name in experts else "the rest" if s.name in layers else "vocabulary"
+            found[part] += s.count * layout.dtype.itemsize
+    return found
 
 
 def _active_shares(planner: Planner) -> dict[str, float]:

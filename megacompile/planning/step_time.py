@@ -183,7 +183,7 @@ class StepSimulator:
         forwards, total = {call.name: 0.0 for call in calls}, 0.0
         for mb, size in enumerate(plan.sizes):
             for call in calls:
-                seconds = [self.durations.seconds(call.template, variant, *size, plan.token_chunk, plan.residuals)
+                seconds = [sum(self.durations.seconds(call.template, variant, *size, plan.token_chunk, plan.residuals))
                            for variant in runs[call.name]]
                 total += sum(seconds)
                 forwards[call.name] += seconds[0] if plan.wave_of(mb) == 0 else 0.0

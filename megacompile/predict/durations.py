@@ -49,14 +49,17 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes in B and T. `gemm_bytes`: of the operands and results of GEMMs, including grouped ones and those in
-    float8; a large GEMM hides them. `bytes`: all others. `kernels`: the number of launches. `attention`: by kernel and
-    direction, such as ("cudnn", "backward")."""
+    """FLOPs and bytes in B and T. `grouped_row`: FLOPs of one more row for each group of grouped GEMMs. `gemm_bytes`: of the
+    operands and results of GEMMs, including grouped ones and those in float8; a large GEMM hides them. `narrow_bytes`: of GEMMs
+    that do not. `bytes`: all others. `kernels`: the number of launches. `attention`: by kernel and direction, such as ("cudnn",
+    "backward")."""
 
     gemm_flops: sympy.Expr = _ZERO
     float8_flops: sympy.Expr = _ZERO
     grouped_flops: sympy.Expr = _ZERO
+    grouped_row: sympy.Expr = _ZERO
     gemm_bytes: sympy.Expr = _ZERO
+    narrow_bytes: sympy.Expr = _ZERO
     bytes: sympy.Expr = _ZERO
     kernels: sympy.Expr | int = 0
     attention: Mapping[tuple[str, str], Attention] = field(default_factory=dict)
@@ -146,9 +149,12 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
         case "gemm":
             a, b = (node.args[i] for i in GEMMS[node.target])  # type: ignore[index]
             flops, moved = 2 * sizes.count(a) * sizes.shape(b)[-1], sizes.bytes(a, b, node)
+            operands = _operands(moved, sizes.shape(a)[-1], sizes.shape(b)[-1])
             if node.target is torch.ops.aten._grouped_mm.default:
-                return _grouped_product(flops, moved, sizes)
-            return Work(gemm_flops=flops, gemm_bytes=moved, kernels=1)
+                result = tensor_of(node) if tensor_of(node).dim() == 3 else tensor_of(b)
+                row = 2 * sizes.count(result) * (1 if result.dim() == 3 else sizes.shape(a)[-1])
+                return _grouped_product(flops, row, operands, sizes)
+            return Work(gemm_flops=flops, kernels=1) + operands
         case "scaled_mm":
             a, b = node.args[:2]
             return Work(float8_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b, node), kernels=1)
@@ -191,9 +197,19 @@ def _linear_cross_entropy(node: fx.Node, sizes: _Sizes) -> Work:
         kernels=4)
 
 
-def _grouped_product(flops: sympy.Expr, moved: sympy.Expr, sizes: _Sizes) -> Work:
-    """A grouped product, which skips the rows of other pieces."""
-    return Work(grouped_flops=flops * sympy.Rational(sizes.template.share), gemm_bytes=moved, kernels=1)
+#: Products with a side below this, such as those of adapters, take as long as reading and writing their operands.
+NARROW = 128
+
+
+def _operands(moved: sympy.Expr, *sides: sympy.Expr) -> Work:
+    """The bytes of a product's operands and result."""
+    narrow = any(side.is_Integer and side < NARROW for side in sides)
+    return Work(narrow_bytes=moved) if narrow else Work(gemm_bytes=moved)
+
+
+def _grouped_product(flops: sympy.Expr, row: sympy.Expr, operands: Work, sizes: _Sizes) -> Work:
+    """A grouped product, which skips the rows of other pieces. `row`: FLOPs of one more row for each group."""
+    return Work(grouped_flops=flops * sympy.Rational(sizes.template.share), grouped_row=row, kernels=1) + operands
 
 
 def _accumulation(results: Sequence[fx.Node], sizes: _Sizes) -> Work:
@@ -203,11 +219,13 @@ def _accumulation(results: Sequence[fx.Node], sizes: _Sizes) -> Work:
             return Work(bytes=sizes.bytes(value) + 8 * sizes.count(value), kernels=1)
         case [a, b]:
             rows, columns = sizes.shape(a)[0], sizes.shape(b)[-1]
-            return Work(gemm_flops=2 * sizes.count(a) * columns, gemm_bytes=sizes.bytes(a, b) + 8 * rows * columns, kernels=1)
+            operands = _operands(sizes.bytes(a, b) + 8 * rows * columns, rows, columns)
+            return Work(gemm_flops=2 * sizes.count(a) * columns, kernels=1) + operands
         case [rows, others, ends]:  # multiplied, then added
-            columns, width = sizes.shape(others)[-1], rows.meta["val"].element_size()
-            made = sizes.count(ends) * sizes.shape(rows)[-1] * columns
-            return (_grouped_product(2 * sizes.count(rows) * columns, sizes.bytes(rows, others) + width * made, sizes)
+            side, columns, width = sizes.shape(rows)[-1], sizes.shape(others)[-1], rows.meta["val"].element_size()
+            made = sizes.count(ends) * side * columns
+            operands = _operands(sizes.bytes(rows, others) + width * made, side, columns)
+            return (_grouped_product(2 * sizes.count(rows) * columns, 2 * made, operands, sizes)
                     + Work(bytes=(width + 8) * made, kernels=1))
         case [a, b, scale, _]:
             made = sizes.shape(a)[0] * sizes.shape(b)[-1]
@@ -236,9 +254,19 @@ def _fused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
     return Work(bytes=moved, kernels=len(fetched))
 
 
-#: At one batch and length: (FLOPs of GEMMs, of products in float8, of grouped GEMMs, bytes of GEMMs, other bytes, kernels), and
-#: for each attention kernel its FLOPs and those of one additional key.
-_Numbers = tuple[tuple[float, float, float, float, float, int], tuple[tuple[float, float], ...]]
+#: At one batch and length: (FLOPs of GEMMs, of products in float8, of grouped GEMMs, of one more row for each of their groups,
+#: bytes of GEMMs, other bytes, kernels), and for each attention kernel its FLOPs and those of one additional key.
+_Numbers = tuple[tuple[float, float, float, float, float, float, int], tuple[tuple[float, float], ...]]
+
+
+class Seconds(NamedTuple):
+    """Seconds of a variant's run: in grouped products of experts, in attention's kernels, and in everything else."""
+
+    experts: float
+    attention: float
+    rest: float
+
+
 #: Functions in sizes other than sums and products, such as `-(-T // 8)` in a layer that pads to a multiple of 8.
 _SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_functions.__all__}
 
@@ -303,7 +331,7 @@ class Durations:
     hardware: Hardware
     fused: bool = True
     _work: dict[Variant, tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
-    _seconds: dict[tuple[Variant, int, int], float] = field(default_factory=dict)
+    _seconds: dict[tuple[Variant, int, int], Seconds] = field(default_factory=dict)
 
     def of(self, program: Program, plan: Plan) -> Callable[[fx.Node], float]:
         """The duration of each node of a program under its plan."""
@@ -322,21 +350,23 @@ class Durations:
         found = self.captured.templates[template]
         return self._known(found, found.variant(variant, chunk, residuals))[0]
 
-    def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0, residuals: str = "all") -> float:
+    def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0, residuals: str = "all") -> Seconds:
         """Seconds of one run of a variant. `chunk` and `residuals`: of the plan."""
         found = self.captured.templates[template]
         cut = found.variant(variant, found.chunk(batch, chunk), residuals)
         key = cut, batch, length
         if key not in self._seconds:
             work, numbers = self._known(found, cut)
-            (gemm, float8, grouped, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
+            (gemm, float8, grouped, row, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
             rates = self.hardware
             rate = self.gemm_rate(found)
-            seconds = (gemm + grouped / rates.grouped_efficiency) / rate + (float8 and float8 / self.float8_rate(found))
-            products = max(seconds, gemm_bytes / rates.memory_bandwidth)
+            experts = (grouped + rates.grouped_overhead * row) / rates.grouped_efficiency / rate
+            products = gemm / rate + (float8 and float8 / self.float8_rate(found))
+            waiting = max(0.0, gemm_bytes / rates.memory_bandwidth - products - experts)  # for operands
             attention = sum((flops + rates.attention_overhead[way] * per_key) / rates.attention_share(kernel, way)
                             for (kernel, way), (flops, per_key) in zip(work.attention, attentions, strict=True)) / rate
-            self._seconds[key] = max(products + attention + other_bytes / rates.memory_bandwidth, kernels * rates.launch_s)
+            rest = products + waiting + other_bytes / rates.memory_bandwidth
+            self._seconds[key] = Seconds(experts, attention, max(rest, kernels * rates.launch_s - experts - attention))
         return self._seconds[key]
 
     def gemm_rate(self, template: Template) -> float:
@@ -369,18 +399,23 @@ class Durations:
         if variant not in self._work:
             work = variant_work(template, variant, self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
-                (work.gemm_flops, work.float8_flops, work.grouped_flops, work.gemm_bytes, work.bytes, work.kernels),
+                (work.gemm_flops, work.float8_flops, work.grouped_flops, work.grouped_row, work.gemm_bytes,
+                 work.bytes + work.narrow_bytes, work.kernels),
                 tuple(map(tuple, work.attention.values()))), modules=[_SIZE_FUNCTIONS, "math"])
             self._work[variant] = work, numbers
         return self._work[variant]
 
     # ---------------------------------------------------------------- nodes
+    def of_template(self, program: Program, node: fx.Node, plan: Plan) -> Seconds:
+        """The seconds of a node that runs a template."""
+        mb = argument(node, "mb")
+        return self.seconds(argument(node, "template"), op_of(node).name, program.micro_batches[mb], plan.length_of(mb),
+                            plan.token_chunk, plan.residuals)
+
     def _node(self, program: Program, node: fx.Node, plan: Plan) -> float:
         op, hardware = op_of(node).name, self.hardware
         if op in TEMPLATE_OPS:
-            mb = argument(node, "mb")
-            return self.seconds(argument(node, "template"), op, program.micro_batches[mb], plan.length_of(mb), plan.token_chunk,
-                                plan.residuals)
+            return sum(self.of_template(program, node, plan))
         tile: Any = program.tiles.get(argument(node, "tile") or "")
         ranks = program.ranks
         others = (ranks - 1) / ranks

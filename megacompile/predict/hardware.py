@@ -50,6 +50,7 @@ _PROFILE = schema.record({
     "host_copy": _rate, "adam": _rate, "device_memory": _size, "host_memory": _size,
 }, optional={
     "beside": schema.table(_lanes, schema.table(schema.one_of(tuple(Lane)), _rate)), "grouped_efficiency": _rate,
+    "grouped_overhead": schema.finite(least=0),
     "fused_attention": schema.one_of(("flash", "cudnn")), "flash_efficiency": schema.table(schema.text(), _rate),
     "attention_overhead": _both_ways, "peer_bandwidth": _rate, "network_bandwidth": _rate, "disk": _disk,
     "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
@@ -71,7 +72,9 @@ class Hardware:
         source: where the numbers are from: "measured", with versions, or "nominal", from data sheets.
         gemm_flops: FLOP/s of large matrix products by dtype ("bfloat16", "float32", "float8" where the device has
             it, with one scale for each matrix), on random data, which draw the most power.
-        grouped_efficiency: FLOP/s of grouped products (those of experts) over that of GEMMs.
+        grouped_efficiency: FLOP/s of grouped products (those of experts) with many rows for each expert, over that of GEMMs.
+        grouped_overhead: what each expert of a grouped product costs beside its rows, as a number of rows: kernels multiply
+            whole blocks of rows.
         attention_efficiency: FLOP/s of causal attention on long sequences (half of the square counts) over that of GEMMs,
             "forward" and "backward", for the kernel `fused_attention`.
         flash_efficiency: the same for the flash kernel, which attention with windows uses even if `fused_attention` is another
@@ -117,6 +120,7 @@ class Hardware:
     flash_efficiency: Mapping[str, float] = field(default_factory=dict)
     attention_overhead: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward"), 0.0))
     grouped_efficiency: float = 1.0
+    grouped_overhead: float = 0.0
     adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.3))
     adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.10})
     peer_bandwidth: float | None = None
@@ -183,7 +187,7 @@ class Hardware:
     def table(self) -> str:
         """A row for each rate, in readable units."""
         rows = [(f"GEMM {dtype}", f"{rate / 1e12:.3g} TFLOPS") for dtype, rate in self.gemm_flops.items()]
-        rows += [("grouped products", f"{self.grouped_efficiency:.0%} of GEMM")]
+        rows += [("grouped products", f"{self.grouped_efficiency:.0%} of GEMM, {self.grouped_overhead:.0f} rows over")]
         for kernel, shares in (("attention", self.attention_efficiency), ("flash attention", self.flash_efficiency)):
             rows += [(f"{kernel} {way}", f"{left:.0%} of GEMM, {self.attention_overhead[way]:.0f} keys over")
                      for way, left in shares.items()]

@@ -132,7 +132,7 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
         say("measuring matrix products in float8")
         gemm["float8"] = compute.float8()
     say("measuring products of experts")
-    grouped = compute.grouped() / gemm["bfloat16"]
+    grouped, grouped_overhead = compute.grouped()
     say("measuring attention")
     attention = compute.attention(gemm)
     say("measuring the device's memory and kernel launches")
@@ -143,7 +143,8 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
     adam_parts, adam_formats = _adam_parts(SHORT_S * scale, host_bytes)
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
-        gemm_flops=gemm, grouped_efficiency=grouped, **attention, memory_bandwidth=memory_bandwidth, launch_s=launch,
+        gemm_flops=gemm, grouped_efficiency=grouped / gemm["bfloat16"], grouped_overhead=grouped_overhead, **attention,
+        memory_bandwidth=memory_bandwidth, launch_s=launch,
         link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=host_copy, adam=alone[Lane.CPU], beside=beside, adam_parts=adam_parts,
         adam_formats=adam_formats,
@@ -237,12 +238,19 @@ class _Compute:
 
         return _rate(products, 6.0 * size ** 3, SUSTAINED_S * self.scale, self.backend.synchronize)
 
-    def grouped(self) -> float:
-        """FLOP/s of a grouped product of experts and the two products of its backward, in bf16."""
-        experts, rows, wide, narrow = (64, 1024, 2048, 768) if self.cuda else (4, 256, 256, 128)
+    def grouped(self) -> tuple[float, float]:
+        """FLOP/s of a grouped product of experts with many rows and of the two products of its backward, in bf16; and what each
+        expert costs in addition, in rows."""
+        few, many = (128, 2048) if self.cuda else (32, 256)
+        return _without_overhead((2 * few, 2 * many), (self._grouped(few), self._grouped(many)))
+
+    def _grouped(self, rows: int) -> float:
+        """FLOP/s with this mean number of rows. Some experts have several times as many as others, as in training."""
+        experts, wide, narrow = (64, 2048, 768) if self.cuda else (4, 256, 128)
         hidden, weights, grad = (self._random(*shape, dtype=torch.bfloat16) for shape in (
             (experts * rows, wide), (experts, narrow, wide), (experts * rows, narrow)))
-        ends = rows * torch.arange(1, experts + 1, device=self.device, dtype=torch.int32)
+        shares = torch.linspace(1, 4, experts, device=self.device).cumsum(0)
+        ends = (shares / shares[-1] * experts * rows).round().to(torch.int32)
 
         def products() -> None:
             for a, b in ((hidden, weights.transpose(1, 2)), (grad, weights), (grad.t(), hidden)):

@@ -61,7 +61,8 @@ def templates_s(planner: Planner, program: Program, plan: Plan) -> float:
     assert planner.simulator is not None
     runs = Counter((argument(n, "template"), op_of(n).name, program.micro_batches[argument(n, "mb")])
                    for graph in program.sections.values() for n in find(graph, *TEMPLATE_OPS))
-    return sum(count * planner.simulator.durations.seconds(template, op, rows, plan.length, plan.token_chunk, plan.residuals)
+    seconds = planner.simulator.durations.seconds
+    return sum(count * sum(seconds(template, op, rows, plan.length, plan.token_chunk, plan.residuals))
                for (template, op, rows), count in runs.items())
 
 

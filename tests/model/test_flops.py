@@ -17,7 +17,7 @@ import megacompile
 from megacompile import api
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template
 from megacompile.planning.config import StreamConfig
-from megacompile.predict.durations import Durations, Work, _attention, variant_work
+from megacompile.predict.durations import Durations, Work, _attention, _operands, variant_work
 from megacompile.predict.hardware import Hardware
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH, VOCABULARY = 64, 160, 4, 2, 16, 1000
@@ -111,10 +111,21 @@ def test_products_of_experts_are_a_kind_of_their_own_which_takes_longer() -> Non
     (name,) = (name for name in captured.templates if name not in ("prologue", "epilogue"))
     found = work(captured.templates, name, "forward")
     assert sympy.expand(found.grouped_flops - 2 * TOKENS * 2 * 3 * 32 * 16) == 0
-    hardware = replace(Hardware.find("h200"), memory_bandwidth=1e30, launch_s=0.0)  # products alone
-    fast, slow = (Durations(captured, {}, replace(hardware, grouped_efficiency=share)).seconds(name, "forward", 2**12, 2**10)
-                  for share in (1.0, 0.5))
-    assert slow - fast == pytest.approx(float(found.grouped_flops.subs({BATCH: 2**12, LENGTH: 2**10})) / 6.6e14)
+    hardware = replace(Hardware.find("h200"), grouped_overhead=0.0)
+    at = {BATCH: 2**12, LENGTH: 2**10}
+    whole, half, over = (
+        Durations(captured, {}, replace(hardware, **rates)).seconds(name, "forward", 2**12, 2**10).experts
+        for rates in ({"grouped_efficiency": 1.0}, {"grouped_efficiency": 0.5},
+                      {"grouped_efficiency": 1.0, "grouped_overhead": 9}))
+    assert half == 2 * whole == pytest.approx(2 * float(found.grouped_flops.subs(at)) / 6.6e14)
+    assert over - whole == pytest.approx(9 * 4 * 2 * 3 * 32 * 16 / 6.6e14)  # each of four experts costs nine rows more
+
+
+def test_narrow_products_take_the_time_of_their_operands(templates: dict[str, Template]) -> None:
+    found = work(templates, "decoder", "forward")
+    assert found.gemm_bytes == 0 and found.narrow_bytes.subs({BATCH: 4, LENGTH: 64}) > 0  # all sides are below 128
+    assert _operands(sympy.Integer(5), sympy.Integer(128), BATCH) == Work(gemm_bytes=sympy.Integer(5))
+    assert _operands(sympy.Integer(5), sympy.Integer(127), BATCH) == Work(narrow_bytes=sympy.Integer(5))
 
 
 def test_fused_chains_move_less_than_ops_one_by_one_and_more_than_what_enters_and_leaves(

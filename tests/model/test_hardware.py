@@ -469,6 +469,10 @@ def test_a_plan_says_how_fast_it_is_and_which_lane_binds(planned: Schedule) -> N
     assert f"speed: {step.step_s:.3f} s a step" in text and f"{step.binds} binds" in text
     (row,) = [line for line in text.splitlines() if line.startswith("->")]
     assert row.split()[13] == step.binds
+    # The parts of compute add up to what the lane does beside updates.
+    (parts,) = [line for line in text.splitlines() if line.startswith("parts: ")]
+    seconds = [float(each) for each in re.findall(r"(\S+) s(?:;|$)", parts)]
+    assert 0.9 * step.busy_s[Lane.COMPUTE] < sum(seconds) <= 1.01 * step.busy_s[Lane.COMPUTE]
 
 
 @pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_the_need_that_a_refusal_names_is_enough_and_no_more")

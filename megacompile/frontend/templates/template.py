@@ -290,6 +290,21 @@ class Template:
         source = self._inference or self._joint
         return cut_graph(source.graph, source.inputs, source.outputs).graph
 
+    def inputs_of_experts(self) -> set[int]:
+        """The inputs whose values, and nothing but parameters, are the weights of grouped products."""
+        graph = self.forward_graph()
+        made: dict[fx.Node, set[int]] = {}
+        for position, node in enumerate(graph.find_nodes(op="placeholder")):
+            if self.inputs[position].role.kind == "parameter":
+                made[node] = {position}
+        found: set[int] = set()
+        for node in graph.nodes:
+            if node.all_input_nodes and all(used in made for used in node.all_input_nodes):
+                made[node] = set().union(*(made[used] for used in node.all_input_nodes))
+            elif node.target is torch.ops.aten._grouped_mm.default:
+                found |= made.get(node.args[1], set())
+        return found
+
     @functools.cached_property
     def digest(self) -> str:
         """A digest of everything that decides variants and their costs. It is the same in every process."""
