@@ -264,7 +264,7 @@ class DeviceCopy:
         there and would have to be copied to the host and back. With several ranks they always stay: all ranks must copy them
         together, and one rank may generate alone."""
         streamed = self._streamed
-        if self._holds(needed + streamed.shapes.largest) or streamed.forwards.open():
+        if self._holds(needed + streamed.executables.largest) or streamed.forwards.open():
             return
         before = streamed.arena.device_bytes()
         if keep_tiles:

@@ -246,13 +246,13 @@ def test_a_wait_deleted_by_hand_does_harm(reference: Any) -> None:
     copy was even requested."""
     model = megacompile.stream(build(), device="cuda", compile=False, micro_batch_size=2)
     streamed = model.megacompile.streamed
-    shape = model.megacompile.compiled(batch(0))
-    program = shape.program
+    executable = model.megacompile.compiled(batch(0))
+    program = executable.program
     waits = list(find(program.section("forward"), "wait"))
     # The last arrival of weights that compute waits for.
     number = max(i for i, w in enumerate(waits) if lane_of(w) == Lane.COMPUTE
                  and op_of(operands(operands(w, "event")[0], "node")[0]).name == "prefetch")
-    shape.compiled.stages["synchronize"] = without(program, "forward", number)
+    executable.compiled.stages["synchronize"] = without(program, "forward", number)
     streamed.executor.delay = lambda lane: streamed.backend.delay(lane, 0.02 if lane == Lane.H2D else 0.0)
     try:
         harmed = not same(train(model, non_finite="skip"), reference)  # what a slot holds before its weights may be NaN

@@ -93,8 +93,8 @@ def test_uneven_rows_of_an_adapted_model_are_packed_and_exact(pair: tuple[Any, A
     given = batch(0, rows=3, length=20)
     given["attention_mask"] = (torch.arange(20) < torch.tensor([[20], [4], [2]])).long()
     given["labels"][given["attention_mask"] == 0] = -100
-    shape = pair[0].megacompile.compiled(given).shape
-    assert "position_ids" in shape.further and shape.batch == 1
+    spec = pair[0].megacompile.compiled(given).spec
+    assert "position_ids" in spec.capture.further and spec.batch == 1
     losses = [each(**given).loss for each in pair]
     for loss in losses:
         loss.backward()
@@ -123,10 +123,10 @@ def test_greedy_tokens_are_peft_s_with_all_weights_on_the_device_and_streamed(
     assert torch.equal(ours.generate(**how), theirs.generate(**how))
     with ours.disable_adapter(), theirs.disable_adapter():
         assert torch.equal(ours.generate(**how), theirs.generate(**how)), "the copy has the model's flags"
-    before = len(ours.megacompile.streamed.shapes)
+    before = len(ours.megacompile.streamed.executables)
     monkeypatch.setattr(DeviceCopy, "arrangement", lambda *_: None)
     assert torch.equal(ours.generate(**how), theirs.generate(**how))
-    assert len(ours.megacompile.streamed.shapes) > before, "a length of generation has a program of its own"
+    assert len(ours.megacompile.streamed.executables) > before, "a length of generation has a program of its own"
 
 
 def test_a_model_whose_adapters_are_switched_off_is_its_base_and_trains_on_afterwards(pair: tuple[Any, Any]) -> None:

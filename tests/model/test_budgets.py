@@ -23,7 +23,7 @@ from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.scheduling import Schedule
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streaming.optimizer.names import optimizer_named
-from megacompile.streaming.programs import shapes
+from megacompile.streaming.programs import executables
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 GIB = 2**30
@@ -69,7 +69,7 @@ def test_a_schedule_is_made_for_the_device_and_the_memory_that_stream_would_take
 
 def test_a_schedule_leaves_other_models_on_the_device_what_they_have_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
-    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())  # models of other tests
+    monkeypatch.setattr(executables, "_live", weakref.WeakSet())  # models of other tests
     first = megacompile.stream(tiny_models.build(), device="cpu")
     first(**tiny_models.batch())
     second = megacompile.stream(tiny_models.build(), device="cpu")

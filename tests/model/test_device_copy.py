@@ -181,7 +181,7 @@ def test_tiles_that_the_device_updates_stay_there_while_a_generation_fits_beside
     def trained(generating: bool) -> Any:
         model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=("model.layers.1",))
         streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
-        monkeypatch.setattr(type(streamed.shapes), "largest", property(lambda _: streamed.planner.device_bytes))
+        monkeypatch.setattr(type(streamed.executables), "largest", property(lambda _: streamed.planner.device_bytes))
         for seed in range(3):
             model.megacompile.train_step(batch(seed), optimizer)
             if generating:
@@ -203,7 +203,7 @@ def test_a_larger_use_of_the_same_copy_frees_tiles_that_stayed_beside_a_smaller_
     model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=("model.layers.1",))
     streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
     planner = streamed.planner
-    monkeypatch.setattr(type(streamed.shapes), "largest", property(lambda _: planner.device_bytes))
+    monkeypatch.setattr(type(streamed.executables), "largest", property(lambda _: planner.device_bytes))
     model.megacompile.train_step(batch(), optimizer)
     there, weights = planner.device_bytes - planner.margin_bytes, model.megacompile.device_copy.bytes
     with model.megacompile.on_device(more_bytes=1) as native:

@@ -150,8 +150,8 @@ def test_a_fault_at_every_kind_of_instruction_reaches_the_caller_and_the_next_st
         with torch.no_grad():
             model(**batch(0, **SHAPE))
         streamed = model.megacompile.streamed
-        shape = next(s for s in streamed.shapes.table.values() if not s.shape.training and s.shape.length == 9)
-        section_nodes = list(nodes(shape.program.section("evaluate")))
+        evaluation = next(s for s in streamed.executables.table.values() if not s.spec.training and s.spec.length == 9)
+        section_nodes = list(nodes(evaluation.program.section("evaluate")))
         victims = one_of_each_op([n for n in section_nodes if op_of(n).name not in ("enter", "leave") and lane_of(n)])
     else:
         victims = one_of_each_op(executed(model, section))

@@ -232,8 +232,8 @@ def test_rows_that_are_padded_to_a_fixed_length_are_computed_in_a_shorter_one(tw
              for name, tensor in right_padded([20, 19, 18, 21]).items()}
     losses = [each(**batch, use_cache=False).loss.item() for each in twins]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    shape = model.megacompile.compiled(batch).shape
-    assert (shape.batch, shape.length, shape.group_rows) == (4, 24, ())
+    spec = model.megacompile.compiled(batch).spec
+    assert (spec.batch, spec.length, spec.group_rows) == (4, 24, ())
 
 
 def test_a_target_in_the_padding_counts(twins: tuple[Any, Any]) -> None:

@@ -66,7 +66,7 @@ def assert_native(model: Any, native: Any, given: dict[str, Tensor]) -> Tensor:
 
 def said(model: Any) -> str:
     """What the last batch's capture key says of its mask."""
-    (further,) = model.megacompile.compiled().shape.further
+    (further,) = model.megacompile.compiled().spec.capture.further
     return further.partition(": ")[2]  # type: ignore[no-any-return]
 
 
@@ -121,7 +121,7 @@ def test_a_mask_of_each_head_beside_positions_trains_as_it_does_natively(model: 
     """Positions turn keys and queries, and hide nothing."""
     given = {**batch(added(seen(heads=2), HIDDEN)), "position_ids": torch.arange(LENGTH).flip(0).expand(ROWS, -1)}
     assert_native(model, native, given)
-    assert model.megacompile.compiled().shape.further == ("attention_mask: bool [B, 2, T, T]", "position_ids")
+    assert model.megacompile.compiled().spec.capture.further == ("attention_mask: bool [B, 2, T, T]", "position_ids")
 
 
 @pytest.mark.nightly(held_by=(
@@ -140,7 +140,7 @@ def test_a_mask_goes_through_gradients_logits_and_whole_steps(model: Any, native
     given = batch(added(prefix(3, 0, 13, 8, 1), HIDDEN))
     assert assert_native(model, native, batch(added(prefix(3, 0, 13, 8, 1), LEAST))) == assert_native(model, native, given)
     compiled = model.megacompile.compiled()
-    captured = model.megacompile.streamed.captures.serve(compiled.shape.capture_key).captured
+    captured = model.megacompile.streamed.captures.serve(compiled.spec.capture).captured
     assert said(model) == "bool [B, 1, T, T]" and captured.fused_attention and not captured.causal
     assert memory._given(captured, compiled.plan) == 2 * ROWS * LENGTH**2, "a plan counts the batch's mask"
     without = {key: tensor for key, tensor in given.items() if key != "labels"}
@@ -288,11 +288,11 @@ def test_a_mask_that_some_batches_have_has_a_capture_of_its_own(own: Any) -> Non
     model, native = own(None)
     captures = model.megacompile.streamed.captures
     assert_trains(model, native, seen(heads=4))
-    found = model.megacompile.compiled().shape
-    assert found.further == ("mask: bool [B, 4, T, T]",) and captures.serve(found.capture_key).captured.fused_attention
+    found = model.megacompile.compiled().spec
+    assert found.capture.further == ("mask: bool [B, 4, T, T]",) and captures.serve(found.capture).captured.fused_attention
     plain = tiny_models.batch(3, ROWS, LENGTH)
     torch.testing.assert_close(model(**plain).detach(), native(**plain).detach(), rtol=1e-6, atol=0)
-    assert model.megacompile.compiled().shape.further == ()
+    assert model.megacompile.compiled().spec.capture.further == ()
 
 
 def test_a_mask_of_another_kind_than_the_examples_is_refused(own: Any) -> None:

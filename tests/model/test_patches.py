@@ -137,11 +137,11 @@ def test_a_part_alone_trains_as_it_does_natively(family: str, frozen: str) -> No
 
 def test_the_estimate_of_an_evaluation_holds_the_tower() -> None:
     model = streamed(qwen())
-    shape = model.megacompile.compiled(pictured(23, [], [(1, 1, 2)], [(1, 4, 4)]), training=False)
-    captured = model.megacompile.streamed.captures.serve(shape.shape.capture_key).captured
+    executable = model.megacompile.compiled(pictured(23, [], [(1, 1, 2)], [(1, 4, 4)]), training=False)
+    captured = model.megacompile.streamed.captures.serve(executable.spec.capture).captured
     tower = cost.peak_bytes(captured.templates["prologue"], captured.templates["prologue"].variant("forward"),
-                            shape.plan.micro_batches[0], shape.plan.length)
-    assert shape.estimate.workspace >= tower > 0
+                            executable.plan.micro_batches[0], executable.plan.length)
+    assert executable.estimate.workspace >= tower > 0
     model.megacompile.close()
 
 

@@ -31,7 +31,7 @@ from megacompile.planning.planner import Planner
 from megacompile.predict import cost
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.sizes import format_bytes
-from megacompile.streaming.programs import shapes
+from megacompile.streaming.programs import executables
 from megacompile.system.host_memory import available_host_bytes, host_bytes
 
 LENGTH, DEPTH = 64, 6
@@ -404,7 +404,7 @@ def test_slabs_take_no_more_than_the_budget_of_pinned_memory(staging: int) -> No
 def test_models_on_one_device_share_what_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first plan that is made has what it takes; a later one is told what is left, until the first model is closed."""
     monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
-    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())  # models of other tests
+    monkeypatch.setattr(executables, "_live", weakref.WeakSet())  # models of other tests
     first, second = (megacompile.stream(tiny_models.build(), device="cpu") for _ in range(2))
     small, large = tiny_models.batch(), tiny_models.batch(rows=8, length=64)
     try:
@@ -426,24 +426,24 @@ def test_models_on_one_device_share_what_was_free(monkeypatch: pytest.MonkeyPatc
 
 def test_slots_of_other_shapes_go_where_other_models_have_planned_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
-    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())  # models of other tests
+    monkeypatch.setattr(executables, "_live", weakref.WeakSet())  # models of other tests
     first, second = (megacompile.stream(tiny_models.build(), device="cpu") for _ in range(2))
     streamed, small = second.megacompile.streamed, tiny_models.batch()
     try:
-        shape = second.megacompile.compiled(small)
+        executable = second.megacompile.compiled(small)
         left = bytes(1000)
         streamed.arena.slots["W9"] = torch.frombuffer(bytearray(left), dtype=torch.uint8)
-        streamed.captures.plan_with(budget_bytes=shape.estimate.total + streamed.planner.margin_bytes + len(left))
-        assert streamed.residency.surplus(shape) == []
+        streamed.captures.plan_with(budget_bytes=executable.estimate.total + streamed.planner.margin_bytes + len(left))
+        assert streamed.residency.surplus(executable) == []
         first(**small)
-        assert streamed.residency.surplus(shape) == ["W9"]
+        assert streamed.residency.surplus(executable) == ["W9"]
     finally:
         for model in (first, second):
             model.megacompile.close()
 
 
 def test_a_model_streamed_beside_a_running_one_does_not_count_its_slots_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())
+    monkeypatch.setattr(executables, "_live", weakref.WeakSet())
     first = megacompile.stream(tiny_models.build(), device="cpu")
     first(**tiny_models.batch())
     second = megacompile.stream(tiny_models.build(), device="cpu")

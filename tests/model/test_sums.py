@@ -48,8 +48,8 @@ class Replanned:
         streamed = model.megacompile.streamed
         streamed.evict()
         streamed.captures.plan_with(config=config, pinned_bytes=parse_bytes(config.pinned_memory))
-        streamed.shapes.stateful = None
-        streamed.shapes.table.clear()
+        streamed.executables.stateful = None
+        streamed.executables.table.clear()
         streamed.store.drop_sums()
         return model
 

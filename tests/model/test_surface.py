@@ -566,14 +566,14 @@ def test_the_weights_as_they_were_are_gone_when_a_model_is_streamed_whether_or_n
 
 
 def test_shapes_longest_unused_are_forgotten(model: Any, native: Any) -> None:
-    shapes = model.megacompile.streamed.shapes
-    limit, shapes.limit = shapes.limit, 3
+    executables = model.megacompile.streamed.executables
+    limit, executables.limit = executables.limit, 3
     try:
         kept = model(**batch(1, rows=2, length=4)).loss
         with torch.no_grad():
             for length in range(5, 11):
                 model(**batch(1, rows=2, length=length))
-        assert len(shapes) == 3
+        assert len(executables) == 3
         lengths = {key[3] for key in model.megacompile.streamed.binder.compiled}
         assert lengths == {4, 9, 10} or lengths == {4, 10}, "variants of forgotten shapes are kept"
         kept.backward()  # its shape was in use
@@ -582,12 +582,12 @@ def test_shapes_longest_unused_are_forgotten(model: Any, native: Any) -> None:
         with torch.no_grad():
             assert model(**batch(1, rows=1, length=5)).loss.isfinite()  # compiled again
     finally:
-        shapes.limit = limit
+        executables.limit = limit
 
 
 def test_the_default_bound_on_shapes_is_documented() -> None:
-    from megacompile.streaming.programs.shapes import MAX_SHAPES
-    assert MAX_SHAPES == 32
+    from megacompile.streaming.programs.executables import MAX_EXECUTABLES
+    assert MAX_EXECUTABLES == 32
 
 
 def test_a_second_forward_that_does_not_fit_is_refused_until_the_first_is_done(model: Any) -> None:
@@ -595,7 +595,7 @@ def test_a_second_forward_that_does_not_fit_is_refused_until_the_first_is_done(m
     budget, others = streamed.planner.budget_bytes, streamed.planner.taken_bytes
     first = model(**batch(1)).loss
     held = sum(lease.device_bytes for lease in streamed.forwards.open())
-    needed = streamed.shapes.latest.estimate.total
+    needed = streamed.executables.latest.estimate.total
     try:
         streamed.captures.plan_with(budget_bytes=others + needed + held - 1)
         with pytest.raises(InsufficientMemoryError, match=r"run backward .* before the next forward"):

@@ -100,7 +100,7 @@ def test_dpo_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: A
     theirs.evaluate(), ours.evaluate()
     assert_alike(ours, theirs)
     tiny_models.assert_same_weights(policy, native, tolerance=1e-3)
-    assert policy.megacompile.streamed.step.trained.shape.further, "the last batch was not packed"
+    assert policy.megacompile.streamed.step.trained.spec.capture.further, "the last batch was not packed"
 
 
 def test_a_reference_model_is_streamed_beside_the_policy(policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
