@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import engine
 import pytest
 import torch
 from models import VOCABULARY, build
@@ -251,12 +252,11 @@ def stragglers(seed: int) -> Any:
 def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, Weights]]) -> None:
     model, initial = late_models[LATE_PLANS[seed % len(LATE_PLANS)]]
     model.load_state_dict(initial)
-    executor = model.megacompile.streamed.executor
-    executor.delay = stragglers(seed)
+    engine.delay(model, stragglers(seed))
     try:
         assert not different(train(model), meaning(torch.float32))
     finally:
-        executor.delay = None
+        engine.delay(model, None)
 
 
 @pytest.mark.nightly(held_by=(
@@ -266,7 +266,7 @@ def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, W
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 5))])
 def test_late_lanes_change_no_bit_in_bf16(seed: int) -> None:
     model = stream(torch.bfloat16, checkpoint_interval=2)
-    model.megacompile.streamed.executor.delay = stragglers(seed)
+    engine.delay(model, stragglers(seed))
     try:
         assert not different(train(model), meaning(torch.bfloat16))
     finally:
@@ -342,7 +342,7 @@ def test_late_work_changes_the_weights_only_without_its_wait(
     if removed:
         edit(executable, section, lambda node, arguments, build: None if node is victim else build.add(
             op_of(node).name, node.name, **arguments))
-    graph, others = executable.program.section(section), OtherLanes(model.megacompile.streamed.executor, monkeypatch)
+    graph, others = executable.program.section(section), OtherLanes(engine.executor(model), monkeypatch)
 
     def delay(node: fx.Node) -> None:
         here = node.graph is graph and node.name == late
@@ -351,13 +351,13 @@ def test_late_work_changes_the_weights_only_without_its_wait(
             assert held is not None
             others.hold(held)
 
-    model.megacompile.streamed.executor.probe = delay
+    engine.probe(model, delay)
     steps = 3  # the first shape comes twice
     try:
         harmed = bool(different(train(model, steps), meaning(torch.float32, steps)))
     except LaneError:
         harmed = True
     finally:
-        model.megacompile.streamed.executor.probe = None
+        engine.probe(model, None)
         model.megacompile.close()
     assert harmed == removed and not others.timed_out

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -28,7 +29,7 @@ shared = tiny_models.shared_in_module(checkpoint_interval=1, micro_batch_size=2)
 def streamed(shared: tiny_models.Shared) -> Iterator[Any]:
     model = shared.fresh()
     yield model
-    model.megacompile.streamed.executables.drop(None)
+    engine.executables(model).drop(None)
 
 
 def text_of(model: Any) -> str:
@@ -105,11 +106,11 @@ def test_a_safe_edit_runs_and_changes_no_bit(safe: str, streamed: Any, shared: t
     program = streamed.megacompile.program(tiny_models.batch())
     assert program == parse_with_plan(edited)[0]
     rng = random.Random(0)
-    streamed.megacompile.streamed.executor.delay = lambda lane: time.sleep(rng.choice((0, 0, 0, 0.001)))
+    engine.delay(streamed, lambda lane: time.sleep(rng.choice((0, 0, 0, 0.001))))
     same_losses, same_weights = loop(streamed)
     assert same_losses == losses
     assert tiny_models.same_bits(same_weights, weights)
-    assert streamed.megacompile.streamed.step.trained.loaded, "the last backward was of the edited program"
+    assert engine.trained(streamed).loaded, "the last backward was of the edited program"
 
 
 def test_an_edited_loop_that_updates_on_arrival_changes_no_bit(streamed: Any, shared: tiny_models.Shared) -> None:
@@ -122,7 +123,7 @@ def test_an_edited_loop_that_updates_on_arrival_changes_no_bit(streamed: Any, sh
             text = prefetch_moved_earlier(text_of(model))
             assert model.megacompile.load_program(text) == replace(SPEC, update="arrival")
         losses = [tiny_models.train_step(model, optimizer, seed) for seed in range(3)]
-        assert model.megacompile.streamed.step.trained.loaded == edited
+        assert engine.trained(model).loaded == edited
         found.append((losses, tiny_models.weights(model)))
     (losses, weights), (same_losses, same_weights) = found
     assert same_losses == losses and tiny_models.same_bits(same_weights, weights)
@@ -264,7 +265,7 @@ def test_a_program_without_events_or_without_a_head_is_refused(stage: str, strea
 
 
 def test_a_program_stays_loaded_however_many_shapes_come(streamed: Any) -> None:
-    executables = streamed.megacompile.streamed.executables
+    executables = engine.executables(streamed)
     streamed.megacompile.load_program(wait_moved(text_of(streamed)))
     limit, executables.limit = executables.limit, 1
     try:

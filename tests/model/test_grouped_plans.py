@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import engine
 import pytest
 import uneven_models
 from tiny_models import right_padded
@@ -32,9 +33,8 @@ def test_a_plan_has_a_length_for_each_micro_batch() -> None:
 
 def planner_of(model: Any, device_bytes: int) -> Any:
     """The planner that the model would have on an H200 with `device_bytes` of memory."""
-    streamed = model.megacompile.streamed
-    simulator = simulator_of(streamed.captured, streamed.tiling, Hardware.find("h200"), True)
-    return replace(streamed.executables.planner, simulator=simulator, budget_bytes=device_bytes, margin_bytes=0,
+    simulator = simulator_of(engine.captured(model), engine.tiling(model), Hardware.find("h200"), True)
+    return replace(engine.executables(model).planner, simulator=simulator, budget_bytes=device_bytes, margin_bytes=0,
                    keep_residuals=True, cached=False, taken_bytes=0, stateful=None)  # whatever other tests made
 
 
@@ -118,7 +118,7 @@ def test_a_program_that_is_shared_is_what_the_passes_make(twins: tuple[Any, Any]
     first, second = (handle.compiled(right_padded(lengths)) for lengths in (UNEVEN, [*UNEVEN[:-1], 20]))
     assert first.plan.sizes != second.plan.sizes
     assert first.program.section("forward") is second.program.section("forward")
-    executables = handle.streamed.executables
+    executables = engine.executables(model)
     made = compile_program(executables.model_program(second.spec, second.plan), second.plan, executables.planner.config.passes)
     assert {stage: program.text() for stage, program in made.stages.items()} == {
         stage: program.text() for stage, program in second.compiled.stages.items()}

@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import engine
 import numpy as np
 import pytest
 import tiny_models
@@ -257,7 +258,7 @@ def test_groups_are_explained_and_no_warning_says_that_padding_is_computed(twins
 
 
 def test_rows_of_several_ranks_are_not_grouped(twins: tuple[Any, Any]) -> None:
-    captures = twins[0].megacompile.streamed.captures
+    captures = engine.captures(twins[0])
     groupings = [Repacking(captures, True, any_length, alone).grouping
                  for alone in (True, False) for any_length in (True, False)]
     assert groupings == [Grouping.ANY_NUMBER, Grouping.FEW_NUMBERS, Grouping.NONE, Grouping.NONE]

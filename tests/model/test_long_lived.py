@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -194,7 +195,7 @@ def test_trainer_excludes_what_stays_and_a_model_that_is_dropped_afterwards_is_f
         trainer.train()
     assert noted.counts[0] > 100_000 and is_once(noted.counts)
     assert gc.get_freeze_count() == 0
-    forgotten = weakref.ref(model.megacompile.streamed)
+    forgotten = weakref.ref(engine.of(model))
     del trainer, model
     gc.collect()
     assert forgotten() is None

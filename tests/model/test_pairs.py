@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -109,7 +110,7 @@ def test_every_layer_reads_the_mask_as_it_is(name: str) -> None:
                                     example=batch(masks[0][:3, :, :6, :6], 3, 6))
     losses = [assert_native(model, native, batch(mask)) for mask in masks]
     assert model.megacompile.plan.micro_batches == (2, 2, 1)
-    assert model.megacompile.streamed.captured.fused_attention is (name != "gpt_oss")
+    assert engine.captured(model).fused_attention is (name != "gpt_oss")
     with torch.no_grad():
         losses.append(native(**tiny_models.batch(7, rows=ROWS, length=LENGTH)).loss)
     assert len({round(float(loss), 4) for loss in losses}) == len(losses), "every mask changes something"
@@ -140,7 +141,7 @@ def test_a_mask_goes_through_gradients_logits_and_whole_steps(model: Any, native
     given = batch(added(prefix(3, 0, 13, 8, 1), HIDDEN))
     assert assert_native(model, native, batch(added(prefix(3, 0, 13, 8, 1), LEAST))) == assert_native(model, native, given)
     compiled = model.megacompile.compiled()
-    captured = model.megacompile.streamed.captures.serve(compiled.spec.capture).captured
+    captured = engine.captures(model).serve(compiled.spec.capture).captured
     assert said(model) == "bool [B, 1, T, T]" and captured.fused_attention and not captured.causal
     assert memory._given(captured, compiled.plan) == 2 * ROWS * LENGTH**2, "a plan counts the batch's mask"
     without = {key: tensor for key, tensor in given.items() if key != "labels"}
@@ -163,7 +164,7 @@ def test_a_mask_goes_through_gradients_logits_and_whole_steps(model: Any, native
 
 def test_only_floats_that_do_what_a_bool_mask_does_become_one(model: Any) -> None:
     """Eager attention makes NaN of a query whose scores are all -inf, where a bool mask makes zeros."""
-    eager = model.megacompile.streamed.captured
+    eager = engine.captured(model)
     sdpa = copy.copy(eager)
     object.__setattr__(sdpa, "masks_added", False)
 
@@ -184,7 +185,7 @@ def test_only_floats_that_do_what_a_bool_mask_does_become_one(model: Any) -> Non
 
 def test_an_attention_mask_of_three_dimensions_is_a_mask_of_pairs_for_a_model_of_ones_own(model: Any) -> None:
     given, inputs = {"attention_mask": seen()[:, 0]}, tiny_models.batch(7, rows=ROWS, length=LENGTH)
-    own = copy.copy(model.megacompile.streamed.captured)
+    own = copy.copy(engine.captured(model))
     for name in ("masks_hide", "masks_added"):
         object.__setattr__(own, name, False)
     assert torch.equal(further_arguments("Own", own, given, inputs, lambda _: PLAIN)["attention_mask"], seen()[:, 0])
@@ -273,7 +274,7 @@ def assert_trains(model: Any, native: Any, mask: Tensor) -> None:
 def test_a_mask_in_the_example_is_one_of_every_batch(example: Tensor, inverted: bool, ours: bool, own: Any) -> None:
     """Masks may have any size. Our attention computes those that say what is seen."""
     model, native = own(example, inverted)
-    captured = model.megacompile.streamed.captured
+    captured = engine.captured(model)
     assert captured.fused_attention is ours and not captured.causal
     kind = {"dtype": example.dtype}
     for rows, length in ((5, 13), (1, 4), (3, 1)):
@@ -286,7 +287,7 @@ def test_a_mask_in_the_example_is_one_of_every_batch(example: Tensor, inverted: 
 @pytest.mark.nightly(held_by="tests/model/test_pairs.py::test_a_mask_goes_through_gradients_logits_and_whole_steps")
 def test_a_mask_that_some_batches_have_has_a_capture_of_its_own(own: Any) -> None:
     model, native = own(None)
-    captures = model.megacompile.streamed.captures
+    captures = engine.captures(model)
     assert_trains(model, native, seen(heads=4))
     found = model.megacompile.compiled().spec
     assert found.capture.further == ("mask: bool [B, 4, T, T]",) and captures.serve(found.capture).captured.fused_attention

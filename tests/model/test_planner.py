@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -408,18 +409,18 @@ def test_models_on_one_device_share_what_was_free(monkeypatch: pytest.MonkeyPatc
     first, second = (megacompile.stream(tiny_models.build(), device="cpu") for _ in range(2))
     small, large = tiny_models.batch(), tiny_models.batch(rows=8, length=64)
     try:
-        budget = second.megacompile.streamed.planner.device_bytes
+        budget = engine.planner(second).device_bytes
         first(**large)
         taken = first.megacompile.compiled().estimate.total
-        assert second.megacompile.streamed.planner.device_bytes == budget - taken
+        assert engine.planner(second).device_bytes == budget - taken
         second(**small)
-        whole = second.megacompile.streamed.planner.budget_bytes
-        second.megacompile.streamed.captures.plan_with(budget_bytes=taken + 1000)
+        whole = engine.planner(second).budget_bytes
+        engine.captures(second).plan_with(budget_bytes=taken + 1000)
         with pytest.raises(InsufficientMemoryError, match=r"1000 B are available \(other streamed models have planned"):
             second(**tiny_models.batch(rows=2, length=5))
-        second.megacompile.streamed.captures.plan_with(budget_bytes=whole)
+        engine.captures(second).plan_with(budget_bytes=whole)
         first.megacompile.close()
-        assert second.megacompile.streamed.planner.device_bytes == budget
+        assert engine.planner(second).device_bytes == budget
     finally:
         second.megacompile.close()
 
@@ -428,15 +429,16 @@ def test_slots_of_other_shapes_go_where_other_models_have_planned_the_rest(monke
     monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
     monkeypatch.setattr(executables, "_live", weakref.WeakSet())  # models of other tests
     first, second = (megacompile.stream(tiny_models.build(), device="cpu") for _ in range(2))
-    streamed, small = second.megacompile.streamed, tiny_models.batch()
+    small = tiny_models.batch()
     try:
         executable = second.megacompile.compiled(small)
         left = bytes(1000)
-        streamed.arena.slots["W9"] = torch.frombuffer(bytearray(left), dtype=torch.uint8)
-        streamed.captures.plan_with(budget_bytes=executable.estimate.total + streamed.planner.margin_bytes + len(left))
-        assert streamed.residency.surplus(executable) == []
+        engine.arena(second).slots["W9"] = torch.frombuffer(bytearray(left), dtype=torch.uint8)
+        taken = executable.estimate.total + engine.planner(second).margin_bytes
+        engine.captures(second).plan_with(budget_bytes=taken + len(left))
+        assert engine.residency(second).surplus(executable) == []
         first(**small)
-        assert streamed.residency.surplus(executable) == ["W9"]
+        assert engine.residency(second).surplus(executable) == ["W9"]
     finally:
         for model in (first, second):
             model.megacompile.close()
@@ -448,7 +450,7 @@ def test_a_model_streamed_beside_a_running_one_does_not_count_its_slots_twice(mo
     first(**tiny_models.batch())
     second = megacompile.stream(tiny_models.build(), device="cpu")
     needed = first.megacompile.compiled().estimate
-    taken = second.megacompile.streamed.planner.taken_bytes
+    taken = engine.planner(second).taken_bytes
     assert taken == needed.total - needed.slots
     for model in (first, second):
         model.megacompile.close()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -297,7 +298,7 @@ def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing(monkeypatch
     ahead, late = (megacompile.stream(tiny_models.build(max_position_embeddings=4096), device="cpu", device_memory="8GiB")
                    for _ in range(2))
     try:
-        late.megacompile.streamed.executables.packed_steps = 2
+        engine.executables(late).packed_steps = 2
         for model in (ahead, late):
             for rows in (12, 13):
                 next_step(model, rows)
@@ -325,7 +326,7 @@ def test_the_second_step_of_a_large_model_does_not_plan_for_long(monkeypatch: py
             model.megacompile.compiled(packed_into(rows))  # only looks
             latest = next_step(model, rows)
         assert model.megacompile.stats["shapes"] == 2
-        model.megacompile.streamed.executables.packed_steps = 1
+        engine.executables(model).packed_steps = 1
         monkeypatch.setattr(executables, "SECONDS_AHEAD", math.inf)
         next_step(model, 13)
         assert model.megacompile.stats["shapes"] > 6 and model.megacompile.compiled() is latest
@@ -335,8 +336,8 @@ def test_the_second_step_of_a_large_model_does_not_plan_for_long(monkeypatch: py
 
 def next_step(model: Any, rows: int) -> Any:
     """Gets the program of a training step as the step does, without running it."""
-    streamed, spec = model.megacompile.streamed, model.megacompile.compiled(packed_into(rows)).spec
-    return streamed.rank_group.compiled(streamed.executables, spec, set())
+    spec = model.megacompile.compiled(packed_into(rows)).spec
+    return engine.rank_group(model).compiled(engine.executables(model), spec, set())
 
 
 def packed_into(rows: int) -> dict[str, Tensor]:
@@ -570,7 +571,7 @@ def test_rows_are_not_packed_where_attention_does_not_read_their_positions(acros
     with torch.no_grad():
         assert float(model(**batch).loss) == pytest.approx(float(native(**batch).loss), abs=1e-6)
     for training in (True, False):
-        assert "attention does not read position_ids (model.layers.0" in model.megacompile.streamed.captures.repacking.refusal(
+        assert "attention does not read position_ids (model.layers.0" in engine.captures(model).repacking.refusal(
             training)
 
 

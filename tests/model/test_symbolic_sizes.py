@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import engine
 import pytest
 import sympy
 import tiny_models
@@ -80,7 +81,7 @@ def bits(model: Any, batch: dict[str, Tensor]) -> list[str]:
 
 
 def packed_binder(model: Any) -> Binder:
-    return next(served.binder for served in model.megacompile.streamed.captures if served.captured.key.packed)
+    return next(served.binder for served in engine.captures(model) if served.captured.key.packed)
 
 
 def held(model: Any) -> list[list[int]]:
@@ -315,7 +316,7 @@ def test_variants_that_do_not_compile_with_a_symbol_are_compiled_for_each_number
 
 def test_code_is_kept_while_a_packed_shape_lives(dynamic: Any) -> None:
     train(dynamic, filling(5))
-    executables, binder = dynamic.megacompile.streamed.executables, packed_binder(dynamic)
+    executables, binder = engine.executables(dynamic), packed_binder(dynamic)
     executables.limit = 2
     for rows in (2, 3, 4):
         dynamic.megacompile.compiled(filling(rows))

@@ -6,6 +6,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ def test_data_are_read_as_the_accelerator_is_configured(options: dict[str, Any],
 
 def test_no_step_waits_for_an_update(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are waits at the start and the end of a training: as many with five steps as with two."""
-    streamed, waits = model.megacompile.streamed, []
+    streamed, waits = engine.of(model), []
     settle = streamed.settle
     monkeypatch.setattr(streamed, "settle", lambda: (waits.append(len(counts)), settle()))
     counts: list[int] = []
