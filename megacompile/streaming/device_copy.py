@@ -297,8 +297,8 @@ class DeviceCopy:
         if stays_too:
             streamed.evict()
         awaited = set(streamed.residency.awaited())
-        streamed.runner.forget_slots([slot for slot in streamed.arena.slots if slot not in awaited
-                                      and not streamed.arena.is_slab(slot) and (stays_too or not stays(slot))])
+        streamed.arena.forget(*(slot for slot in streamed.arena.slots if slot not in awaited
+                                and not streamed.arena.is_slab(slot) and (stays_too or not stays(slot))))
 
     # ---------------------------------------------------------------- the model
     def _made(self, original: type[nn.Module], turning: tuple[TurningLayer, ...]) -> nn.Module:

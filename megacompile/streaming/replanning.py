@@ -40,7 +40,7 @@ def discard_plans(streamed: Streamed, before: str) -> None:
     streamed.evict()
     streamed.executables.clear()
     streamed.step.programs_dropped()
-    streamed.runner.forget_run()
+    streamed.runner.running = None
     streamed.arena.close()
     streamed.activation_checkpoints.close()
     streamed.store.drop_sums()

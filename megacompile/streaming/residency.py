@@ -56,7 +56,7 @@ def device_memory_error(error: BaseException, cause: torch.OutOfMemoryError, pla
 
 # -------------------- Runs sections of compiled programs on the lanes of one model
 class SectionRunner:
-    """State: `running`, the program of the section that ran last."""
+    """State: `running`, the program of the section that ran last, which errors name."""
 
     def __init__(self, executor: Executor | ReferenceExecutor, backend: Backend, store: Store, arena: Arena,
                  executables: Executables, constants: Constants, ranks: Ranks | None = None) -> None:
@@ -80,22 +80,10 @@ class SectionRunner:
             self.ranks.submitted += 1
         return self.executor.submit(executable.program.section(section), frame, section)
 
-    def forget_run(self) -> None:
-        """Makes later errors not name the plan of the last section."""
-        self.running = None
-
     def lacking(self, slots: Mapping[str, Slot]) -> list[str]:
         """The slots that do not exist or are too small."""
         made = self.arena.slots
         return [name for name, slot in slots.items() if name not in made or made[name].numel() < slot.bytes]
-
-    def reserve_missing(self, slots: Mapping[str, Slot]) -> None:
-        """Makes the slots that do not exist. Slots in use stay as they are."""
-        self.arena.reserve({name: slot for name, slot in slots.items() if name not in self.arena.slots})
-
-    def forget_slots(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.arena.forget(name)
 
     def drain(self, sooner: threading.Event | None = None) -> None:
         """Waits for everything submitted, on the host and on the device, or until the event `sooner`. Raises the failure of a
@@ -138,7 +126,7 @@ class Residency:
         all ranks."""
         if self.executable is None:  # slots that another plan had would be in the way
             kept = {slot for slot in (*executable.program.slots, *self.awaited()) if stays(slot)}
-            self.runner.forget_slots([slot for slot in self.runner.arena.slots if stays(slot) and slot not in kept])
+            self.runner.arena.forget(*(slot for slot in self.runner.arena.slots if stays(slot) and slot not in kept))
         self._pin_visiting(executable)
         if not executable.plan.resident:
             return
@@ -218,7 +206,8 @@ class Residency:
 
     def _run(self, executable: Executable | None, section: str) -> None:
         assert executable is not None, f"{section} of what was never loaded"
-        self.runner.reserve_missing(executable.slots(section))
+        arena = self.runner.arena  # slots in use stay as they are
+        arena.reserve({name: slot for name, slot in executable.slots(section).items() if name not in arena.slots})
         self.runner.submit(executable, section)
 
 

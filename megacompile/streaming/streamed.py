@@ -182,7 +182,7 @@ class Streamed:
         wanted, surplus = executable.slots(*sections), self.residency.surplus(executable)
         if changed := [*surplus, *self.runner.lacking(wanted)]:
             (self.evict if any(map(stays, changed)) else self.settle)()
-            self.runner.forget_slots(surplus)
+            self.arena.forget(*surplus)
             self.arena.reserve(wanted)
 
     # ---------------------------------------------------------------- running sections
