@@ -33,7 +33,7 @@ from megacompile.predict.simulate import Timeline
 from megacompile.sizes import check_whole, parse_bytes
 from megacompile.streaming.optimizer.names import optimizer_named
 from megacompile.streaming.optimizer.optimizer import check_masters
-from megacompile.streaming.programs.shapes import planned_and_not_taken
+from megacompile.streaming.programs.executables import planned_and_not_taken
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.progress import under_way
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling

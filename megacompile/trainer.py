@@ -154,7 +154,7 @@ class Trainer(transformers.Trainer):
         self._token_rate = TokenRate()
         self._read_ahead = ReadAhead()
         self._long_lived = LongLived(lambda: compiled_variants(check_model(self.model)),
-                                     lambda: len(check_model(self.model).shapes))
+                                     lambda: len(check_model(self.model).executables))
         super().__init__(*args, **kwargs)
         streamed = check_model(self.model)
         # A loss that is not a sum over tokens is a mean over each batch, and takes no such argument.

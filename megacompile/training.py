@@ -187,7 +187,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
     parameters, losses = parameter_count(model), []
     batch = next(batches) if done < steps else {}
     with LongLived(lambda: None if handle is None else compiled_variants(handle.streamed),
-                   lambda: None if handle is None else len(handle.streamed.shapes)) as long_lived:
+                   lambda: None if handle is None else len(handle.streamed.executables)) as long_lived:
         for number in range(done + 1, steps + 1):
             if stop():
                 break

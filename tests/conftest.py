@@ -28,7 +28,7 @@ from megacompile.ir.program import CallSpec, Program, Tile, model_program
 from megacompile.passes import PIPELINE
 from megacompile.passes.pipeline import Compiled, compile_program
 from megacompile.planning import planner
-from megacompile.streaming.programs import shapes
+from megacompile.streaming.programs import executables
 
 # Limits of time would make tests depend on what else the machine does.
 settings.register_profile("megacompile", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -191,5 +191,5 @@ def shared_schedules() -> Iterator[None]:
         return Compiled(dict(found.stages), list(found.log))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "compile_program", shared)
+        patch.setattr(executables, "compile_program", shared)
         yield

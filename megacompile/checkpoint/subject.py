@@ -78,9 +78,9 @@ class Subject:
     def update_order(self) -> list[str]:
         """All tiles, in the order in which updates change them as far as it is known. Writing them in this order minimizes the
         waits of updates for the writer."""
-        shape, order = self.streamed.step.trained, []
-        if shape is not None:
-            store, sections = self.streamed.store, shape.program.sections.values()
+        trained, order = self.streamed.step.trained, []
+        if trained is not None:
+            store, sections = self.streamed.store, trained.program.sections.values()
             order = [store[argument(node, "tile")].home.layout.name for section in sections for node in nodes(section)
                      if op_of(node).name in ("update", "update_weights", "offload_weights")]
         return list(dict.fromkeys([*order, *self.streamed.store.tiles]))

@@ -36,7 +36,7 @@ from megacompile.inputs.packed_layout import (
     spans_of,
 )
 from megacompile.inputs.rounded_lengths import MASK, POSITIONS, USUALLY_IMPLIED, RightPadding, is_usual
-from megacompile.ir.plan import CaptureKey, Shape
+from megacompile.ir.plan import BatchSpec, CaptureKey
 from megacompile.losses import IGNORED
 
 
@@ -228,11 +228,11 @@ class Repacking:
         with position IDs."""
         return self.known_refusal or self.unread(self.captures.capture_key((POSITIONS,), training))
 
-    def outlook(self, shape: Shape, layout: Layout | RightPadding | GroupedRows | None = None,
+    def outlook(self, spec: BatchSpec, layout: Layout | RightPadding | GroupedRows | None = None,
                 refusal: str = "") -> str:
-        """A line that says how the rows of a training batch are packed, or why they are not. `shape`: the shape that runs. For
+        """A line that says how the rows of a training batch are packed, or why they are not. `spec`: of the program. For
         a given batch, `layout` is how it was packed or padded, and `refusal` the reason if it was not packed."""
-        size = f"{shape.batch} x {shape.length}"
+        size = f"{spec.batch} x {spec.length}"
         if isinstance(layout, RightPadding):
             rows, length = layout.size
             return f"rows: {rows} x {length}, padded to {size}, not packed: {refusal}"
@@ -247,7 +247,7 @@ class Repacking:
                     f"({tokens / layout.source.numel():.0%} full)")
         if refusal:
             return f"rows: {size}, not packed: {refusal}"
-        if shape.further == (POSITIONS,):
+        if spec.capture.further == (POSITIONS,):
             return f"rows: packed into {size}"
         why = self.known_refusal
         return f"rows: {size}; padded rows are " + (f"not packed: {why}" if why else f"packed into rows of {self.least}")

@@ -49,15 +49,15 @@ PLAIN = CaptureKey()
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The input of a compiled program: `batch` sequences of `length` tokens, with or without labels, for training or not.
+class BatchSpec:
+    """What a compiled program is made for: `batch` sequences of `length` tokens, with or without labels, for training or not.
 
     A `lean` program keeps none of the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
     `Plan`). A `whole_step` is one program for a step; otherwise forward, backward and update are sections. `output` is what the
     epilogue returns: the model's "loss" (without labels only its logits), or a head's outputs, which the caller differentiates:
     "logits", or the name of a function of tokens. `group_rows` and `group_lengths`: where rows are grouped by length, the rows
-    of each group and the tokens that each of these rows is computed with; empty: all rows have `length` tokens. The last five
-    fields select the model's capture (`CaptureKey`)."""
+    of each group and the tokens that each of these rows is computed with; empty: all rows have `length` tokens. `capture`
+    selects the graphs."""
 
     batch: int
     length: int
@@ -69,11 +69,7 @@ class Shape:
     output: str = "loss"
     group_rows: tuple[int, ...] = ()
     group_lengths: tuple[int, ...] = ()
-    further: tuple[str, ...] = ()
-    evaluating: bool = False
-    without_adapters: bool = False
-    images: int = 1
-    traced_length: int = 0
+    capture: CaptureKey = PLAIN
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
@@ -86,16 +82,8 @@ class Shape:
         return sum(rows * length for rows, length in self.groups)
 
     @property
-    def capture_key(self) -> CaptureKey:
-        return CaptureKey(self.further, self.evaluating, self.without_adapters, self.images, self.traced_length)
-
-    def captured_by(self, key: CaptureKey) -> Shape:
-        """The same shape with another capture."""
-        return replace(self, **vars(key))
-
-    @property
     def packed(self) -> bool:
-        return self.capture_key.packed
+        return self.capture.packed
 
 
 def kept_residuals(saved_layers: int, residuals: str) -> str:
@@ -117,7 +105,7 @@ class Plan:
     `micro_batches` gives the sequences of each micro-batch, in order, and `lengths` their tokens; empty: all have `length`
     tokens. A whole step runs in `waves`, consecutive shares of the micro-batches that each go forward and back. Templates
     compute the ops that treat each token alone on `token_chunk` positions of a micro-batch at a time; 0: on all at once.
-    `output`: see `Shape`.
+    `output`: see `BatchSpec`.
 
     Recomputation: a block of `checkpoint_interval` layers lies between two activation checkpoints. `saved_layers` layers keep
     all their residuals and are not recomputed; with `residuals` "attention" they keep only attention's results and recompute

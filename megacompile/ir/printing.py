@@ -17,7 +17,7 @@ from torch import fx
 from megacompile.ir.nodes import accesses, argument, lane_of, nodes, op_of
 from megacompile.ir.ops import OPS, Access, Op
 from megacompile.ir.placement import LISTS
-from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.plan import BatchSpec, CaptureKey, Plan
 from megacompile.ir.precision import Float8
 
 #: Parameters that say what a node works on. In text they are positional if they lead an op's parameters; others are keywords.
@@ -45,23 +45,27 @@ _OF_GROUPS = ("group_rows", "group_lengths", "lengths")
 _FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts", "tuple[int, ...]": "numbers"}
 
 
-def _parameters(made: type[Float8 | Shape | Plan], written: Sequence[str] = ()) -> tuple[dict[str, str], tuple[str, ...]]:
+def _parameters(made: type[Float8 | BatchSpec | CaptureKey | Plan],
+                written: Sequence[str] = ()) -> tuple[dict[str, str], tuple[str, ...]]:
     """The parameters of a declaration, each with its kind, and those that have a default. They are the fields of the declared
-    object, except those `written` elsewhere, and with lists of tiles instead of placements."""
+    object, except those `written` elsewhere, with lists of tiles instead of placements, and the fields of a capture instead of
+    it."""
     kinds: dict[str, str] = {}
     for field in dataclasses.fields(made):
         if field.name == "placements":
             kinds |= dict.fromkeys(LISTS, "texts")
+        elif field.name == "capture":
+            kinds |= _parameters(CaptureKey, written)[0]
         elif field.name not in written:
             kinds[field.name] = _FIELD_KINDS[str(field.type)]
     needed = {field.name for field in dataclasses.fields(made) if field.default is dataclasses.MISSING}
     return kinds, tuple(name for name in kinds if name not in needed)
 
 
-#: Declarations of what a program was made for: the fields of `Shape` and `Plan`, except those that the opening has, and the
+#: Declarations of what a program was made for: the fields of `BatchSpec` and `Plan`, except those that the opening has, and the
 #: traced length, which depends on the batches that came before. Fields with a default may be absent.
 MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "shape": _parameters(Shape, ("traced_length",)), "plan": _parameters(Plan, ("batch", "length", *OPENING))}
+    "shape": _parameters(BatchSpec, ("traced_length",)), "plan": _parameters(Plan, ("batch", "length", *OPENING))}
 #: Declarations that stand once at most. A program whose products are in the dtype of its weights has no precision.
 ONCE = {"precision": _parameters(Float8), **MADE_FOR}
 
@@ -75,7 +79,9 @@ def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str,
     lines = [f"# megacompile program, stage {stage}", f"program = Program({_arguments(OPENING, opening)})"]
     for kind, one in declared:
         signature, optional = DECLARATIONS.get(kind) or (ONCE[kind][0], ())
-        given = {name: getattr(one, name) for name in signature if name not in optional or getattr(one, name)}
+        capture = vars(one.capture) if isinstance(one, BatchSpec) else {}
+        given = {name: capture[name] if name in capture else getattr(one, name) for name in signature}
+        given = {name: value for name, value in given.items() if value or name not in optional}
         if isinstance(one, Plan) and not one.disk_state:
             given = {name: value for name, value in given.items() if name not in _OF_DISK}
         given = {name: value for name, value in given.items() if value or name not in _OF_GROUPS}

@@ -48,7 +48,7 @@ from megacompile.ir.places import (
     slot_family,
     stays,
 )
-from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.plan import BatchSpec, Plan
 from megacompile.ir.precision import Float8
 
 
@@ -204,14 +204,14 @@ class Program:
         tile = argument(node, "tile")
         return self.tiles[tile].moved_bytes(op_of(node), self.ranks) if tile is not None else 0
 
-    def head(self, made_for: tuple[Shape, Plan] | None = None) -> str:
+    def head(self, made_for: tuple[BatchSpec, Plan] | None = None) -> str:
         """The text above the sections: the declarations. `made_for` is declared in it (`text.parse_with_plan`)."""
         once = zip(printing.ONCE, (self.precision, *(made_for or ())), strict=False)
         declared = [*((kind, one) for kind, one in once if one is not None), *(("tile", tile) for tile in self.tiles.values()),
                     *(("call", call) for call in self.calls), *(("slot", slot) for slot in self.slots.values())]
         return printing.print_head(self.stage, self.micro_batches, {"ranks": self.ranks, "hosts": self.hosts}, declared)
 
-    def text(self, section: str | None = None, *, fold: bool = False, made_for: tuple[Shape, Plan] | None = None) -> str:
+    def text(self, section: str | None = None, *, fold: bool = False, made_for: tuple[BatchSpec, Plan] | None = None) -> str:
         """Python that rebuilds this program (`text.parse`). The text is deterministic. `section`: only this section's function.
         `fold` prints repeated layers once, for reading only: that text does not parse. `made_for`: as in `head`."""
         head = self.head(made_for)

@@ -33,7 +33,7 @@ from torch import fx
 from megacompile.errors import MegacompileError, ProgramError, shortened
 from megacompile.ir.nodes import Builder
 from megacompile.ir.ops import OPS, Access, Lane
-from megacompile.ir.plan import UPDATES, Plan, Shape
+from megacompile.ir.plan import PLAIN, UPDATES, BatchSpec, CaptureKey, Plan
 from megacompile.ir.precision import Float8
 from megacompile.ir.printing import DECLARATIONS, ONCE, OPENING, OPENING_OPTIONAL, call_form, positional_parameters
 from megacompile.ir.printing import form as form
@@ -62,7 +62,7 @@ FOLDED = re.compile(r"^ *# x \d+ alike", re.MULTILINE)
 _PASSED = -1  # the indentation after `pass`, which no line has
 
 
-def print_program(program: Program, section: str | None = None, made_for: tuple[Shape, Plan] | None = None) -> str:
+def print_program(program: Program, section: str | None = None, made_for: tuple[BatchSpec, Plan] | None = None) -> str:
     """As `Program.text`."""
     return program.text(section, made_for=made_for)
 
@@ -87,8 +87,8 @@ def parse(text: str) -> Program:
     return parse_with_plan(text)[0]
 
 
-def parse_with_plan(text: str) -> tuple[Program, Shape | None, Plan | None]:
-    """The program, and the shape and plan that it was made for (None if the text does not declare them). Raises as `parse`."""
+def parse_with_plan(text: str) -> tuple[Program, BatchSpec | None, Plan | None]:
+    """The program, and the spec and plan that it was made for (None if the text does not declare them). Raises as `parse`."""
     parser = _Parser(text)
     return parser.program(), parser.shape, parser.plan
 
@@ -100,7 +100,7 @@ class _Parser:
         self.source = Source(text)
         self.head: dict[str, Any] | None = None
         self.precision: Float8 | None = None
-        self.shape: Shape | None = None
+        self.shape: BatchSpec | None = None
         self.plan: Plan | None = None
         self.declared: dict[str, dict[str, Any]] = {"tile": {}, "call": {}, "slot": {}}
         self.sections: dict[str, fx.Graph] = {}
@@ -176,11 +176,15 @@ class _Parser:
             self.fail(call.word, f"a second {kind}; expected one")
         if kind == "plan" and self.shape is None:
             self.fail(call.word, "a plan without a shape; expected `program.shape(...)` above it")
-        make: dict[str, Callable[..., Any]] = {"precision": Float8, "shape": Shape, "plan": self.plan_of_shape}
+        make: dict[str, Callable[..., Any]] = {"precision": Float8, "shape": self.spec, "plan": self.plan_of_shape}
         try:
             setattr(self, kind, make[kind](**given))
         except MegacompileError as error:
             self.fail(call.word, f"{error}; expected a valid {kind}")
+
+    def spec(self, **given: Any) -> BatchSpec:
+        capture = {name: given.pop(name) for name in vars(PLAIN) if name in given}
+        return BatchSpec(**given, capture=CaptureKey(**capture))
 
     def plan_of_shape(self, **given: Any) -> Plan:
         assert self.shape is not None and self.head is not None

@@ -264,7 +264,7 @@ class DeviceCopy:
         there and would have to be copied to the host and back. With several ranks they always stay: all ranks must copy them
         together, and one rank may generate alone."""
         streamed = self._streamed
-        if self._holds(needed + streamed.shapes.largest) or streamed.forwards.open():
+        if self._holds(needed + streamed.executables.largest) or streamed.forwards.open():
             return
         before = streamed.arena.device_bytes()
         if keep_tiles:
@@ -297,8 +297,8 @@ class DeviceCopy:
         if stays_too:
             streamed.evict()
         awaited = set(streamed.residency.awaited())
-        streamed.runner.forget_slots([slot for slot in streamed.arena.slots if slot not in awaited
-                                      and not streamed.arena.is_slab(slot) and (stays_too or not stays(slot))])
+        streamed.arena.forget(*(slot for slot in streamed.arena.slots if slot not in awaited
+                                and not streamed.arena.is_slab(slot) and (stays_too or not stays(slot))))
 
     # ---------------------------------------------------------------- the model
     def _made(self, original: type[nn.Module], turning: tuple[TurningLayer, ...]) -> nn.Module:

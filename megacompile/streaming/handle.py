@@ -19,7 +19,7 @@ from megacompile.frontend.templates.token_functions import described, filling
 from megacompile.inputs.batch import BatchArguments, check_labels, check_names, check_token_tensors, logits_of, read_arguments
 from megacompile.inputs.repacking import Wanted
 from megacompile.ir.ops import UPDATE_OPS
-from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.plan import BatchSpec, Plan
 from megacompile.ir.program import Lane, Op, Program, op_of
 from megacompile.passes.pipeline import named_stage
 from megacompile.planning.explain import outlook
@@ -34,7 +34,7 @@ from megacompile.streaming.differentiable_results import StreamedResults, refuse
 from megacompile.streaming.generation.turns import turns_program
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.programs.editing import editable_text, load
-from megacompile.streaming.programs.shapes import Executable
+from megacompile.streaming.programs.executables import Executable
 from megacompile.streaming.replanning import replan
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.user_tensors.owners import disclaim
@@ -136,11 +136,11 @@ def stats_of(streamed: Streamed) -> dict[str, Any]:
     """The values that `Handle.stats` describes."""
     return dict(
         steps=streamed.step.count, skipped_steps=len(streamed.step.skipped.steps), kept_tiles=len(streamed.step.skipped.tiles),
-        shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
+        shapes=len(streamed.executables), templates=len(streamed.captured.templates),
         compiled_variants=compiled_variants(streamed),
         variants_of_any_size=sum(served.binder.variants_of_any_size for served in streamed.captures),
         micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.captures),
-        plan_searches=streamed.shapes.answers["searched"], plans_from_cache=streamed.shapes.answers["kept"],
+        plan_searches=streamed.executables.answers["searched"], plans_from_cache=streamed.executables.answers["kept"],
         **streamed.step.tokens.stats(),
         capture_s=sum(served.captured.seconds for served in streamed.captures),
         compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
@@ -152,7 +152,7 @@ def stats_of(streamed: Streamed) -> dict[str, Any]:
         disk_bytes_written=streamed.store.disk_bytes_written,
         slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
         peak_device_bytes=streamed.backend.peak_bytes(),
-        predicted_device_bytes=streamed.shapes.largest,
+        predicted_device_bytes=streamed.executables.largest,
         parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))
 
 
@@ -369,15 +369,15 @@ class Handle:
         "step" or "arrival" (None: what the newest optimizer does), and `whole_step` selects the program of `train_step`."""
         streamed = self.streamed
         if batch is None:
-            if streamed.shapes.latest is None:
+            if streamed.executables.latest is None:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
-            return streamed.shapes.latest
+            return streamed.executables.latest
         training = training and streamed.tiling.trains
         given = self._looked_at(batch, training)
-        shape = streamed.shape_of(given, training=training and set(streamed.captured.batch_inputs) <= given.inputs.keys())
-        if shape.training:
-            shape = replace(shape, update=update or shape.update, whole_step=whole_step)
-        return streamed.compiled(shape)
+        spec = streamed.spec_of(given, training=training and set(streamed.captured.batch_inputs) <= given.inputs.keys())
+        if spec.training:
+            spec = replace(spec, update=update or spec.update, whole_step=whole_step)
+        return streamed.compiled(spec)
 
     def _looked_at(self, batch: Mapping[str, Tensor], training: bool) -> BatchArguments:
         """The arguments of a batch that will not run. Raises `MegacompileError` if it is not a batch."""
@@ -391,7 +391,7 @@ class Handle:
     def _trained(self, batch: Mapping[str, Tensor] | None) -> Executable:
         """Like `compiled`. Raises `MegacompileError` for a batch that does not train."""
         executable = self.compiled(batch)
-        if not executable.shape.training:
+        if not executable.spec.training:
             raise MegacompileError("only plans of training steps can be simulated, and this batch does not train: "
                                    "pass a batch with labels")
         return executable
@@ -405,7 +405,7 @@ class Handle:
         return self.program(batch).table(section)
 
     def text(self, batch: Mapping[str, Tensor] | None = None, **which: Any) -> str:
-        """The program for a batch's shape as text, with its shape and plan. `load_program` runs an edited text. `which`: as in
+        """The program for a batch's shape as text, with its spec and plan. `load_program` runs an edited text. `which`: as in
         `compiled`."""
         return editable_text(self.compiled(batch, **which))
 
@@ -451,7 +451,7 @@ class Handle:
 
         Raises `MegacompileError` for a batch that does not train, and for an unknown machine."""
         streamed, executable = self.streamed, self._trained(batch)
-        captured = streamed.captures.serve(executable.shape.capture_key).captured
+        captured = streamed.captures.serve(executable.spec.capture).captured
         durations = Durations(captured, streamed.tiling.layouts, self._hardware(hardware), streamed.binder.compiling)
         return durations.simulate(executable.program, executable.plan, without)
 
@@ -460,20 +460,20 @@ class Handle:
         are not, and each plan's memory, predicted speed and bottleneck. For a batch without labels, only how it is packed.
         `hardware`, and errors: as in `simulate`."""
         streamed, executable, useful = self.streamed, self.compiled(batch), 1.0
-        given = None if batch is None else self._looked_at(batch, training=executable.shape.training)
+        given = None if batch is None else self._looked_at(batch, training=executable.spec.training)
         if given is None:
-            rows = streamed.captures.repacking.outlook(executable.shape)
+            rows = streamed.captures.repacking.outlook(executable.spec)
         else:
-            rows = streamed.captures.repacking.outlook(executable.shape, given.layout, given.not_packed)
+            rows = streamed.captures.repacking.outlook(executable.spec, given.layout, given.not_packed)
             useful = given.useful_tokens / executable.plan.tokens
-        if not executable.shape.training:
+        if not executable.spec.training:
             return rows
-        served = streamed.captures.serve(executable.shape.capture_key)
+        served = streamed.captures.serve(executable.spec.capture)
         simulator = simulator_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                                  streamed.planner.config.passes)
-        planner = replace(streamed.shapes.planner_for(executable.shape.capture_key), simulator=simulator,
+        planner = replace(streamed.executables.planner_for(executable.spec.capture), simulator=simulator,
                           output=executable.plan.output)
-        found = outlook(planner, executable.plan, planner.host_bytes, executable.shape.whole_step, useful)
+        found = outlook(planner, executable.plan, planner.host_bytes, executable.spec.whole_step, useful)
         return f"{rows}\n{found.text()}"
 
     def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:
@@ -483,23 +483,23 @@ class Handle:
 
     # ---------------------------------------------------------------- control
     @exclusive
-    def load_program(self, source: str | Path) -> Shape:
-        """Runs an edited program for its shape from now on, and returns the shape. `source`: a text, or a file. Open forwards
+    def load_program(self, source: str | Path) -> BatchSpec:
+        """Runs an edited program for its spec from now on, and returns the spec. `source`: a text, or a file. Open forwards
         continue with the program that they began with. Evaluations have a separate program (`text(batch, training=False)`).
         Raises `ProgramError` if the text does not parse, is not proved safe, or belongs to another model;
         `InsufficientMemoryError` if its slots do not fit. Then nothing has changed."""
         streamed = self.streamed
-        beside = streamed.shapes_in_use() | set(streamed.shapes.table.values())
-        loaded = load(source, streamed.shapes, [shape.program for shape in beside])
-        streamed.shapes.adopt(loaded)
-        return loaded.shape
+        beside = streamed.in_use() | set(streamed.executables.table.values())
+        loaded = load(source, streamed.executables, [each.program for each in beside])
+        streamed.executables.adopt(loaded)
+        return loaded.spec
 
     @exclusive
-    def unload_program(self, shape: Shape | None = None) -> None:
-        """Returns to the compiled program of a shape, or of all shapes. Raises `MegacompileError` if no edited program is
+    def unload_program(self, spec: BatchSpec | None = None) -> None:
+        """Returns to the compiled program of a spec, or of all. Raises `MegacompileError` if no edited program is
         loaded."""
-        if not self.streamed.shapes.drop(shape):
-            raise MegacompileError("no edited program is loaded" + (f" for {shape}" if shape is not None else "")
+        if not self.streamed.executables.drop(spec):
+            raise MegacompileError("no edited program is loaded" + (f" for {spec}" if spec is not None else "")
                                    + ": there is nothing to go back from")
 
     @exclusive
@@ -532,7 +532,7 @@ class Handle:
             self.streamed.close()
         finally:
             disclaim(self.streamed)
-            self.streamed.shapes.close()
+            self.streamed.executables.close()
             if vars(model).get("megacompile") is self:
                 model.__class__ = original_class(model)  # type: ignore[assignment]
                 del model.__dict__["megacompile"]

@@ -15,7 +15,7 @@ from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint
 from megacompile.runtime.memory.arena import Accumulators
 from megacompile.sizes import format_bytes
-from megacompile.streaming.programs.shapes import Executable
+from megacompile.streaming.programs.executables import Executable
 
 
 @dataclass(eq=False)
@@ -88,15 +88,15 @@ class OpenForwards:
         return sum(forward.device_bytes for forward in self.open())
 
     def leave_room(self, executable: Executable, planner: Planner) -> bool:
-        """True if sections of this shape fit beside the open forwards. The planner has checked that the sections fit alone."""
+        """True if the program's sections fit beside the open forwards. The planner has checked that they fit alone."""
         held = self.device_bytes
         return not held or executable.estimate.total + planner.margin_bytes + held <= planner.device_bytes
 
     def check_room(self, executable: Executable, planner: Planner) -> None:
-        """Raises `InsufficientMemoryError` if sections of this shape do not fit beside the open forwards."""
+        """Raises `InsufficientMemoryError` if the program's sections do not fit beside the open forwards."""
         if not self.leave_room(executable, planner):
-            shape, needed, held = executable.shape, executable.estimate.total + planner.margin_bytes, self.device_bytes
+            spec, needed, held = executable.spec, executable.estimate.total + planner.margin_bytes, self.device_bytes
             raise InsufficientMemoryError(
-                f"a batch of {shape.batch} x {shape.length} needs {format_bytes(needed)} of device memory and "
+                f"a batch of {spec.batch} x {spec.length} needs {format_bytes(needed)} of device memory and "
                 f"{format_bytes(planner.device_bytes - held)} are available, since forwards without their backward hold "
                 f"{format_bytes(held)}: run backward (or drop the loss) before the next forward, or give more device_memory")

@@ -17,48 +17,48 @@ from megacompile.errors import LaneError, MegacompileError, NonFiniteError, Rank
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.across_ranks import AllRows, joined, tell
 from megacompile.inputs.batch import BatchArguments
-from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.plan import BatchSpec, Plan
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Choice
 from megacompile.runtime.ranks import Ranks
 from megacompile.runtime.update import Update
 from megacompile.streaming.batch_io import seed_of_forward
 from megacompile.streaming.programs.captures import ModelCaptures
-from megacompile.streaming.programs.shapes import Executable, Shapes
+from megacompile.streaming.programs.executables import Executable, Executables
 
 
 # --------------------
-# The program of a shape that all ranks run: rank 0 chooses the plan, and every rank makes the program from it.
+# The program of a spec that all ranks run: rank 0 chooses the plan, and every rank makes the program from it.
 #
 # A search simulates dozens of programs, so one rank searches and the others get its plan. Only rank 0's plans are kept on disk
 # for the next start: ranks that find different plans could not run together.
-def compiled_by_all(shapes: Shapes, shape: Shape, keep: Collection[Executable], ranks: Ranks) -> Executable:
-    """The program of a shape, the same on every rank. All ranks call this. Raises on every rank what `Shapes.get` raises, and
-    `RankError` if the ranks' programs differ."""
-    found = shapes.known(shape, keep)
+def compiled_by_all(executables: Executables, spec: BatchSpec, keep: Collection[Executable], ranks: Ranks) -> Executable:
+    """The program of a spec, the same on every rank. All ranks call this. Raises on every rank what `Executables.get` raises,
+    and `RankError` if the ranks' programs differ."""
+    found = executables.known(spec, keep)
     digests = ranks.agree("compile", None if found is None else found.digest)
     if None in digests:
-        found = _from_one_plan(shapes, shape, keep, ranks)
+        found = _from_one_plan(executables, spec, keep, ranks)
         digests = ranks.agree("compile", found.digest)
     ranks.require_equal("program", digests)
-    return shapes.get(shape, keep)
+    return executables.get(spec, keep)
 
 
-def _from_one_plan(shapes: Shapes, shape: Shape, keep: Collection[Executable], ranks: Ranks) -> Executable:
+def _from_one_plan(executables: Executables, spec: BatchSpec, keep: Collection[Executable], ranks: Ranks) -> Executable:
     if ranks.rank == 0:
         try:
-            found = shapes.get(shape, keep)
+            found = executables.get(spec, keep)
         except MegacompileError:
             ranks.agree("plan")
             raise
-        ranks.agree("plan", (found.plan.values(), shapes.stateful))
+        ranks.agree("plan", (found.plan.values(), executables.stateful))
         return found
     chosen = ranks.agree("plan")[0]
     if chosen is None:
-        shapes.get(shape, keep)  # raises what it raises on rank 0
+        executables.get(spec, keep)  # raises what it raises on rank 0
         raise RankError("rank 0 cannot plan this step, and this rank can: give every rank the same model and options")
     values, stateful = chosen
-    return shapes.known(shape, keep) or shapes.get(shape, keep, Choice(Plan.of(**values), stateful))
+    return executables.known(spec, keep) or executables.get(spec, keep, Choice(Plan.of(**values), stateful))
 
 
 class RankGroup:
@@ -202,12 +202,12 @@ class RankGroup:
             output = self.captures.serve(padded.key).captured.require_heads().like(own, output)
         return padded, alone, all_rows, output
 
-    def compiled(self, shapes: Shapes, shape: Shape, keep: Collection[Executable]) -> Executable:
-        """The program of a training step, the same on every rank. Raises what `Shapes.get` raises, and `RankError`."""
+    def compiled(self, executables: Executables, spec: BatchSpec, keep: Collection[Executable]) -> Executable:
+        """The program of a training step, the same on every rank. Raises what `Executables.get` raises, and `RankError`."""
         if self.ranks is not None:
-            return compiled_by_all(shapes, shape, keep, self.ranks)
-        found = shapes.get(shape, keep)
-        shapes.plan_ahead(shape, keep)
+            return compiled_by_all(executables, spec, keep, self.ranks)
+        found = executables.get(spec, keep)
+        executables.plan_ahead(spec, keep)
         return found
 
     def seed(self, captured: CapturedModel, all_rows: AllRows | None) -> int | None:

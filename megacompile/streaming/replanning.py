@@ -23,7 +23,7 @@ def replan(streamed: Streamed, **options: Any) -> None:
     config = replace(streamed.captures.config, **options)
     config.check_tiles(streamed.tiling.layouts, type(streamed.model).__name__)
     discard_plans(streamed, "replan()")
-    streamed.shapes.note_budget()
+    streamed.executables.note_budget()
     budget = device_budget(config, streamed.backend.free_bytes())
     streamed.captures.plan_with(config=config, budget_bytes=budget)
 
@@ -38,9 +38,9 @@ def discard_plans(streamed: Streamed, before: str) -> None:
     streamed.settle()
     streamed.step.check_whole()
     streamed.evict()
-    streamed.shapes.clear()
+    streamed.executables.clear()
     streamed.step.programs_dropped()
-    streamed.runner.forget_run()
+    streamed.runner.running = None
     streamed.arena.close()
     streamed.activation_checkpoints.close()
     streamed.store.drop_sums()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megacompile.errors import DeviceMemoryError, LaneError, first_line
-from megacompile.ir.plan import Shape
+from megacompile.ir.plan import BatchSpec
 from megacompile.ir.program import Slot, find, stays
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
@@ -26,7 +26,7 @@ from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
 from megacompile.sizes import format_bytes
 from megacompile.streaming.open_forward import OpenForward
-from megacompile.streaming.programs.shapes import Executable, Shapes
+from megacompile.streaming.programs.executables import Executable, Executables
 from megacompile.streaming.step_state import StepState
 from megacompile.streaming.user_tensors.external_writes import Constants
 
@@ -39,9 +39,9 @@ def allocator_error(error: BaseException) -> torch.OutOfMemoryError | None:
     return cause if isinstance(cause, torch.OutOfMemoryError) else None
 
 
-def device_memory_error(error: BaseException, cause: torch.OutOfMemoryError, planned: tuple[Shape, int] | None, budget: int,
+def device_memory_error(error: BaseException, cause: torch.OutOfMemoryError, planned: tuple[BatchSpec, int] | None, budget: int,
                         free_bytes: Callable[[], int], torn: bool) -> DeviceMemoryError:
-    """The error for the caller. `planned`: the shape that ran, and the device bytes that its plan predicted. Frees what the
+    """The error for the caller. `planned`: what ran was made for, and the device bytes that its plan predicted. Frees what the
     frames of the failed instruction hold, since the caller may keep the error while it runs a smaller batch."""
     traceback.clear_frames(cause.__traceback__)
     predicted = "" if planned is None else (
@@ -56,19 +56,19 @@ def device_memory_error(error: BaseException, cause: torch.OutOfMemoryError, pla
 
 # -------------------- Runs sections of compiled programs on the lanes of one model
 class SectionRunner:
-    """State: `running`, the shape of the section that ran last."""
+    """State: `running`, the program of the section that ran last, which errors name."""
 
     def __init__(self, executor: Executor | ReferenceExecutor, backend: Backend, store: Store, arena: Arena,
-                 shapes: Shapes, constants: Constants, ranks: Ranks | None = None) -> None:
+                 executables: Executables, constants: Constants, ranks: Ranks | None = None) -> None:
         self.executor, self.backend, self.store, self.arena = executor, backend, store, arena
-        self.shapes, self.constants, self.ranks = shapes, constants, ranks
+        self.executables, self.constants, self.ranks = executables, constants, ranks
         self.running: Executable | None = None
 
     def submit(self, executable: Executable, section: str, batch: Batch | None = None, forward: OpenForward | None = None,
                update: Update | None = None) -> Any:
         """Hands a section to the lanes, and returns a run to wait for. Slots must be reserved."""
         if section not in executable.kernels:
-            served = self.shapes.captures.serve(executable.shape.capture_key)
+            served = self.executables.captures.serve(executable.spec.capture)
             self.constants.add(served.captured.calls)
             executable.kernels[section] = served.binder.bind(executable.program, section, executable.plan,
                                                              executable.comes_again)
@@ -80,22 +80,10 @@ class SectionRunner:
             self.ranks.submitted += 1
         return self.executor.submit(executable.program.section(section), frame, section)
 
-    def forget_run(self) -> None:
-        """Makes later errors not name the plan of the last section."""
-        self.running = None
-
     def lacking(self, slots: Mapping[str, Slot]) -> list[str]:
         """The slots that do not exist or are too small."""
         made = self.arena.slots
         return [name for name, slot in slots.items() if name not in made or made[name].numel() < slot.bytes]
-
-    def reserve_missing(self, slots: Mapping[str, Slot]) -> None:
-        """Makes the slots that do not exist. Slots in use stay as they are."""
-        self.arena.reserve({name: slot for name, slot in slots.items() if name not in self.arena.slots})
-
-    def forget_slots(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.arena.forget(name)
 
     def drain(self, sooner: threading.Event | None = None) -> None:
         """Waits for everything submitted, on the host and on the device, or until the event `sooner`. Raises the failure of a
@@ -110,12 +98,12 @@ class SectionRunner:
         have recovered. `torn`: an update stopped half-way."""
         if isinstance(error, DeviceMemoryError) or (cause := allocator_error(error)) is None:
             return None
-        planned = None if self.running is None else (self.running.shape, self.running.estimate.total)
-        return device_memory_error(error, cause, planned, self.shapes.planner.device_bytes, self.backend.free_bytes, torn)
+        planned = None if self.running is None else (self.running.spec, self.running.estimate.total)
+        return device_memory_error(error, cause, planned, self.executables.planner.device_bytes, self.backend.free_bytes, torn)
 
 
 class Residency:
-    """State: `shape`, one of those that the slots were filled for (None: the device holds no tiles). `stale`: the host has
+    """State: `executable`, one of those that the slots were filled for (None: the device holds no tiles). `stale`: the host has
     newer weights or state. `state_ahead`: the device has newer optimizer state. `weights_ahead`: the device has newer weights.
     This happens only after a failed update."""
 
@@ -126,19 +114,19 @@ class Residency:
 
     # ---------------------------------------------------------------- to the device
     def must_leave(self, executable: Executable) -> bool:
-        """True if the tiles on the device cannot serve this shape: its plan keeps other tiles there, or the host has newer
+        """True if the tiles on the device cannot serve this program: its plan keeps other tiles there, or the host has newer
         ones."""
         if self.executable is None:
             return False
         return _tiles(self.executable) != _tiles(executable) or (self.stale and bool(executable.plan.resident))
 
     def load(self, executable: Executable, wait_for_updates: Callable[[], None]) -> None:
-        """Loads the tiles that the shape's plan keeps on the device, before its sections run. Call `must_leave` first, and move
+        """Loads the tiles that the program keeps on the device, before its sections run. Call `must_leave` first, and move
         the tiles on the device to the host if it is true. `wait_for_updates` waits until the host's tiles have the updates of
         all ranks."""
         if self.executable is None:  # slots that another plan had would be in the way
             kept = {slot for slot in (*executable.program.slots, *self.awaited()) if stays(slot)}
-            self.runner.forget_slots([slot for slot in self.runner.arena.slots if stays(slot) and slot not in kept])
+            self.runner.arena.forget(*(slot for slot in self.runner.arena.slots if stays(slot) and slot not in kept))
         self._pin_visiting(executable)
         if not executable.plan.resident:
             return
@@ -158,13 +146,13 @@ class Residency:
         return trained.program.slots if trained is not None and self.step.unfinished is not None else ()
 
     def surplus(self, executable: Executable) -> list[str]:
-        """Device slots of other shapes, and slots that they have made larger, if the budget does not hold them beside this
-        shape."""
+        """Device slots of other programs, and slots that they have made larger, if the budget does not hold them beside this
+        program."""
         arena, own = self.runner.arena, executable.program.slots
         more = {name: memory.numel() - (own[name].bytes if name in own else 0) for name, memory in arena.slots.items()
                 if not arena.is_slab(name)}
         found = {name: size for name, size in more.items() if size > 0}
-        planner = self.runner.shapes.planner
+        planner = self.runner.executables.planner
         if not found or executable.estimate.total + planner.margin_bytes + sum(found.values()) <= planner.device_bytes:
             return []
         return [name for name in found if name not in self.awaited()]
@@ -172,7 +160,7 @@ class Residency:
     def _pin_visiting(self, executable: Executable) -> None:
         """Pins optimizer state that visits the device, once it exists, unless the user has limited pinned memory. Copies of
         memory that is not pinned are also correct, but slower."""
-        if self.runner.shapes.planner.pinned_bytes is None:
+        if self.runner.executables.planner.pinned_bytes is None:
             tiles = map(self.runner.store.__getitem__, executable.plan.visiting_state)
             pin_all(self.runner.backend, (part for tile in tiles for part in tile.home.state()))
 
@@ -184,7 +172,7 @@ class Residency:
 
     # ---------------------------------------------------------------- to the host
     def updated(self, executable: Executable) -> None:
-        """Records that an update of this shape's program was submitted."""
+        """Records that an update of this program was submitted."""
         self.state_ahead |= bool(executable.plan.resident_state)
 
     def store_state(self) -> None:
@@ -218,7 +206,8 @@ class Residency:
 
     def _run(self, executable: Executable | None, section: str) -> None:
         assert executable is not None, f"{section} of what was never loaded"
-        self.runner.reserve_missing(executable.slots(section))
+        arena = self.runner.arena  # slots in use stay as they are
+        arena.reserve({name: slot for name, slot in executable.slots(section).items() if name not in arena.slots})
         self.runner.submit(executable, section)
 
 

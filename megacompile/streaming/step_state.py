@@ -29,7 +29,7 @@ from megacompile.errors import MegacompileError, NonFiniteError, TornError
 from megacompile.inputs.token_counts import TokenCounts
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.update import Norms, Update
-from megacompile.streaming.programs.shapes import Executable
+from megacompile.streaming.programs.executables import Executable
 
 # --------------------
 # Policies for a step whose gradients are not finite: skip it, raise an error that names the tiles, or also dump the batch to a
@@ -191,7 +191,7 @@ class StepState:
 
     @property
     def trained(self) -> Executable | None:
-        """The shape of the last backward, whose program also updates."""
+        """The program of the last backward, which also updates."""
         return self._trained
 
     @property

@@ -1,4 +1,4 @@
-"""Streamed: one streamed model. Its tiles, arena, lanes, programs by shape, and the sections run in the user's order."""
+"""Streamed: one streamed model. Its tiles, arena, lanes, programs, and the sections run in the user's order."""
 from __future__ import annotations
 
 import contextlib
@@ -36,7 +36,7 @@ from megacompile.streaming.open_forward import OpenForward, OpenForwards
 from megacompile.streaming.optimizer.in_backward import OptimizerInBackward, Updater
 from megacompile.streaming.optimizer.state import StateMemory
 from megacompile.streaming.programs.captures import ModelCaptures
-from megacompile.streaming.programs.shapes import Executable, Shape, Shapes
+from megacompile.streaming.programs.executables import BatchSpec, Executable, Executables
 from megacompile.streaming.rank_group import RankGroup
 from megacompile.streaming.residency import Residency, SectionRunner, allocator_error
 from megacompile.streaming.step_state import StepState, report_late
@@ -98,7 +98,7 @@ class Guest(_Part, Protocol):
 
 class Streamed:
     """Holds the parts of a streamed model, and runs the sections of a step in the user's order. Each part owns its state:
-    `shapes` the compiled programs, `step` the training step, `residency` what stays on the device, `runner` the lanes,
+    `executables` the compiled programs, `step` the training step, `residency` what stays on the device, `runner` the lanes,
     `gradients` and `states` the tensors that users see, `writes` and `constants` what users change, `optimizer_in_backward`
     updates on arrival, `forwards` the open forwards, and `guests` other users of the device."""
 
@@ -118,11 +118,11 @@ class Streamed:
         host_bytes = store.available_bytes(parse_bytes(config.host_memory))
         self.captures = ModelCaptures(model, captured, tiling, config, backend, host_bytes)
         self.binder = self.captures.first.binder
-        self.shapes, self.step = Shapes(self.captures), StepState()
+        self.executables, self.step = Executables(self.captures), StepState()
         executor = (ReferenceExecutor(backend) if config.reference else Executor(
             backend, stall_timeout_s=config.stall_timeout, check_others=None if ranks is None else ranks.check))
         self.rank_group = RankGroup(ranks, self.captures, agreed_budgets, executor.check_own)
-        self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
+        self.runner = SectionRunner(executor, backend, store, self.arena, self.executables, self.constants, ranks)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
         self.forwards, self.guests = OpenForwards(), list[Guest]()
@@ -150,7 +150,7 @@ class Streamed:
     @property
     def planner(self) -> Planner:
         """The planner of plain batches, in its current state."""
-        return self.shapes.planner
+        return self.executables.planner
 
     @property
     def config(self) -> StreamConfig:
@@ -162,27 +162,27 @@ class Streamed:
         return self.runner.executor
 
     # ---------------------------------------------------------------- programs and memory
-    def compiled(self, shape: Shape) -> Executable:
-        """The program of a shape, compiled at its first use. Raises what `Shapes.get` raises."""
-        return self.shapes.get(shape, self.shapes_in_use())
+    def compiled(self, spec: BatchSpec) -> Executable:
+        """The program of a spec, compiled at its first use. Raises what `Executables.get` raises."""
+        return self.executables.get(spec, self.in_use())
 
     def reached(self, executable: Executable) -> frozenset[str]:
-        """The parameters that get a gradient in a training step of this shape."""
-        return self.captures.serve(executable.shape.capture_key).captured.reached_from(executable.shape.output)
+        """The parameters that get a gradient in a training step of this program."""
+        return self.captures.serve(executable.spec.capture).captured.reached_from(executable.spec.output)
 
-    def shapes_in_use(self) -> set[Executable]:
-        """Shapes of open forwards, of the last backward, and of the tiles on the device."""
+    def in_use(self) -> set[Executable]:
+        """Programs of open forwards, of the last backward, and of the tiles on the device."""
         found = {*(forward.executable for forward in self.forwards.open()), self.step.trained, self.residency.executable}
         return {executable for executable in found if executable is not None}
 
     def _reserve(self, executable: Executable, *sections: str) -> None:
-        """Makes the slots of these sections, and frees slots of other shapes that do not fit the budget beside them."""
+        """Makes the slots of these sections, and frees slots of other programs that do not fit the budget beside them."""
         for guest in self.guests:
             guest.give_way(executable.estimate.total)
         wanted, surplus = executable.slots(*sections), self.residency.surplus(executable)
         if changed := [*surplus, *self.runner.lacking(wanted)]:
             (self.evict if any(map(stays, changed)) else self.settle)()
-            self.runner.forget_slots(surplus)
+            self.arena.forget(*surplus)
             self.arena.reserve(wanted)
 
     # ---------------------------------------------------------------- running sections
@@ -215,10 +215,10 @@ class Streamed:
         with self.guarded(), self.rank_group.failing():
             self.executor.check()
             given, own, all_rows, output = self.rank_group.joined(given, "forward", output)
-            wanted = self.shape_of(given, training=True, output=output)
-            executable = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
+            wanted = self.spec_of(given, training=True, output=output)
+            executable = self.rank_group.compiled(self.executables, wanted, self.in_use())
             if executable.plan.saved_layers and not self.forwards.leave_room(executable, self.planner):
-                executable = self.rank_group.compiled(self.shapes, replace(wanted, lean=True), self.shapes_in_use())
+                executable = self.rank_group.compiled(self.executables, replace(wanted, lean=True), self.in_use())
             self._enter(executable, "forward", "backward", "update")
             batch = self._batch(executable, given, all_rows)
             forward = self._open(executable, batch)
@@ -243,8 +243,8 @@ class Streamed:
         with self.guarded(), self.rank_group.failing():
             self.executor.check()
             given, _, all_rows, _ = self.rank_group.joined(given, "train_step")
-            wanted = replace(self.shape_of(given, training=True), update="arrival" if overlap else "step", whole_step=True)
-            executable = self.rank_group.compiled(self.shapes, wanted, self.shapes_in_use())
+            wanted = replace(self.spec_of(given, training=True), update="arrival" if overlap else "step", whole_step=True)
+            executable = self.rank_group.compiled(self.executables, wanted, self.in_use())
             self.store.allocate_sums(executable.plan.host_sums)
             if not overlap:
                 self.hold_gradients()
@@ -285,7 +285,7 @@ class Streamed:
     def _evaluate(self, given: BatchArguments, output: str, results_of: Callable[[Backend, Batch], R]) -> R:
         with self.guarded():
             self.executor.check()
-            executable = self.compiled(self.shape_of(given, training=False, output=output))
+            executable = self.compiled(self.spec_of(given, training=False, output=output))
             self.rank_group.wait_for_updates()
             self._enter(executable, "evaluate")
             batch = self._batch(executable, given, None)
@@ -306,7 +306,7 @@ class Streamed:
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
         with self.guarded(), self.rank_group.failing():
-            if forward.executable.shape.update == "step":
+            if forward.executable.spec.update == "step":
                 self.hold_gradients()
             added = self.gradients.gather()
             section = "backward_accumulate" if added else "backward"
@@ -435,17 +435,17 @@ class Streamed:
             self.store.preserve(tile)
 
     # ---------------------------------------------------------------- batches
-    def shape_of(self, given: BatchArguments, training: bool, output: str = "loss") -> Shape:
-        """The shape of a batch in the user's loop, with the current optimizer."""
+    def spec_of(self, given: BatchArguments, training: bool, output: str = "loss") -> BatchSpec:
+        """What a batch's program is made for, in the user's loop, with the current optimizer."""
         output = self.captured.main_output if output == "loss" else output
-        return Shape(given.rows, given.length, output == "loss" and given.has_labels, training,
+        return BatchSpec(given.rows, given.length, output == "loss" and given.has_labels, training,
                      group_rows=tuple(rows for rows, _ in given.groups), group_lengths=tuple(each for _, each in given.groups),
                      update=self.optimizer_in_backward.update_at if training else "step", output=output,
-                     **vars(self.captures.key_at(given.key, given.length)))
+                     capture=self.captures.key_at(given.key, given.length))
 
     def _batch(self, executable: Executable, given: BatchArguments, all_rows: AllRows | None) -> Batch:
-        captured, constants = self.captures.serve(executable.shape.capture_key).captured, self.constants.on_device
-        loss_denominator = given.loss_denominator if executable.shape.labels else None
+        captured, constants = self.captures.serve(executable.spec.capture).captured, self.constants.on_device
+        loss_denominator = given.loss_denominator if executable.spec.labels else None
         seed = self.rank_group.seed(captured, all_rows)
         batch = batch_io.batch_of(self.backend, captured, executable.plan, constants, given.inputs, loss_denominator, seed,
                                   all_rows)

@@ -156,14 +156,14 @@ class Arena:
         return sum(t.numel() for name, t in self.slots.items() if self.is_slab(name))
 
     def close(self) -> None:
-        for name in list(self.slots):
-            self.forget(name)
+        self.forget(*self.slots)
 
-    def forget(self, name: str) -> None:
-        """Frees a slot's memory, if there is any."""
-        memory = self.slots.pop(name, None)
-        if memory is not None and self.is_slab(name):
-            self.backend.unpin(memory)
+    def forget(self, *names: str) -> None:
+        """Frees the memory of these slots, if there is any."""
+        for name in names:
+            memory = self.slots.pop(name, None)
+            if memory is not None and self.is_slab(name):
+                self.backend.unpin(memory)
         for cache in (self._weights, self._gradients, self._states):
-            for key in [k for k in cache if k[0] == name]:
+            for key in [k for k in cache if k[0] in names]:
                 del cache[key]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import engine
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -24,9 +25,9 @@ def gradients(late: bool = False, **options: Any) -> tuple[dict[str, torch.Tenso
     model = megacompile.stream(model, device="cuda", micro_batch_size=1, checkpoint_interval=1,
                                **{"compile": False, "saved_layers": 0, "host_checkpoints": False} | options)
     ids = torch.randint(0, 512, (3, LENGTH), generator=torch.Generator().manual_seed(1))
-    backend, executor = model.megacompile.streamed.backend, model.megacompile.streamed.executor
+    backend = engine.backend(model)
     if late:
-        executor.delay = lambda lane: backend.delay(lane, 2e-4) if lane in (Lane.H2D, Lane.D2H) else None
+        engine.delay(model, lambda lane: backend.delay(lane, 2e-4) if lane in (Lane.H2D, Lane.D2H) else None)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:

@@ -5,6 +5,7 @@ import random
 import time
 from typing import Any
 
+import engine
 import pytest
 import torch
 from tiny_models import assert_same_gradients
@@ -38,9 +39,8 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 
 def late(model: Any, seed: int) -> None:
     """Lanes late by up to 4 ms, at random."""
-    streamed = model.megacompile.streamed
     draw = random.Random(seed)
-    streamed.executor.delay = lambda lane: streamed.backend.delay(lane, draw.random() * 0.004 * (draw.random() < 0.3))
+    engine.delay(model, lambda lane: engine.backend(model).delay(lane, draw.random() * 0.004 * (draw.random() < 0.3)))
 
 
 def train(model: Any, steps: int = 3, **options: Any) -> dict[str, torch.Tensor]:
@@ -245,15 +245,14 @@ def test_a_wait_deleted_by_hand_does_harm(reference: Any) -> None:
     """CUDA emits what the program says: without the wait, compute reads a slot before its weights are there, or before the
     copy was even requested."""
     model = megacompile.stream(build(), device="cuda", compile=False, micro_batch_size=2)
-    streamed = model.megacompile.streamed
-    shape = model.megacompile.compiled(batch(0))
-    program = shape.program
+    executable = model.megacompile.compiled(batch(0))
+    program = executable.program
     waits = list(find(program.section("forward"), "wait"))
     # The last arrival of weights that compute waits for.
     number = max(i for i, w in enumerate(waits) if lane_of(w) == Lane.COMPUTE
                  and op_of(operands(operands(w, "event")[0], "node")[0]).name == "prefetch")
-    shape.compiled.stages["synchronize"] = without(program, "forward", number)
-    streamed.executor.delay = lambda lane: streamed.backend.delay(lane, 0.02 if lane == Lane.H2D else 0.0)
+    executable.compiled.stages["synchronize"] = without(program, "forward", number)
+    engine.delay(model, lambda lane: engine.backend(model).delay(lane, 0.02 if lane == Lane.H2D else 0.0))
     try:
         harmed = not same(train(model, non_finite="skip"), reference)  # what a slot holds before its weights may be NaN
     except LaneError as error:
@@ -292,20 +291,20 @@ def test_a_loss_is_known_before_its_backward_has_ended() -> None:
     values = []
     for seconds in (0.0, 0.5):
         model = megacompile.stream(build(), device="cuda", compile=False, micro_batch_size=2)
-        streamed = model.megacompile.streamed
+        backend = engine.backend(model)
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
-        def delay(node: Any, streamed: Any = streamed, seconds: float = seconds) -> None:
+        def delay(node: Any, backend: Any = backend, seconds: float = seconds) -> None:
             if op_of(node).name in ("backward", "recompute_backward"):
-                streamed.backend.delay(Lane.COMPUTE, seconds)
+                backend.delay(Lane.COMPUTE, seconds)
 
         try:
             model.megacompile.train_step(batch(0), optimizer)
             model.megacompile.synchronize()
-            streamed.executor.probe = delay
+            engine.probe(model, delay)
             values.append(model.megacompile.train_step(batch(1), optimizer).item())
-            assert not seconds or not streamed.backend.compute.query(), "the loss waited for the backward"
+            assert not seconds or not backend.compute.query(), "the loss waited for the backward"
         finally:
-            streamed.executor.probe = None
+            engine.probe(model, None)
             model.megacompile.close()
     assert values[0] == values[1]

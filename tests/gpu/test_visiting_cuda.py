@@ -4,6 +4,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import engine
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -33,8 +34,8 @@ def streamed(dtype: torch.dtype, **options: Any) -> Any:
 
 def late(model: Any) -> None:
     """Lanes late by up to 4 ms, at random."""
-    handle, draw = model.megacompile.streamed, random.Random(0)
-    handle.executor.delay = lambda lane: handle.backend.delay(lane, draw.random() * 0.004 * (draw.random() < 0.3))
+    draw = random.Random(0)
+    engine.delay(model, lambda lane: engine.backend(model).delay(lane, draw.random() * 0.004 * (draw.random() < 0.3)))
 
 
 def step(model: Any, optimizer: Any, seed: int) -> None:

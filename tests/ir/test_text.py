@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megacompile.errors import ProgramError
 from megacompile.ir.placement import Placement, Placements, Updated
-from megacompile.ir.plan import RESIDUALS, Plan, Shape
+from megacompile.ir.plan import RESIDUALS, BatchSpec, Plan
 from megacompile.ir.precision import FORMATS, Float8
 from megacompile.ir.printing import excerpt, op_table
 from megacompile.ir.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
@@ -185,7 +185,7 @@ def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make
                 assert (op_of(ours), lane_of(ours)) == (op_of(theirs), lane_of(theirs))
 
 
-@given(shape=st.builds(Shape, st.just(3), st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(),
+@given(spec=st.builds(BatchSpec, st.just(3), st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(),
                        st.sampled_from(("step", "arrival")), st.booleans()),
        plan=st.builds(Plan, st.just(3), st.integers(1, 9), st.just((2, 1)), st.integers(1, 9), st.integers(0, 9),
                       weight_slots=st.integers(1, 9), pinned=st.booleans(), waves=st.integers(1, 2),
@@ -193,16 +193,16 @@ def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make
        placed=st.dictionaries(st.sampled_from(["a", "b c", "d", "e", "f"]), st.builds(
            Placement, st.sampled_from(Updated), st.booleans())),
        residuals=st.sampled_from(RESIDUALS))
-def test_the_shape_and_the_plan_in_a_text_are_exact(shape: Shape, plan: Plan, placed: dict[str, Placement],
+def test_the_shape_and_the_plan_in_a_text_are_exact(spec: BatchSpec, plan: Plan, placed: dict[str, Placement],
                                                     residuals: str) -> None:
     placements = Placements(placed)
-    plan = replace(plan, length=shape.length, checkpoint_interval=1 if residuals != "all" else plan.checkpoint_interval,
+    plan = replace(plan, length=spec.length, checkpoint_interval=1 if residuals != "all" else plan.checkpoint_interval,
                    residuals=residuals, waves=2 if placements.lists["host_sums"] else plan.waves, placements=placements,
                    update="step" if placements.lists["visiting_state"] else "arrival")
     program = parse(EVERY_OP)
-    text = print_program(program, made_for=(shape, plan))
-    assert parse_with_plan(text) == (program, shape, plan)
-    assert print_program(program, made_for=(shape, parse_with_plan(text)[2])) == text
+    text = print_program(program, made_for=(spec, plan))
+    assert parse_with_plan(text) == (program, spec, plan)
+    assert print_program(program, made_for=(spec, parse_with_plan(text)[2])) == text
     assert parse(text) == program
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import engine
 import pytest
 import torch
 from tiny_models import batch, build, state_of
@@ -66,7 +67,7 @@ def test_an_optimizer_s_state_is_touched_and_its_first_step_is_as_without(monkey
         monkeypatch.setattr(store, "LEAST_BYTES", least)
         model = megacompile.stream(build(bf16=True), device="cpu", compile=False)
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
-        touch = model.megacompile.streamed.store.first_touch
+        touch = engine.store(model).first_touch
         assert bool(touch._threads) is (least == 0)
         for step in range(2):
             model.megacompile.train_step(batch(step), optimizer)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import engine
 import pytest
 import torch
 from checked_phrases import Checked
@@ -137,7 +138,7 @@ def test_a_model_that_has_not_run_has_no_program() -> None:
 
 
 def test_an_unknown_mode_of_compilation_is_refused(model: Any) -> None:
-    variant = next(iter(model.megacompile.streamed.captured.templates.values())).variant("forward")
+    variant = next(iter(engine.templates(model).values())).variant("forward")
     with pytest.raises(UnsupportedError, match='mode must be "eager" or "inductor", not "fast"'):
         compile_variant(variant, [], "fast")
 
@@ -181,7 +182,7 @@ def test_what_a_model_without_logits_cannot_do_is_refused() -> None:
     ids = torch.ones(2, 4, dtype=torch.int32)
     model = megacompile.stream(LossAlone(), device="cpu", example={"input_ids": ids, "labels": ids.long()})
     with pytest.raises(UnsupportedError, match="the model returns only its loss: let its forward return logits"):
-        model.megacompile.streamed.captured.require_heads()
+        engine.captured(model).require_heads()
     with pytest.raises(UnsupportedError, match=r"input_ids is torch\.int64, which torch\.int32 does not hold: cast it to"):
         model(ids.long(), ids.long())
     model.megacompile.close()

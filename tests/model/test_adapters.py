@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -46,7 +47,7 @@ def test_adapters_train_as_they_do_natively_and_nothing_else_has_state(pair: tup
         optimizer.step()
         optimizer.zero_grad()
     assert_same_weights(*pair)
-    tiles = pair[0].megacompile.streamed.tiling.layouts.values()
+    tiles = engine.layouts(pair[0]).values()
     assert all("lora_" in part.name for layout in tiles if layout.trainable for part in layout.slices)
     parts, elements = pair[0].megacompile.stats["host_parts"], sum(x.elements for x in tiles if x.trainable)
     assert parts["gradients"] < 4.2 * elements + 1000 and parts["moments"] == 8 * elements
@@ -93,8 +94,8 @@ def test_uneven_rows_of_an_adapted_model_are_packed_and_exact(pair: tuple[Any, A
     given = batch(0, rows=3, length=20)
     given["attention_mask"] = (torch.arange(20) < torch.tensor([[20], [4], [2]])).long()
     given["labels"][given["attention_mask"] == 0] = -100
-    shape = pair[0].megacompile.compiled(given).shape
-    assert "position_ids" in shape.further and shape.batch == 1
+    spec = pair[0].megacompile.compiled(given).spec
+    assert "position_ids" in spec.capture.further and spec.batch == 1
     losses = [each(**given).loss for each in pair]
     for loss in losses:
         loss.backward()
@@ -123,10 +124,10 @@ def test_greedy_tokens_are_peft_s_with_all_weights_on_the_device_and_streamed(
     assert torch.equal(ours.generate(**how), theirs.generate(**how))
     with ours.disable_adapter(), theirs.disable_adapter():
         assert torch.equal(ours.generate(**how), theirs.generate(**how)), "the copy has the model's flags"
-    before = len(ours.megacompile.streamed.shapes)
+    before = len(engine.executables(ours))
     monkeypatch.setattr(DeviceCopy, "arrangement", lambda *_: None)
     assert torch.equal(ours.generate(**how), theirs.generate(**how))
-    assert len(ours.megacompile.streamed.shapes) > before, "a length of generation has a program of its own"
+    assert len(engine.executables(ours)) > before, "a length of generation has a program of its own"
 
 
 def test_a_model_whose_adapters_are_switched_off_is_its_base_and_trains_on_afterwards(pair: tuple[Any, Any]) -> None:
@@ -195,7 +196,7 @@ def test_adapters_in_float32_train_beside_bf16_weights() -> None:
     """As PEFT makes them: they lie in tiles of their own."""
     native = adapted(bf16=True, layers=1)
     model = megacompile.stream(copy.deepcopy(native), device="cpu")
-    tiles = model.megacompile.streamed.tiling.layouts.values()
+    tiles = engine.layouts(model).values()
     assert {(layout.trainable, layout.dtype) for layout in tiles} == {(True, torch.float32), (False, torch.bfloat16)}
     losses = []
     for each in (model, native):

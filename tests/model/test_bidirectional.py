@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import engine
 import pytest
 import torch
 from tiny_models import assert_same_gradients, batch
@@ -37,7 +38,7 @@ def test_a_model_whose_tokens_see_later_ones_trains_exactly_with_padding_and_wit
     torch.manual_seed(0)
     native = AutoModelForCausalLM.from_config(config()).train()
     model = megacompile.stream(copy.deepcopy(native), device="cpu")
-    captured = model.megacompile.streamed.captured
+    captured = engine.captured(model)
     assert not captured.causal and captured.fused_attention is fused
     plain = batch(1, rows=3, length=11)
     present = torch.ones_like(plain["labels"])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import engine
 import pytest
 import torch
 from models import VOCABULARY, build
@@ -191,7 +192,7 @@ def test_no_plan_reads_what_it_has_released(plan: str) -> None:
 def test_what_is_released_too_early_is_poisoned() -> None:
     """Else the test above could not fail. A resident copy whose life is ended by hand: its next reader finds NaN."""
     model = stream(reference=True, resident="all")
-    shape = model.megacompile.compiled(batch(0))
+    executable = model.megacompile.compiled(batch(0))
 
     def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
         made = build.add(op_of(node).name, node.name, **arguments)
@@ -199,7 +200,7 @@ def test_what_is_released_too_early_is_poisoned() -> None:
             build.add("release", value=made)
         return made
 
-    edit(shape, "load", visit)
+    edit(executable, "load", visit)
     assert model(**batch(0)).loss.isnan()
     model.megacompile.close()
 
@@ -251,12 +252,11 @@ def stragglers(seed: int) -> Any:
 def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, Weights]]) -> None:
     model, initial = late_models[LATE_PLANS[seed % len(LATE_PLANS)]]
     model.load_state_dict(initial)
-    executor = model.megacompile.streamed.executor
-    executor.delay = stragglers(seed)
+    engine.delay(model, stragglers(seed))
     try:
         assert not different(train(model), meaning(torch.float32))
     finally:
-        executor.delay = None
+        engine.delay(model, None)
 
 
 @pytest.mark.nightly(held_by=(
@@ -266,7 +266,7 @@ def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, W
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 5))])
 def test_late_lanes_change_no_bit_in_bf16(seed: int) -> None:
     model = stream(torch.bfloat16, checkpoint_interval=2)
-    model.megacompile.streamed.executor.delay = stragglers(seed)
+    engine.delay(model, stragglers(seed))
     try:
         assert not different(train(model), meaning(torch.bfloat16))
     finally:
@@ -318,11 +318,11 @@ def waits_of(graph: fx.Graph, lane: Lane, op: str, awaited: str) -> Iterator[tup
             yield wait, operands(event, "node")[0].name
 
 
-def edit(shape: Any, section: str, visit: Any) -> None:
+def edit(executable: Any, section: str, visit: Any) -> None:
     """Runs another section in place of the compiled one. Nothing verifies it."""
-    program = shape.program
+    program = executable.program
     graph = rebuild(program.section(section), visit)
-    shape.compiled.stages[program.stage] = program.evolve(sections={**program.sections, section: graph})
+    executable.compiled.stages[program.stage] = program.evolve(sections={**program.sections, section: graph})
 
 
 #: Tests also show that lateness alone does no harm to these: in each section, and on lanes of either side.
@@ -337,12 +337,12 @@ def test_late_work_changes_the_weights_only_without_its_wait(
     without it they are others, or the reader finds nothing to read."""
     plan, section, lane, op, awaited = WAITS[wait]
     model = stream(**PLANS[plan])
-    shape = model.megacompile.compiled(batch(0))
-    victim, late = list(waits_of(shape.program.section(section), lane, op, awaited))[-1]
+    executable = model.megacompile.compiled(batch(0))
+    victim, late = list(waits_of(executable.program.section(section), lane, op, awaited))[-1]
     if removed:
-        edit(shape, section, lambda node, arguments, build: None if node is victim else build.add(
+        edit(executable, section, lambda node, arguments, build: None if node is victim else build.add(
             op_of(node).name, node.name, **arguments))
-    graph, others = shape.program.section(section), OtherLanes(model.megacompile.streamed.executor, monkeypatch)
+    graph, others = executable.program.section(section), OtherLanes(engine.executor(model), monkeypatch)
 
     def delay(node: fx.Node) -> None:
         here = node.graph is graph and node.name == late
@@ -351,13 +351,13 @@ def test_late_work_changes_the_weights_only_without_its_wait(
             assert held is not None
             others.hold(held)
 
-    model.megacompile.streamed.executor.probe = delay
+    engine.probe(model, delay)
     steps = 3  # the first shape comes twice
     try:
         harmed = bool(different(train(model, steps), meaning(torch.float32, steps)))
     except LaneError:
         harmed = True
     finally:
-        model.megacompile.streamed.executor.probe = None
+        engine.probe(model, None)
         model.megacompile.close()
     assert harmed == removed and not others.timed_out

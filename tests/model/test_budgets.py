@@ -6,6 +6,7 @@ import sys
 import weakref
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -23,7 +24,7 @@ from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.scheduling import Schedule
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streaming.optimizer.names import optimizer_named
-from megacompile.streaming.programs import shapes
+from megacompile.streaming.programs import executables
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 GIB = 2**30
@@ -69,12 +70,12 @@ def test_a_schedule_is_made_for_the_device_and_the_memory_that_stream_would_take
 
 def test_a_schedule_leaves_other_models_on_the_device_what_they_have_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
-    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())  # models of other tests
+    monkeypatch.setattr(executables, "_live", weakref.WeakSet())  # models of other tests
     first = megacompile.stream(tiny_models.build(), device="cpu")
     first(**tiny_models.batch())
     second = megacompile.stream(tiny_models.build(), device="cpu")
     found, given = (planned(device="cpu", **more) for more in ({}, {"device_memory": "2MiB"}))
-    assert found.planner.taken_bytes == second.megacompile.streamed.planner.taken_bytes > 0
+    assert found.planner.taken_bytes == engine.planner(second).taken_bytes > 0
     assert found.plan == second.megacompile.compiled(tiny_models.batch(rows=2, length=8)).plan
     assert (given.planner.taken_bytes, given.planner.device_bytes) == (0, 2 * 2**20)
     assert planned(hardware="rtx3090").planner.taken_bytes == 0, "another machine"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -36,7 +37,7 @@ def model(shared: tiny_models.Shared) -> Any:
 
 
 def buffers(model: Any) -> activation_checkpoints.HostCheckpoints:
-    return model.megacompile.streamed.activation_checkpoints
+    return engine.activation_checkpoints(model)
 
 
 def idle(model: Any) -> bool:
@@ -65,13 +66,12 @@ def test_buffers_are_reused_from_step_to_step(model: Any) -> None:
 def test_two_open_forwards_have_buffers_of_their_own(model: Any, shared: tiny_models.Shared) -> None:
     """And their backwards come in either order, with lanes that are late."""
     native = shared.native()
-    streamed = model.megacompile.streamed
     draw = random.Random(0)
-    streamed.executor.delay = lambda lane: time.sleep(draw.random() * 2e-3 if lane != Lane.COMPUTE else 0)
+    engine.delay(model, lambda lane: time.sleep(draw.random() * 2e-3 if lane != Lane.COMPUTE else 0))
     for order in ((0, 1), (1, 0)):
         losses = [model(**batch(seed)).loss for seed in range(2)]
         assert len(buffers(model).made) == 2 and not buffers(model).idle
-        assert streamed.forwards.open()[0].host is not streamed.forwards.open()[1].host
+        assert engine.open_forwards(model)[0].host is not engine.open_forwards(model)[1].host
         for number in order:
             losses[number].backward()
             native(**batch(number)).loss.backward()
@@ -92,17 +92,16 @@ def test_a_loss_without_its_backward_gives_its_buffers_back(model: Any) -> None:
 
 @pytest.mark.parametrize("op", ["stash", "loss"])
 def test_a_forward_that_fails_gives_its_buffers_back(model: Any, op: str) -> None:
-    executor = model.megacompile.streamed.executor
     model(**batch(0)).loss.backward()
     expected, made = gradients(model), len(buffers(model).made)
     model.zero_grad()
 
     def probe(node: fx.Node) -> None:
         if op_of(node).name == op:
-            executor.probe = None
+            engine.probe(model, None)
             raise RuntimeError("thrown by a test")
 
-    executor.probe = probe
+    engine.probe(model, probe)
     with pytest.raises(LaneError) as caught:  # the traceback, and with it the forward, lives on
         model(**batch(0)).loss.backward()
     model.zero_grad()
@@ -129,7 +128,7 @@ def test_too_little_host_memory_is_refused_before_anything_runs(monkeypatch: pyt
         monkeypatch.setattr(activation_checkpoints, "available_host_bytes", lambda: 100)
         with pytest.raises(InsufficientMemoryError, match=r"activation checkpoints need .* and 100 B are available: use fewer"):
             model(**batch())
-        assert not model.megacompile.streamed.forwards.open()
+        assert not engine.open_forwards(model)
         monkeypatch.undo()
         model(**batch()).loss.backward()
     finally:
@@ -141,13 +140,13 @@ def test_too_little_host_memory_for_slabs_is_refused_before_any_is_made(monkeypa
     model = megacompile.stream(tiny_models.build(), device="cpu")
     try:
         model(**batch()).loss.backward()
-        before = dict(model.megacompile.streamed.arena.slots)
+        before = dict(engine.arena(model).slots)
         loss = model(**batch()).loss
         with monkeypatch.context() as patched:
             patched.setattr(arena, "available_host_bytes", lambda: 100)
             with pytest.raises(InsufficientMemoryError, match=r"slabs need .* and 100 B are available: stream with fewer"):
                 loss.backward()
-        assert model.megacompile.streamed.arena.slots == before
+        assert engine.arena(model).slots == before
     finally:
         model.megacompile.close()
 
@@ -168,7 +167,7 @@ def test_checkpoints_in_host_memory_hold_no_device_memory(model: Any) -> None:
     plain = megacompile.stream(tiny_models.build(), device="cpu", micro_batch_size=2)
     try:
         losses = [m(**batch()).loss for m in (model, plain)]
-        ours, theirs = (m.megacompile.streamed.forwards.open()[0].device_bytes for m in (model, plain))
+        ours, theirs = (engine.open_forwards(m)[0].device_bytes for m in (model, plain))
         hidden = 3 * 9 * 16 * 4
         assert theirs - ours == 2 * hidden, "of three layers, two boundaries"
         assert len(losses) == 2

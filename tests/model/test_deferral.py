@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
@@ -36,7 +37,7 @@ def planned(shared: tiny_models.Shared, **options: Any) -> Any:
 
 def trained(model: Any, whole: bool, probe: Callable[[fx.Node], None] | None = None) -> dict[str, Tensor]:
     """Weights and optimizer state after four clipped steps, of two backwards each where they are a loop's."""
-    model.megacompile.streamed.executor.probe = probe
+    engine.probe(model, probe)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, eps=1e-4, max_grad_norm=1.0)
     for seed in range(4):
         if whole:
@@ -64,7 +65,7 @@ def test_moments_updated_after_all_weights_have_the_bits_of_whole_updates(
         whole: bool, late: str | None, shared: tiny_models.Shared, at_once: Any) -> None:
     model = planned(shared, **DEFERRED)
     assert same_bits(trained(model, whole, lambda node: time.sleep(3e-3 * (op_of(node).name == late))), at_once[whole])
-    updates = model.megacompile.streamed.step.trained.program.section("update")
+    updates = engine.trained(model).program.section("update")
     weights = [argument(node, "tile") for node in find(updates, "update_weights")]
     assert weights == ["model.layers.0", "model.layers.2", "epilogue"]
     assert [argument(node, "tile") for node in find(updates, "update_moments")] == weights[::-1]
@@ -126,11 +127,11 @@ def test_the_first_weights_alone_make_a_step_torn(shared: tiny_models.Shared) ->
         if names.count("update_weights") == 2:
             raise RuntimeError("power cut")
 
-    model.megacompile.streamed.executor.probe = probe
+    engine.probe(model, probe)
     optimizer.step()
     with pytest.raises(LaneError):
         model.megacompile.synchronize()
-    model.megacompile.streamed.executor.probe = None
+    engine.probe(model, None)
     assert "update_moments" not in names
     with pytest.raises(TornError):
         model(**batch(1, rows=ROWS))

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import device_copies
+import engine
 import pytest
 import tiny_models
 import torch
@@ -164,9 +165,9 @@ def test_slots_give_way_and_the_next_step_has_the_same_bits(
         streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         expected = streamed(**batch()).loss
-    arena = streamed.megacompile.streamed.arena
+    arena = engine.arena(streamed)
     assert arena.device_bytes() > 0
-    planner = streamed.megacompile.streamed.planner
+    planner = engine.planner(streamed)
     monkeypatch.setattr(DeviceCopy, "bytes", property(lambda self: planner.device_bytes - planner.margin_bytes))
     with streamed.megacompile.on_device():
         assert arena.device_bytes() == 0
@@ -180,19 +181,19 @@ def test_tiles_that_the_device_updates_stay_there_while_a_generation_fits_beside
     """Or else their state is copied to the host; training has the same bits either way."""
     def trained(generating: bool) -> Any:
         model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=("model.layers.1",))
-        streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
-        monkeypatch.setattr(type(streamed.shapes), "largest", property(lambda _: streamed.planner.device_bytes))
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+        monkeypatch.setattr(type(engine.executables(model)), "largest", property(lambda _: engine.planner(model).device_bytes))
         for seed in range(3):
             model.megacompile.train_step(batch(seed), optimizer)
             if generating:
-                before = streamed.arena.device_bytes()
+                before = engine.arena(model).device_bytes()
                 call = model, dict(**left_padded(), **OPTIONS)
-                there = streamed.planner.device_bytes - streamed.planner.margin_bytes
+                there = engine.planner(model).device_bytes - engine.planner(model).margin_bytes
                 room = there - cache_bytes(*call) - working_bytes(*call) - (before if fits else 0)
                 monkeypatch.setattr(DeviceCopy, "bytes", property(lambda _, room=room: room))
                 model.generate(**left_padded(), **OPTIONS)
-                assert 0 < streamed.arena.device_bytes() < before if fits else streamed.arena.device_bytes() == 0
-                assert streamed.residency.state_ahead == fits
+                assert 0 < engine.arena(model).device_bytes() < before if fits else engine.arena(model).device_bytes() == 0
+                assert engine.residency(model).state_ahead == fits
         return tiny_models.state_of(model, optimizer)
 
     expected = trained(generating=False)
@@ -201,29 +202,29 @@ def test_tiles_that_the_device_updates_stay_there_while_a_generation_fits_beside
 
 def test_a_larger_use_of_the_same_copy_frees_tiles_that_stayed_beside_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=("model.layers.1",))
-    streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
-    planner = streamed.planner
-    monkeypatch.setattr(type(streamed.shapes), "largest", property(lambda _: planner.device_bytes))
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    planner = engine.planner(model)
+    monkeypatch.setattr(type(engine.executables(model)), "largest", property(lambda _: planner.device_bytes))
     model.megacompile.train_step(batch(), optimizer)
     there, weights = planner.device_bytes - planner.margin_bytes, model.megacompile.device_copy.bytes
     with model.megacompile.on_device(more_bytes=1) as native:
-        assert streamed.arena.device_bytes() > 0
+        assert engine.arena(model).device_bytes() > 0
     with model.megacompile.on_device(more_bytes=there - weights) as again:
-        assert again is native and streamed.arena.device_bytes() == 0
+        assert again is native and engine.arena(model).device_bytes() == 0
     model.megacompile.train_step(batch(), optimizer)
     with model.megacompile.on_device():
-        assert streamed.arena.device_bytes() == 0, "how much memory the use takes is not known"
+        assert engine.arena(model).device_bytes() == 0, "how much memory the use takes is not known"
 
 
 def test_where_memory_ends_beside_tiles_that_stayed_the_same_way_is_tried_without_them(
         monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=("model.layers.1",))
-    streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     model.megacompile.train_step(batch(), optimizer)
     original, there = type(tiny_models.build()).generate, []
 
     def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
-        there.append(streamed.arena.device_bytes())
+        there.append(engine.arena(model).device_bytes())
         return _out_of_memory() if there[-1] else original(self, *args, **kwargs)
 
     made, copies = DeviceCopy._made, list[weakref.ref[Any]]()
@@ -294,8 +295,8 @@ def _interrupt(*_: Any) -> None:
 def staying(request: pytest.FixtureRequest, streamed: Any, elsewhere: DeviceCopy, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many layers stay on a device whose budget holds so many beside two slots."""
     budget = device_copies.bytes_with(streamed, request.param) + (1 << 30)
-    planner = mock.Mock(wraps=streamed.megacompile.streamed.planner, device_bytes=budget - (1 << 10), margin_bytes=1 << 30)
-    monkeypatch.setattr(type(streamed.megacompile.streamed), "planner", property(lambda self: planner))
+    planner = mock.Mock(wraps=engine.planner(streamed), device_bytes=budget - (1 << 10), margin_bytes=1 << 30)
+    monkeypatch.setattr(type(engine.of(streamed)), "planner", property(lambda self: planner))
     monkeypatch.setattr("megacompile.streaming.streamed_module.ways_to_generate",
                         lambda model, given, arrange: iter([Way(Turns.SOME, -(1 << 10), given)]))
     return int(request.param)
@@ -355,7 +356,7 @@ def test_weights_that_several_layers_or_the_head_share_stay_on_the_device() -> N
     model.lm_head.weight = model.model.embed_tokens.weight
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     streamed = megacompile.stream(model, device="cpu")
-    layers, tiling = streamed.megacompile.device_copy.layers(), streamed.megacompile.streamed.tiling
+    layers, tiling = streamed.megacompile.device_copy.layers(), engine.tiling(streamed)
     names = {s.name for layer in layers for tile in layer.tiles for s in tiling.host[tile.name].slices}
     assert not any("embed_tokens" in name or "lm_head" in name for name in names)
     assert {name for name in names if "up_proj" in name} == {f"model.layers.{n}.mlp.up_proj.weight" for n in (1,)}

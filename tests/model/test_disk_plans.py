@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -120,7 +121,7 @@ def test_tiles_whose_moments_are_somewhere_stay_there(drive: Path) -> None:
 
 def test_training_that_does_not_fit_host_memory_fits_with_a_disk(drive: Path, without_disk: tiny_models.Shared) -> None:
     bf16 = without_disk.plain.dtype == torch.bfloat16
-    tiling = without_disk.model.megacompile.streamed.tiling
+    tiling = engine.tiling(without_disk.model)
     there = host_needs.tiles_bytes(tiling, on_arrival=False) - 20_000
     ours = tiny_models.Shared(bf16=bf16, micro_batch_size=2, host_memory=there)
     with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes") as caught:

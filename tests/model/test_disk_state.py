@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -99,7 +100,7 @@ def test_late_lanes_change_no_bit(
     expected = trained(without_disk, False, steps=4)
     model = some_on_disk.fresh()
     optimizer = adamw(model)
-    model.megacompile.streamed.executor.delay = delay
+    engine.delay(model, delay)
     for seed in range(4):
         step(model, optimizer, seed, whole=False)
     assert same_bits(state_of(model, optimizer), expected)
@@ -111,7 +112,7 @@ def test_a_parameter_without_a_gradient_is_neither_read_nor_written(some_on_disk
     before = model.megacompile.stats
     step(model, optimizer, 0, whole=False)
     model.megacompile.synchronize()
-    after, tile = model.megacompile.stats, model.megacompile.streamed.tiling.layouts["model.layers.0"]
+    after, tile = model.megacompile.stats, engine.layouts(model)["model.layers.0"]
     for name in ("disk_bytes_read", "disk_bytes_written"):
         assert after[name] - before[name] == tile.disk_bytes
 
@@ -137,7 +138,7 @@ def test_stats_count_what_is_written_and_memory_without_what_is_on_disk(
     before = all_on_disk.model.megacompile.stats
     trained(all_on_disk, True, steps=3)
     ours, theirs = all_on_disk.model.megacompile.stats, without_disk.model.megacompile.stats
-    layouts = all_on_disk.model.megacompile.streamed.tiling.layouts.values()
+    layouts = engine.layouts(all_on_disk.model).values()
     once = sum(layout.disk_bytes for layout in layouts)
     assert ours["disk_bytes"] >= once > 0 and "moments" not in ours["host_parts"]
     for name in ("disk_bytes_read", "disk_bytes_written"):
@@ -175,7 +176,7 @@ def test_another_format_gets_another_file_and_the_first_is_gone(without_disk: ti
     ours = streamed(without_disk.plain.dtype == torch.bfloat16, drive)
     expected = trained(without_disk, True, steps=3, state_dtype="8bit")
     trained(ours, True, steps=2)
-    files = ours.model.megacompile.streamed.store.files
+    files = engine.store(ours.model).files
     first, before = weakref.ref(files[0]), ours.model.megacompile.stats
     assert same_bits(trained(ours, True, steps=3, state_dtype="8bit"), expected)
     after = ours.model.megacompile.stats
@@ -195,7 +196,7 @@ def test_closing_frees_the_file_and_leaves_the_state_that_was_read(without_disk:
     optimizer = adamw(model)
     for seed in range(2):
         step(model, optimizer, seed, whole=True)
-    file = weakref.ref(model.megacompile.streamed.store.files[0].file)
+    file = weakref.ref(engine.store(model).files[0].file)
     state = state_of(model, optimizer)
     ours.close()
     gc.collect()
@@ -215,7 +216,7 @@ def test_a_tensor_of_a_state_keeps_its_values_and_may_be_changed_until_the_next_
     step(model, optimizer, 1, whole=True)
     model.megacompile.synchronize()
     assert torch.equal(first, kept) and not torch.equal(state["exp_avg"], kept)
-    once = sum(model.megacompile.streamed.tiling.layouts[tile].disk_bytes for tile in SOME)
+    once = sum(engine.layouts(model)[tile].disk_bytes for tile in SOME)
     assert model.megacompile.stats["disk_bytes_written"] == written + once, "what was only read is not written back"
     state["exp_avg"].data.mul_(3)  # PyTorch does not track it
     expected = state["exp_avg"].clone()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -15,10 +16,10 @@ from counted import python_calls
 
 import megacompile
 from megacompile.errors import HazardError, InsufficientMemoryError, MegacompileError, ProgramError
-from megacompile.ir.plan import Shape
+from megacompile.ir.plan import BatchSpec
 from megacompile.ir.text import parse_with_plan
 
-SHAPE = Shape(3, 9, labels=True, training=True)
+SPEC = BatchSpec(3, 9, labels=True, training=True)
 
 
 shared = tiny_models.shared_in_module(checkpoint_interval=1, micro_batch_size=2)
@@ -28,7 +29,7 @@ shared = tiny_models.shared_in_module(checkpoint_interval=1, micro_batch_size=2)
 def streamed(shared: tiny_models.Shared) -> Iterator[Any]:
     model = shared.fresh()
     yield model
-    model.megacompile.streamed.shapes.drop(None)
+    engine.executables(model).drop(None)
 
 
 def text_of(model: Any) -> str:
@@ -101,15 +102,15 @@ def test_a_safe_edit_runs_and_changes_no_bit(safe: str, streamed: Any, shared: t
     losses, weights = loop(streamed)
     edited = SAFE[safe](text_of(streamed))
     shared.fresh()
-    assert streamed.megacompile.load_program(edited) == SHAPE
+    assert streamed.megacompile.load_program(edited) == SPEC
     program = streamed.megacompile.program(tiny_models.batch())
     assert program == parse_with_plan(edited)[0]
     rng = random.Random(0)
-    streamed.megacompile.streamed.executor.delay = lambda lane: time.sleep(rng.choice((0, 0, 0, 0.001)))
+    engine.delay(streamed, lambda lane: time.sleep(rng.choice((0, 0, 0, 0.001))))
     same_losses, same_weights = loop(streamed)
     assert same_losses == losses
     assert tiny_models.same_bits(same_weights, weights)
-    assert streamed.megacompile.streamed.step.trained.loaded, "the last backward was of the edited program"
+    assert engine.trained(streamed).loaded, "the last backward was of the edited program"
 
 
 def test_an_edited_loop_that_updates_on_arrival_changes_no_bit(streamed: Any, shared: tiny_models.Shared) -> None:
@@ -120,9 +121,9 @@ def test_an_edited_loop_that_updates_on_arrival_changes_no_bit(streamed: Any, sh
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
         if edited:
             text = prefetch_moved_earlier(text_of(model))
-            assert model.megacompile.load_program(text) == replace(SHAPE, update="arrival")
+            assert model.megacompile.load_program(text) == replace(SPEC, update="arrival")
         losses = [tiny_models.train_step(model, optimizer, seed) for seed in range(3)]
-        assert model.megacompile.streamed.step.trained.loaded == edited
+        assert engine.trained(model).loaded == edited
         found.append((losses, tiny_models.weights(model)))
     (losses, weights), (same_losses, same_weights) = found
     assert same_losses == losses and tiny_models.same_bits(same_weights, weights)
@@ -135,7 +136,7 @@ def test_the_program_goes_back_to_what_it_was(streamed: Any) -> None:
     streamed.megacompile.unload_program()
     assert text_of(streamed) == before
     with pytest.raises(MegacompileError, match="no edited program is loaded"):
-        streamed.megacompile.unload_program(SHAPE)
+        streamed.megacompile.unload_program(SPEC)
 
 
 def test_an_open_forward_goes_on_with_the_program_that_it_began_with(streamed: Any) -> None:
@@ -149,12 +150,12 @@ def test_an_open_forward_goes_on_with_the_program_that_it_began_with(streamed: A
 
 
 def test_a_printed_text_says_what_it_was_made_for(streamed: Any) -> None:
-    program, shape, plan = parse_with_plan(text_of(streamed))
+    program, spec, plan = parse_with_plan(text_of(streamed))
     compiled = streamed.megacompile.compiled(tiny_models.batch())
-    assert (program, shape, plan) == (compiled.program, compiled.shape, compiled.plan)
-    assert shape == SHAPE
+    assert (program, spec, plan) == (compiled.program, compiled.spec, compiled.plan)
+    assert spec == SPEC
     evaluation = streamed.megacompile.text(tiny_models.batch(), training=False)
-    assert parse_with_plan(evaluation)[1] == Shape(3, 9, labels=True, training=False)
+    assert parse_with_plan(evaluation)[1] == BatchSpec(3, 9, labels=True, training=False)
     whole = streamed.megacompile.text(tiny_models.batch(), update="arrival", whole_step=True)
     loaded = streamed.megacompile.load_program(whole)
     assert (loaded.update, loaded.whole_step) == ("arrival", True)
@@ -164,7 +165,7 @@ def test_a_file_is_read_and_one_that_is_not_there_is_named(streamed: Any, tmp_pa
     path = tmp_path / "program.txt"
     for encoding in ("utf-8", "utf-8-sig"):
         path.write_text(wait_moved(text_of(streamed)), encoding=encoding)
-        assert streamed.megacompile.load_program(path) == streamed.megacompile.load_program(str(path)) == SHAPE
+        assert streamed.megacompile.load_program(path) == streamed.megacompile.load_program(str(path)) == SPEC
     with pytest.raises(MegacompileError, match=r"the program cannot be read: .*nowhere"):
         streamed.megacompile.load_program("nowhere.txt")
 
@@ -264,12 +265,12 @@ def test_a_program_without_events_or_without_a_head_is_refused(stage: str, strea
 
 
 def test_a_program_stays_loaded_however_many_shapes_come(streamed: Any) -> None:
-    shapes = streamed.megacompile.streamed.shapes
+    executables = engine.executables(streamed)
     streamed.megacompile.load_program(wait_moved(text_of(streamed)))
-    limit, shapes.limit = shapes.limit, 1
+    limit, executables.limit = executables.limit, 1
     try:
         for length in (3, 4, 5):
             streamed.megacompile.compiled(tiny_models.batch(length=length))
     finally:
-        shapes.limit = limit
-    assert shapes.table[SHAPE].loaded
+        executables.limit = limit
+    assert executables.table[SPEC].loaded

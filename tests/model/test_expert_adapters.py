@@ -5,6 +5,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 from tiny_configs import tiny_config
@@ -104,7 +105,7 @@ def test_adapters_of_experts_train_beside_others(options: dict[str, Any]) -> Non
 
 def test_only_adapters_have_state_and_gradients() -> None:
     model = megacompile.stream(adapted(), device="cpu")
-    tiles = model.megacompile.streamed.tiling.layouts.values()
+    tiles = engine.layouts(model).values()
     trained = [part.name for layout in tiles if layout.trainable for part in layout.slices]
     assert trained and all("lora_" in name for name in trained)
     model.megacompile.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -73,14 +74,13 @@ def executed(model: Any, section: str) -> list[fx.Node]:
 
 def throw_at(model: Any, victim: fx.Node | Callable[[fx.Node], bool]) -> None:
     """The lane that comes to this instruction fails there, once."""
-    executor = model.megacompile.streamed.executor
 
     def probe(node: fx.Node) -> None:
         if node is victim if isinstance(victim, fx.Node) else victim(node):
-            executor.probe = None
+            engine.probe(model, None)
             raise InjectedError(f"at {node.name}")
 
-    executor.probe = probe
+    engine.probe(model, probe)
 
 
 def lane_threads() -> set[threading.Thread]:
@@ -123,7 +123,7 @@ def runs(model: Any, section: str) -> Callable[[], Any]:
         train_step(model, megacompile.AdamW(model.parameters()), **SHAPE)
         return handle.synchronize
     if section == "load":
-        handle.streamed.residency.stale = True
+        engine.residency(model).stale = True
         return lambda: model(**batch(0, **SHAPE))
     if section == "forward":
         return lambda: model(**batch(0, **SHAPE))
@@ -149,9 +149,8 @@ def test_a_fault_at_every_kind_of_instruction_reaches_the_caller_and_the_next_st
     if section == "evaluate":  # has a program of its own
         with torch.no_grad():
             model(**batch(0, **SHAPE))
-        streamed = model.megacompile.streamed
-        shape = next(s for s in streamed.shapes.table.values() if not s.shape.training and s.shape.length == 9)
-        section_nodes = list(nodes(shape.program.section("evaluate")))
+        evaluation = next(s for s in engine.executables(model).table.values() if not s.spec.training and s.spec.length == 9)
+        section_nodes = list(nodes(evaluation.program.section("evaluate")))
         victims = one_of_each_op([n for n in section_nodes if op_of(n).name not in ("enter", "leave") and lane_of(n)])
     else:
         victims = one_of_each_op(executed(model, section))
@@ -172,7 +171,7 @@ def test_a_fault_at_every_kind_of_instruction_reaches_the_caller_and_the_next_st
             loss = model(**batch(0, **SHAPE)).loss
             loss.backward()
             assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
-        elif model.megacompile.streamed.step.torn:
+        elif engine.torn(model):
             with pytest.raises(TornError):
                 model(**batch(0, **SHAPE))
         else:
@@ -198,7 +197,7 @@ def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: 
 def test_a_fault_at_every_kind_of_instruction_of_a_whole_step_leaves_it_undone_completed_or_torn(
         slab_model: Any, slabs: tiny_models.Shared, overlap: str | None) -> None:
     """With updates beside the next step, what has begun is completed by `step()`; on arrival a checkpoint is needed."""
-    model, streamed = slab_model, slab_model.megacompile.streamed
+    model = slab_model
     update = "step" if overlap is None else "arrival"
     program = model.megacompile.compiled(batch(0, **SHAPE), update=update, whole_step=True).program
 
@@ -222,10 +221,10 @@ def test_a_fault_at_every_kind_of_instruction_of_a_whole_step_leaves_it_undone_c
             throw_at(model, node)
             raises_fault_soon(lambda: step(optimizer), node)  # noqa: B023  (called at once)
             assert lane_threads() == threads, f"{kind}: a thread died or was left behind"
-            if streamed.step.torn and overlap is None:
+            if engine.torn(model) and overlap is None:
                 outcomes.add("completed")
                 optimizer.step()
-            elif streamed.step.torn:
+            elif engine.torn(model):
                 outcomes.add("torn")
                 with pytest.raises(TornError, match="load a checkpoint"):
                     step(optimizer)
@@ -283,7 +282,7 @@ def test_a_failed_forward_leaves_no_lease(model: Any) -> None:
     throw_at(model, [n for n in executed(model, "forward") if op_of(n).name == "loss"][-1])
     with pytest.raises(LaneError):
         model(**batch(0, **SHAPE))
-    assert not model.megacompile.streamed.forwards.open()
+    assert not engine.open_forwards(model)
 
 
 # ---------------------------------------------------------------- updates
@@ -370,7 +369,7 @@ def test_a_loaded_checkpoint_repairs_torn_weights(slab_model: Any, undisturbed: 
 def test_a_fault_in_a_backward_that_updates_reaches_the_caller_and_a_checkpoint_repairs_the_model(
         slab_model: Any, slabs: tiny_models.Shared) -> None:
     """At every kind of instruction. Before the first update nothing has changed; after the last, all of it is done."""
-    model, streamed = slab_model, slab_model.megacompile.streamed
+    model = slab_model
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
     train_step(model, optimizer, **SHAPE)
     victims = one_of_each_op(executed(model, "backward"))
@@ -388,9 +387,9 @@ def test_a_fault_in_a_backward_that_updates_reaches_the_caller_and_a_checkpoint_
         raises_fault_soon(act, node)
         assert lane_threads() == threads, f"{kind}: a thread died or was left behind"
         assert all(p.grad is None for p in nn.Module.parameters(model))
-        done = len(streamed.step.unfinished.done) if streamed.step.unfinished is not None else None
-        outcomes.add("torn" if streamed.step.torn else "whole")
-        if streamed.step.torn:
+        done = len(engine.step(model).unfinished.done) if engine.step(model).unfinished is not None else None
+        outcomes.add("torn" if engine.torn(model) else "whole")
+        if engine.torn(model):
             with pytest.raises(TornError, match="load a checkpoint"):
                 train_step(model, optimizer, **SHAPE)
             model.load_state_dict(start)
@@ -471,18 +470,17 @@ def test_a_whole_step_is_completed_with_its_own_gradients_though_an_evaluation_c
 
 def test_a_forward_that_fails_does_not_tear_the_update_in_flight(slab_model: Any, undisturbed: Any) -> None:
     model = slab_model
-    executor = model.megacompile.streamed.executor
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
     model(**batch(0, **SHAPE)).loss.backward()
-    executor.delay = lambda lane: time.sleep(0.02) if lane == Lane.CPU else None
+    engine.delay(model, lambda lane: time.sleep(0.02) if lane == Lane.CPU else None)
     prefetches = [n for n in executed(model, "forward") if op_of(n).name == "prefetch"]
     throw_at(model, prefetches[0])
     optimizer.step()
     optimizer.zero_grad()
     with pytest.raises(LaneError, match="prefetch failed in lane h2d"):
         model(**batch(1, **SHAPE))
-    executor.delay = None
-    assert not model.megacompile.streamed.step.torn
+    engine.delay(model, None)
+    assert not engine.torn(model)
     optimizer.param_groups[0]["lr"] *= 0.5
     train_step(model, optimizer, 1, **SHAPE)
     assert same_bits(weights(model), undisturbed)
@@ -491,10 +489,9 @@ def test_a_forward_that_fails_does_not_tear_the_update_in_flight(slab_model: Any
 def test_the_failure_of_the_earlier_of_two_runs_is_raised(slab_model: Any) -> None:
     """The forward fails first; the update before it, which goes on, fails too: that one must not be lost."""
     model = slab_model
-    executor = model.megacompile.streamed.executor
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     model(**batch(0, **SHAPE)).loss.backward()
-    executor.delay = lambda lane: time.sleep(0.02) if lane == Lane.CPU else None
+    engine.delay(model, lambda lane: time.sleep(0.02) if lane == Lane.CPU else None)
     forward = next(n for n in executed(model, "forward") if op_of(n).name == "prefetch")
     update = [n for n in executed(model, "update") if op_of(n).name == "update"][-1]
 
@@ -502,18 +499,18 @@ def test_the_failure_of_the_earlier_of_two_runs_is_raised(slab_model: Any) -> No
         if node in (forward, update):
             raise InjectedError(f"at {node.name}")
 
-    executor.probe = probe
+    engine.probe(model, probe)
     optimizer.step()
     with pytest.raises(LaneError, match="update failed in lane cpu"):
         model(**batch(1, **SHAPE))
-    executor.probe = None
-    assert model.megacompile.streamed.step.torn
+    engine.probe(model, None)
+    assert engine.torn(model)
     optimizer.step()
     model(**batch(1, **SHAPE)).loss.backward()
 
 
 def test_the_earliest_of_simultaneous_failures_is_kept(slab_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, lanes = slab_model.megacompile.streamed.executor, 8
+    executor, lanes = engine.executor(slab_model), 8
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -545,7 +542,7 @@ def test_a_failed_update_is_raised_at_the_next_call_once(slab_model: Any, call: 
     throw_at(slab_model, next(n for n in executed(slab_model, "update") if op_of(n).name == "clip"))
     optimizer.step()
     limit = time.monotonic() + 60
-    while slab_model.megacompile.streamed.executor.failure is None:
+    while engine.executor(slab_model).failure is None:
         assert time.monotonic() < limit, "the update does not fail"
         time.sleep(0.001)
     with pytest.raises(LaneError, match="clip failed"):
@@ -603,7 +600,7 @@ def ctrl_c_raises() -> Iterator[None]:
 @pytest.mark.parametrize("section", ["forward", "backward", "evaluate", "update"])
 def test_ctrl_c_stops_the_step_and_leaves_the_model_usable(
         model: Any, native: Any, section: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = model.megacompile.streamed.executor
+    executor = engine.executor(model)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer, **SHAPE)
     train_step(native, torch.optim.AdamW(native.parameters(), lr=1e-2), **SHAPE)
@@ -616,9 +613,9 @@ def test_ctrl_c_stops_the_step_and_leaves_the_model_usable(
     with pytest.raises(KeyboardInterrupt):
         act()
     assert time.monotonic() - begin < SOON_S
-    executor.delay = None
+    engine.delay(model, None)
     if section == "update":  # in flight when Ctrl-C came: it goes on to its end
-        assert not model.megacompile.streamed.step.torn
+        assert not engine.torn(model)
         return
     model.zero_grad()
     model(**batch(2)).loss.backward()
@@ -629,7 +626,7 @@ def test_ctrl_c_stops_the_step_and_leaves_the_model_usable(
 
 def test_ctrl_c_while_a_section_is_handed_to_the_lanes_hangs_nothing(model: Any) -> None:
     """Lanes that have got the section must not wait for those that have not."""
-    executor = model.megacompile.streamed.executor
+    executor = engine.executor(model)
     train_step(model, megacompile.AdamW(model.parameters()), **SHAPE)
     queue_of, lower = executor._queue, executor._lower
 

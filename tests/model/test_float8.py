@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import engine
 import peft
 import pytest
 import tiny_models
@@ -56,7 +57,7 @@ def gradients(model: Any, rows: int = 4, length: int = 9) -> tuple[float, dict[s
 
 
 def templates(model: Any) -> dict[str, Any]:
-    found: dict[str, Any] = model.megacompile.streamed.captured.templates
+    found: dict[str, Any] = engine.templates(model)
     return found
 
 

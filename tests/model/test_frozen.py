@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -87,7 +88,7 @@ def test_any_part_alone_trains_as_it_does_natively(trained: tuple[str, ...], opt
 
 
 def test_what_is_frozen_has_weights_alone_in_host_memory(norms: Any) -> None:
-    tiles = norms.megacompile.streamed.store.tiles
+    tiles = engine.tiles(norms)
     frozen = [name for name in tiles if not tiles[name].layout.trainable]
     assert frozen == ["prologue", *(f"layers.{i}.frozen{rest}" for i in range(3) for rest in ("", ".bfloat16")), "epilogue"]
     for name in frozen:
@@ -129,7 +130,7 @@ def test_below_the_first_trained_call_there_is_no_backward_and_nothing_is_kept()
 
 
 def test_no_gradient_of_a_frozen_weight_is_computed(norms: Any) -> None:
-    captured = norms.megacompile.streamed.captured
+    captured = engine.captured(norms)
     for name in {call.template for call in captured.calls[1:-1]}:
         template = captured.templates[name]
         inputs = [template.inputs[g.input].role for g in template.variant("recompute_backward").gradients]

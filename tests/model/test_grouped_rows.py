@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import engine
 import numpy as np
 import pytest
 import tiny_models
@@ -232,8 +233,8 @@ def test_rows_that_are_padded_to_a_fixed_length_are_computed_in_a_shorter_one(tw
              for name, tensor in right_padded([20, 19, 18, 21]).items()}
     losses = [each(**batch, use_cache=False).loss.item() for each in twins]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    shape = model.megacompile.compiled(batch).shape
-    assert (shape.batch, shape.length, shape.group_rows) == (4, 24, ())
+    spec = model.megacompile.compiled(batch).spec
+    assert (spec.batch, spec.length, spec.group_rows) == (4, 24, ())
 
 
 def test_a_target_in_the_padding_counts(twins: tuple[Any, Any]) -> None:
@@ -257,7 +258,7 @@ def test_groups_are_explained_and_no_warning_says_that_padding_is_computed(twins
 
 
 def test_rows_of_several_ranks_are_not_grouped(twins: tuple[Any, Any]) -> None:
-    captures = twins[0].megacompile.streamed.captures
+    captures = engine.captures(twins[0])
     groupings = [Repacking(captures, True, any_length, alone).grouping
                  for alone in (True, False) for any_length in (True, False)]
     assert groupings == [Grouping.ANY_NUMBER, Grouping.FEW_NUMBERS, Grouping.NONE, Grouping.NONE]

@@ -1,6 +1,7 @@
 """Values that a later call than the next one reads, and work between layers, train exactly."""
 from __future__ import annotations
 
+import engine
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,7 @@ def test_values_read_further_on_train_exactly(model_class: type[HandWritten]) ->
 
 def test_a_call_hands_on_what_later_calls_read_and_nothing_else() -> None:
     model = megacompile.stream(Entangled(), device="cpu", checkpoint_interval=2, micro_batch_size=2)
-    calls = {call.name: call for call in model.megacompile.streamed.captured.calls}
+    calls = {call.name: call for call in engine.captured(model).calls}
     model.megacompile.close()
     carried = {name: [s.index for s in call.sources if s.kind == "carried"] for name, call in calls.items()}
     assert {name: len(indices) for name, indices in carried.items()} == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -130,5 +131,5 @@ def test_a_classifier_scores_sequences_of_uneven_length_as_without_streaming(cla
                 torch.testing.assert_close(model(**given).logits, expected)
         with pytest.raises(UnsupportedError, match="0 for a batch with labels or a model of sequences"):
             model(input_ids=ids, logits_to_keep=1)
-    assert "values for " in model.megacompile.streamed.captures.repacking.obstacle
+    assert "values for " in engine.captures(model).repacking.obstacle
     model.megacompile.close()

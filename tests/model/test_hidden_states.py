@@ -5,6 +5,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -80,12 +81,12 @@ def test_what_cannot_be_given_is_refused(model: Any) -> None:
 def test_logits_that_are_made_otherwise_have_no_last_hidden_state(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_states, "_PRODUCTS", ())
     with pytest.raises(UnsupportedError, match="does not make its logits by one product with its"):
-        model.megacompile.streamed.captured.require_heads().hidden.last()
+        engine.captured(model).require_heads().hidden.last()
 
 
 def test_a_model_that_means_other_hidden_states_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of its hidden states is the last layer's, not the last norm's."""
-    found = model.megacompile.streamed.captured.require_heads().hidden
+    found = engine.captured(model).require_heads().hidden
     found.beside_logits()
     monkeypatch.setattr(found.fake_model.config, "tie_last_hidden_states", False, raising=False)
     with pytest.raises(UnsupportedError, match="returns hidden states that are not the outputs of its layers"):

@@ -226,7 +226,7 @@ def test_a_hook_of_the_whole_model_is_refused_where_no_call_would_run_it(streame
                  lambda: streamed.megacompile.last_hidden_state({"input_ids": batch()["input_ids"]})):
         with pytest.raises(UnsupportedError, match=r"the model has a hook.*remove it"):
             call()
-    assert streamed.megacompile.compiled(batch()).shape.training, "looking at the program calls nothing"
+    assert streamed.megacompile.compiled(batch()).spec.training, "looking at the program calls nothing"
     handle.remove()
     assert streamed.megacompile.train_step(batch(), optimizer).isfinite()
 

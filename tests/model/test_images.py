@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import engine
 import pytest
 import torch
 from tiny_models import assert_same_gradients
@@ -96,7 +97,7 @@ def test_images_train_as_they_do_natively_wherever_they_are() -> None:
     """The tower and the decoder, in micro-batches, at other sizes than those of the example."""
     native = llava()
     model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=2, example=pictured(2, 12))
-    captured = model.megacompile.streamed.captured
+    captured = engine.captured(model)
     assert captured.layer_names == ("model.language_model.layers.0", "model.language_model.layers.1")
     assert captured.fused_attention, "the tower's attention, which is not causal, is its own"
     assert not captured.guards, "any number of images"
@@ -127,7 +128,7 @@ def test_the_tokens_of_an_image_see_each_other() -> None:
     """In layers with a window shorter than an image, too; of sequences with an image and without, in micro-batches."""
     native = gemma()
     model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=2, example=typed(pictured(2, 12)))
-    captured = model.megacompile.streamed.captured
+    captured = engine.captured(model)
     assert captured.fused_attention and not captured.causal and not captured.guards
     given = typed(pictured(4, 19, 1, 0, 1, 1))
     assert_native(native, model, given)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -18,7 +19,7 @@ import transformers
 
 import megacompile
 from megacompile import training
-from megacompile.streaming.programs.shapes import Shapes
+from megacompile.streaming.programs.executables import Executables
 from megacompile.system.linux import _EXCLUDED_AT_START, LongLived
 
 
@@ -112,13 +113,13 @@ def test_an_interpreter_excludes_few_objects_when_it_starts_and_then_what_stays_
 def test_no_collection_runs_while_a_program_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even when later steps of other sizes get theirs. A full one would take several times as long as the program."""
     collecting: list[bool] = []
-    planned = Shapes._planned
+    planned = Executables._planned
 
     def noted(*given: Any) -> Any:
         collecting.append(gc.isenabled())
         return planned(*given)
 
-    monkeypatch.setattr(Shapes, "_planned", noted)
+    monkeypatch.setattr(Executables, "_planned", noted)
     # With a budget of its own, the model plans ahead whatever models other tests keep.
     model = megacompile.stream(tiny_models.build(), device="cpu", repack=64, device_memory="1GiB")
     optimizer = megacompile.AdamW(model.parameters())
@@ -194,7 +195,7 @@ def test_trainer_excludes_what_stays_and_a_model_that_is_dropped_afterwards_is_f
         trainer.train()
     assert noted.counts[0] > 100_000 and is_once(noted.counts)
     assert gc.get_freeze_count() == 0
-    forgotten = weakref.ref(model.megacompile.streamed)
+    forgotten = weakref.ref(engine.of(model))
     del trainer, model
     gc.collect()
     assert forgotten() is None

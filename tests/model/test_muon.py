@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -173,7 +174,7 @@ def test_routers_are_matrices_unless_their_group_says_otherwise() -> None:
     assert len(routers) == 2
     for matrices in (True, False):
         megacompile.Muon([{"params": [*routers.values()], "matrices": matrices}, {"params": [*others.values()]}])
-        whole = {name for name, memory in model.megacompile.streamed.states.items() if memory.kept.whole}
+        whole = {name for name, memory in engine.states(model).items() if memory.kept.whole}
         assert (routers.keys() <= whole) == matrices == bool(routers.keys() & whole)
         assert {name for name in others if ".experts." in name or "_proj." in name} == whole - routers.keys()
     model.megacompile.close()
@@ -241,7 +242,7 @@ def test_blocks_that_two_matrices_would_share_are_kept_in_bfloat16() -> None:
     first, second = parameters.values()
     megacompile.Muon([{"params": [first], "split": (24, 8)}, {"params": [second], "split": (16, 16)}, {"params": rest}],
                      state_dtype="8bit")
-    kept = {name: model.megacompile.streamed.states[name].kept.format for name in parameters}
+    kept = {name: engine.states(model)[name].kept.format for name in parameters}
     assert [*kept.values()] == [BFLOAT16, EIGHT_BITS], "24 x 16 elements are one and a half blocks, 16 x 16 are one"
     model.megacompile.close()
 
@@ -253,7 +254,7 @@ def test_matrices_stay_on_the_device_or_visit_it(model: Any) -> None:
     plan = model.megacompile.plan
     assert set(plan.visiting_state) == {"layers.0", "layers.1", "layers.2"} and not plan.resident_state
     visited = [slot.bytes for name, slot in model.megacompile.program(batch(0, rows=4)).slots.items() if name.startswith("V")]
-    largest = max(x.visit_bytes for x in model.megacompile.streamed.tiling.layouts.values())
+    largest = max(x.visit_bytes for x in engine.layouts(model).values())
     assert largest > 16 * 16 * (2 + 2 + 2 + 4 + 4 + 4) and max(visited) >= largest
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -65,7 +66,7 @@ def test_a_skipped_step_leaves_everything_as_if_its_batch_had_never_been(
 
 def poison(model: Any, op: str = "loss") -> None:
     """The next gradient that this op makes is infinite somewhere, once."""
-    executor = model.megacompile.streamed.executor
+    executor = engine.executor(model)
     plain = OPERATIONS[op]
 
     def poisoned(frame: Any, node: Any) -> Any:
@@ -84,11 +85,11 @@ def test_whole_steps_that_are_numbered_before_the_one_before_is_skipped_have_the
     def run(bad: bool) -> dict[str, torch.Tensor]:
         model = mixed.fresh()
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5, non_finite="skip")
-        handle, executor = model.megacompile, model.megacompile.streamed.executor
+        handle = model.megacompile
         handle.train_step(batch(0), optimizer)
         if bad:
             handle.synchronize()
-            executor.delay = lambda lane: time.sleep(0.01) if lane == Lane.CPU else None
+            engine.delay(model, lambda lane: time.sleep(0.01) if lane == Lane.CPU else None)
             poison(model)
             handle.train_step(batch(7), optimizer)
         handle.train_step(batch(1), optimizer)
@@ -120,7 +121,7 @@ def test_an_error_names_the_step_the_loss_and_the_tiles_and_training_can_go_on(
                 finish(model, lambda: step(model, optimizer, 7))
             error = caught.value
             assert error.step == 2 and 3 < error.loss < 6 and not torch.tensor(error.norm).isfinite()
-            assert "model.layers.0" in error.tiles and len(error.tiles) < len(model.megacompile.streamed.store.tiles)
+            assert "model.layers.0" in error.tiles and len(error.tiles) < len(engine.tiles(model))
             assert same_bits(state_of(model, optimizer), before)
             optimizer.zero_grad()
         step(model, optimizer, 1)
@@ -259,7 +260,7 @@ def test_on_arrival_a_step_that_updates_nothing_is_not_counted(model: Any, monke
         model.megacompile.synchronize()
         return state_of(model, optimizer)
 
-    start, reduce, executor = weights(model), OPERATIONS["reduce"], model.megacompile.streamed.executor
+    start, reduce, executor = weights(model), OPERATIONS["reduce"], engine.executor(model)
     monkeypatch.setattr(executor, "delay", lambda lane: time.sleep(0.01) if lane == Lane.CPU else None)
     assert same_bits(run(False, True, False, False), run(False, False, False))
 
@@ -270,7 +271,6 @@ def test_what_cannot_be_promised_is_refused(model: Any) -> None:
 
 
 def test_the_reference_interpreter_refuses_them_as_well(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    streamed = model.megacompile.streamed
-    monkeypatch.setattr(streamed.runner, "executor", ReferenceExecutor(streamed.backend))
+    monkeypatch.setattr(engine.runner(model), "executor", ReferenceExecutor(engine.backend(model)))
     with pytest.raises(NonFiniteError, match="the gradients of step 1 are not finite"):
         bad_step(model, megacompile.AdamW(model.parameters()))

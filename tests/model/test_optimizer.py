@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -103,7 +104,7 @@ def test_what_is_changed_after_a_step_does_not_count_for_that_step(model: Any, n
         group[option] = [0.9, 0.99] if option == "betas" else torch.tensor(1e-2)
         each(**batch(0)).loss.backward()
         if each is model:
-            model.megacompile.streamed.executor.delay = lambda lane: time.sleep(0.01) if lane == Lane.CPU else None
+            engine.delay(model, lambda lane: time.sleep(0.01) if lane == Lane.CPU else None)
         optimizer.step()
         if option == "betas":
             group["betas"][:] = 0.1, 0.2
@@ -372,7 +373,7 @@ def test_the_norm_is_of_the_gradients_that_the_step_uses(model: Any, change: str
 def test_the_norm_is_known_before_the_update_is_done(model: Any, whole_step: bool) -> None:
     optimizer = megacompile.AdamW(model.parameters(), max_grad_norm=1.0, **ADAMW)
     released = threading.Event()
-    model.megacompile.streamed.executor.probe = lambda node: op_of(node).name == "update" and released.wait(60)
+    engine.probe(model, lambda node: op_of(node).name == "update" and released.wait(60))
     begun = time.monotonic()
     if whole_step:
         model.megacompile.train_step(batch(0), optimizer)
@@ -380,10 +381,10 @@ def test_the_norm_is_known_before_the_update_is_done(model: Any, whole_step: boo
         model(**batch(0)).loss.backward()
         optimizer.step()
     assert optimizer.grad_norm > 0 and time.monotonic() - begun < 60
-    assert not model.megacompile.streamed.step.updating.done
+    assert not engine.updating(model).done
     released.set()
     model.megacompile.synchronize()
-    assert model.megacompile.streamed.step.updating.done
+    assert engine.updating(model).done
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
@@ -427,7 +428,7 @@ def test_a_gradient_that_is_kept_keeps_its_values(model: Any, then: str) -> None
 
 
 def test_views_of_a_gradient_that_are_kept_are_told_of_once(model: Any) -> None:
-    model.megacompile.streamed.gradients._warned = False
+    engine.gradients(model)._warned = False
     model(**batch(0)).loss.backward()
     view = model.lm_head.weight.grad.view(-1)
     model.zero_grad()

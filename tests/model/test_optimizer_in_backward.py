@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -31,7 +32,7 @@ def loop(overlap: str | None, bf16: bool, delayed: bool, **options: Any) -> tupl
     """Weights and losses of a loop with a schedule of learning rates, and an evaluation in each step."""
     model = megacompile.stream(tiny_models.build(bf16), device="cpu", micro_batch_size=2, **options)
     if delayed:
-        model.megacompile.streamed.executor.delay = late_lanes
+        engine.delay(model, late_lanes)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, eps=1e-4, overlap=overlap)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     losses = []
@@ -108,18 +109,18 @@ def test_the_backward_updates_and_the_step_only_ends_the_step(model: Any, optimi
 def test_the_step_returns_before_the_update_is_done(model: Any, optimizer: Any) -> None:
     step(model, optimizer)
     model.megacompile.synchronize()
-    streamed, released = model.megacompile.streamed, threading.Event()
+    released = threading.Event()
 
     def hold(node: fx.Node) -> None:
         assert op_of(node).name != "update" or released.wait(30), "the step waits for an update"
 
-    streamed.executor.probe = hold
+    engine.probe(model, hold)
     model(**batch(1)).loss.backward()
     optimizer.step()
-    assert streamed.step.updating.segments and not streamed.step.updating.done
+    assert engine.updating(model).segments and not engine.updating(model).done
     released.set()
     model.megacompile.synchronize()
-    assert streamed.step.updating.done == set(streamed.step.updating.segments)
+    assert engine.updating(model).done == set(engine.updating(model).segments)
 
 
 def test_hyper_parameters_are_those_of_the_start_of_the_backward(model: Any) -> None:
@@ -294,16 +295,16 @@ def test_a_parameter_without_a_group_is_refused_since_its_gradient_would_be_lost
 
 def fail_at(model: Any, number: int) -> None:
     """The backward fails at its how-manieth update."""
-    executor, seen = model.megacompile.streamed.executor, []
+    seen = []
 
     def probe(node: Any) -> None:
         if op_of(node).name == "update":
             seen.append(node)
             if len(seen) == number:
-                executor.probe = None
+                engine.probe(model, None)
                 raise RuntimeError("power cut")
 
-    executor.probe = probe
+    engine.probe(model, probe)
 
 
 def failing(model: Any) -> None:

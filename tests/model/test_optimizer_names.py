@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 from tiny_models import build, same_bits, state_of
@@ -192,7 +193,7 @@ def test_a_trainer_makes_an_optimizer_of_a_class_and_its_options(model: Any, tmp
     before = model.get_parameter("model.layers.0.mlp.up_proj.weight").clone()
     made = trained.run(Trainer, tmp_path, model, given={"optimizer_cls_and_kwargs": (Muon, dict(lr=2e-2))})
     assert type(made.optimizer.optimizer) is Muon
-    assert any(layout.has_matrices for layout in model.megacompile.streamed.tiling.layouts.values())
+    assert any(layout.has_matrices for layout in engine.layouts(model).values())
     losses = trained.curve(made, "loss")
     assert losses[-1] < losses[0]
     assert not torch.equal(model.get_parameter("model.layers.0.mlp.up_proj.weight"), before)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 from resumable import Decoder, Streamed, steps
@@ -125,11 +126,11 @@ def test_late_lanes_change_no_bit(kind: str, one: Streamed, expected: Any) -> No
         if draw.random() < 0.1:
             time.sleep(draw.random() * 1e-3)
 
-    model.megacompile.streamed.executor.delay = delay
+    engine.delay(model, delay)
     optimizer = made(model, kind, max_grad_norm=1.0)
     steps(model, optimizer, range(4))
     found = state_of(model, optimizer)
-    model.megacompile.streamed.executor.delay = None
+    engine.delay(model, None)
     assert same_bits(found, expected(kind, False))
 
 
@@ -274,7 +275,7 @@ def test_host_memory_has_what_the_format_says(kind: str, one: Streamed) -> None:
     make, options = KINDS[kind]
     moments = 2 if make is megacompile.AdamW else 1
     each = {"float32": 4, "bfloat16": 2, "8bit": 1 + 4 / 256}[options.get("state_dtype", "float32")]
-    tile = one.model.megacompile.streamed.store.tiles["prologue"]
+    tile = engine.tiles(one.model)["prologue"]
     layout, parts = tile.layout, tile.parts()
     assert parts["moments"] == pytest.approx(moments * each * layout.elements, rel=0.15), "regions are padded"
     assert parts.get("remainder", 0) == (0 if options.get("master") else 2 * layout.elements)
@@ -345,7 +346,7 @@ def test_the_memory_of_state_in_another_format_is_given_back(one: Streamed) -> N
     model = one.fresh()
     optimizer = made(model, "adamw 8bit")
     steps(model, optimizer, range(1))
-    before = [StorageWeakRef(moment.untyped_storage()) for tile in model.megacompile.streamed.store.tiles.values()
+    before = [StorageWeakRef(moment.untyped_storage()) for tile in engine.tiles(model).values()
               for moment in tile.moments]
     steps(model, made(model, "adamw bfloat16"), range(1))
     assert before and all(storage.expired() for storage in before)
@@ -374,8 +375,7 @@ def test_state_that_the_host_cannot_hold_is_refused_and_changes_nothing(one: Str
     optimizer = made(model, "adamw 8bit")
     steps(model, optimizer, range(1))
     before = state_of(model, optimizer)
-    streamed = model.megacompile.streamed
-    monkeypatch.setattr(type(streamed.store), "available_bytes", lambda self, given: 1000)
+    monkeypatch.setattr(type(engine.store(model)), "available_bytes", lambda self, given: 1000)
     with pytest.raises(InsufficientMemoryError, match="training with this optimizer takes"):
         megacompile.AdamW(model.parameters())
     monkeypatch.undo()

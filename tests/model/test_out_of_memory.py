@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import engine
 import pytest
 import torch
 from tiny_models import batch, same_bits, train_step, weights
@@ -90,13 +91,13 @@ def test_a_step_that_does_not_fit_changes_nothing_and_a_smaller_one_runs(model: 
 
 
 def test_a_slot_that_cannot_be_allocated_raises_and_training_can_continue(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    streamed = model.megacompile.streamed
     train_step(model, megacompile.AdamW(model.parameters()))
     before = weights(model)
 
     with monkeypatch.context() as patch:
-        patch.setattr(streamed.backend, "memory", full)
-        streamed.arena.forget(next(name for name in streamed.arena.slots if name.startswith("W")))  # which a forward needs
+        patch.setattr(engine.backend(model), "memory", full)
+        arena = engine.arena(model)
+        arena.forget(next(name for name in arena.slots if name.startswith("W")))  # which a forward needs
         with pytest.raises(DeviceMemoryError, match="making a slot or a result"):
             model(**batch())
     assert same_bits(weights(model), before)
@@ -110,7 +111,7 @@ def full(*_: Any, **__: Any) -> Any:
 def _resident_in_backward(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
     loss = model(**batch()).loss
     model.megacompile.synchronize()  # what lives on the device is loaded anew
-    patch.setattr(model.megacompile.streamed.residency, "_run", full)
+    patch.setattr(engine.residency(model), "_run", full)
     return loss.backward
 
 
@@ -118,22 +119,21 @@ def _resident_in_update(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], A
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     model(**batch()).loss.backward()
     model.megacompile.synchronize()
-    patch.setattr(model.megacompile.streamed.residency, "_run", full)
+    patch.setattr(engine.residency(model), "_run", full)
     return optimizer.step
 
 
 def _state_to_store(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    streamed = model.megacompile.streamed
     model(**batch())
-    patch.setattr(streamed.residency, "state_ahead", True)
-    patch.setattr(streamed.residency, "_run", full)
+    patch.setattr(engine.residency(model), "state_ahead", True)
+    patch.setattr(engine.residency(model), "_run", full)
     return model.megacompile.synchronize
 
 
 def _buffer(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
     optimizer = megacompile.AdamW(model.parameters())
-    patch.setattr(model.megacompile.streamed.constants, "stale", lambda: True)
-    patch.setattr(model.megacompile.streamed.constants, "refresh", full)
+    patch.setattr(engine.constants(model), "stale", lambda: True)
+    patch.setattr(engine.constants(model), "refresh", full)
     return optimizer.state_dict
 
 
@@ -189,7 +189,7 @@ def _unpacking(read: Callable[[Any, dict[str, Any]], Any]) -> Callable[..., Call
     def prepare(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
         ids = batch(rows=4, length=40)["input_ids"]
         mask = (torch.arange(40) < torch.tensor([40, 3, 4, 5])[:, None]).long()
-        patch.setattr(model.megacompile.streamed.captures.repacking, "least", 64)
+        patch.setattr(engine.captures(model).repacking, "least", 64)
         patch.setattr("megacompile.inputs.packed_layout.Layout.unpack", full)
         return lambda: read(model, {"input_ids": ids, "attention_mask": mask})
     prepare.__name__ = read.__name__
@@ -236,7 +236,7 @@ def test_out_of_memory_is_explained_once_wherever_it_happens(bf16_model: Any, mo
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert same_bits(weights(model), before)
     kept_by_error = prepare in (_resident_in_backward, _UNPACKING[0])
-    assert kept_by_error or not model.megacompile.streamed.forwards.open(), "what it holds would be missing"
+    assert kept_by_error or not engine.open_forwards(model), "what it holds would be missing"
     model.zero_grad()
     model(**batch()).loss.backward()  # the next step runs
     del call, caught
@@ -260,7 +260,7 @@ def test_an_update_on_the_device_that_runs_out_of_memory_says_whether_weights_ar
         train_step(model, optimizer)
         model.megacompile.synchronize()  # the update may be on its way yet
 
-    model.megacompile.streamed.executor.probe = probe
+    engine.probe(model, probe)
     with pytest.raises(DeviceMemoryError, match="the weights are torn"):
         step()
     model.load_state_dict(start)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -122,7 +123,7 @@ def test_all_logits_never_exist_in_a_head_of_a_function(model: Any) -> None:
     """Neither the graph nor the estimate of memory has the logits of 16 x 4096 tokens."""
     with torch.no_grad():
         model.megacompile.per_token(log_probabilities, {"input_ids": ids()}, targets=ids())
-    template = model.megacompile.streamed.captured.templates["log_probabilities"]
+    template = engine.templates(model)["log_probabilities"]
     chunk = template.chunk(16, 0)
     assert chunk == 128, "2048 tokens of 16 sequences"
     for name in template.variant_names:
@@ -159,7 +160,7 @@ def test_log_probabilities_and_entropies_have_the_gradients_of_pytorchs_own_form
 
 def test_a_range_that_a_function_reads_is_made_inside_of_the_loop(model: Any) -> None:
     model.megacompile.per_token(at_a_temperature, {"input_ids": ids()}, targets=ids())
-    variant = model.megacompile.streamed.captured.templates["at_a_temperature"].variant("recompute_backward", 4)
+    variant = engine.templates(model)["at_a_temperature"].variant("recompute_backward", 4)
     (loop,) = token_loops(variant.graph).values()
     outside, inside = ([n for n in graph.nodes if "arange" in str(n.target)]
                        for graph in (variant.graph.graph, loop.body.graph))
@@ -206,11 +207,10 @@ def test_a_fault_at_an_output_reaches_the_caller_and_the_next_step_runs(op: str,
         if op_of(node).name == op:
             raise ValueError("planted")
 
-    executor = model.megacompile.streamed.executor
-    executor.probe = fail
+    engine.probe(model, fail)
     with pytest.raises(LaneError, match="planted"):
         model(input_ids=ids()).logits.sum().backward()
-    executor.probe = None
+    engine.probe(model, None)
     assert all(p.grad is None for p in model.parameters())
     for each in (model, native):
         each(input_ids=ids()).logits.square().sum().backward()
@@ -220,7 +220,7 @@ def test_a_fault_at_an_output_reaches_the_caller_and_the_next_step_runs(op: str,
 def test_gradients_of_outputs_are_let_go_with_the_backward(model: Any) -> None:
     """The batch stays until the update, so that it can be dumped."""
     model(input_ids=ids()).logits.sum().backward()
-    (kept,) = model.megacompile.streamed.step.batches
+    (kept,) = engine.step(model).batches
     assert kept.micro_batches and not kept.output_gradients
 
 
@@ -266,7 +266,7 @@ def test_a_loss_of_tokens_trains_within_the_program(of_transformers: bool, tied:
         native, model = LogitsAlone(), megacompile.stream(LogitsAlone(), device="cpu", loss=clipped_ratio, token_chunk=4)
     initial = tiny_models.weights(model)
     model.zero_grad(), native.zero_grad()
-    variant = model.megacompile.streamed.captured.templates["epilogue"].variant("loss", 4)
+    variant = engine.templates(model)["epilogue"].variant("loss", 4)
     assert len(token_loops(variant.graph)) == 1, "logits, values and all gradients are of one chunk at a time"
     ours, theirs = megacompile.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(native.parameters(), lr=1e-2)
 
@@ -316,7 +316,7 @@ def test_updates_on_arrival_train_by_losses_of_logits(model: Any, native: Any) -
 
 def test_memory_of_outputs_is_counted(model: Any) -> None:
     """Logits, and the gradient that comes for them, are in no plan of a loss."""
-    planner = model.megacompile.streamed.planner
+    planner = engine.planner(model)
     plans = (planner.choose(8, 512, output=output).plan for output in ("loss", "logits"))
     loss, logits = (planner.estimate(plan).total for plan in plans)
     assert logits - loss > 8 * 512 * V * 4

@@ -105,8 +105,8 @@ def test_positions_and_masks_count_as_they_do_natively_whatever_the_model_assume
 
 def test_a_mask_whose_values_the_model_does_not_count_is_one_of_zeros_and_ones(model: Any) -> None:
     handle = model.megacompile
-    assert handle.compiled(batch(attention_mask=1 + LEFT)).shape.further == ()
-    assert handle.compiled(batch(attention_mask=3 * LEFT)).shape.further == ("attention_mask",)
+    assert handle.compiled(batch(attention_mask=1 + LEFT)).spec.capture.further == ()
+    assert handle.compiled(batch(attention_mask=3 * LEFT)).spec.capture.further == ("attention_mask",)
     with pytest.raises(UnsupportedError, match="other values than whole numbers: pass 1"):
         model(**batch(attention_mask=LEFT / 2))
 
@@ -164,15 +164,15 @@ def test_padding_on_the_right_is_seen_where_its_labels_count(model: Any, native:
     {"attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.long), "position_ids": torch.arange(LENGTH).expand(ROWS, -1)},
 ], ids=["nothing", "a mask of ones", "counted positions", "both"])
 def test_a_batch_that_needs_no_mask_runs_on_the_plain_graphs(further: dict[str, Tensor], model: Any) -> None:
-    shape = model.megacompile.compiled(batch(**further)).shape
-    assert shape.further == () and not shape.evaluating
+    spec = model.megacompile.compiled(batch(**further)).spec
+    assert spec.capture.further == () and not spec.capture.evaluating
 
 
 def test_a_plan_counts_what_a_mask_takes(model: Any) -> None:
     """The bytes of scores under a mask, on the CPU, are in the estimate that the plan is chosen by."""
     handle = model.megacompile
     plain, padded = handle.compiled(batch()), handle.compiled(batch(attention_mask=LEFT))
-    assert padded.shape.further == ("attention_mask",)
+    assert padded.spec.capture.further == ("attention_mask",)
     assert padded.estimate.total > plain.estimate.total
 
 

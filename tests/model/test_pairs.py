@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -66,7 +67,7 @@ def assert_native(model: Any, native: Any, given: dict[str, Tensor]) -> Tensor:
 
 def said(model: Any) -> str:
     """What the last batch's capture key says of its mask."""
-    (further,) = model.megacompile.compiled().shape.further
+    (further,) = model.megacompile.compiled().spec.capture.further
     return further.partition(": ")[2]  # type: ignore[no-any-return]
 
 
@@ -109,7 +110,7 @@ def test_every_layer_reads_the_mask_as_it_is(name: str) -> None:
                                     example=batch(masks[0][:3, :, :6, :6], 3, 6))
     losses = [assert_native(model, native, batch(mask)) for mask in masks]
     assert model.megacompile.plan.micro_batches == (2, 2, 1)
-    assert model.megacompile.streamed.captured.fused_attention is (name != "gpt_oss")
+    assert engine.captured(model).fused_attention is (name != "gpt_oss")
     with torch.no_grad():
         losses.append(native(**tiny_models.batch(7, rows=ROWS, length=LENGTH)).loss)
     assert len({round(float(loss), 4) for loss in losses}) == len(losses), "every mask changes something"
@@ -121,7 +122,7 @@ def test_a_mask_of_each_head_beside_positions_trains_as_it_does_natively(model: 
     """Positions turn keys and queries, and hide nothing."""
     given = {**batch(added(seen(heads=2), HIDDEN)), "position_ids": torch.arange(LENGTH).flip(0).expand(ROWS, -1)}
     assert_native(model, native, given)
-    assert model.megacompile.compiled().shape.further == ("attention_mask: bool [B, 2, T, T]", "position_ids")
+    assert model.megacompile.compiled().spec.capture.further == ("attention_mask: bool [B, 2, T, T]", "position_ids")
 
 
 @pytest.mark.nightly(held_by=(
@@ -140,7 +141,7 @@ def test_a_mask_goes_through_gradients_logits_and_whole_steps(model: Any, native
     given = batch(added(prefix(3, 0, 13, 8, 1), HIDDEN))
     assert assert_native(model, native, batch(added(prefix(3, 0, 13, 8, 1), LEAST))) == assert_native(model, native, given)
     compiled = model.megacompile.compiled()
-    captured = model.megacompile.streamed.captures.serve(compiled.shape.capture_key).captured
+    captured = engine.captures(model).serve(compiled.spec.capture).captured
     assert said(model) == "bool [B, 1, T, T]" and captured.fused_attention and not captured.causal
     assert memory._given(captured, compiled.plan) == 2 * ROWS * LENGTH**2, "a plan counts the batch's mask"
     without = {key: tensor for key, tensor in given.items() if key != "labels"}
@@ -163,7 +164,7 @@ def test_a_mask_goes_through_gradients_logits_and_whole_steps(model: Any, native
 
 def test_only_floats_that_do_what_a_bool_mask_does_become_one(model: Any) -> None:
     """Eager attention makes NaN of a query whose scores are all -inf, where a bool mask makes zeros."""
-    eager = model.megacompile.streamed.captured
+    eager = engine.captured(model)
     sdpa = copy.copy(eager)
     object.__setattr__(sdpa, "masks_added", False)
 
@@ -184,7 +185,7 @@ def test_only_floats_that_do_what_a_bool_mask_does_become_one(model: Any) -> Non
 
 def test_an_attention_mask_of_three_dimensions_is_a_mask_of_pairs_for_a_model_of_ones_own(model: Any) -> None:
     given, inputs = {"attention_mask": seen()[:, 0]}, tiny_models.batch(7, rows=ROWS, length=LENGTH)
-    own = copy.copy(model.megacompile.streamed.captured)
+    own = copy.copy(engine.captured(model))
     for name in ("masks_hide", "masks_added"):
         object.__setattr__(own, name, False)
     assert torch.equal(further_arguments("Own", own, given, inputs, lambda _: PLAIN)["attention_mask"], seen()[:, 0])
@@ -273,7 +274,7 @@ def assert_trains(model: Any, native: Any, mask: Tensor) -> None:
 def test_a_mask_in_the_example_is_one_of_every_batch(example: Tensor, inverted: bool, ours: bool, own: Any) -> None:
     """Masks may have any size. Our attention computes those that say what is seen."""
     model, native = own(example, inverted)
-    captured = model.megacompile.streamed.captured
+    captured = engine.captured(model)
     assert captured.fused_attention is ours and not captured.causal
     kind = {"dtype": example.dtype}
     for rows, length in ((5, 13), (1, 4), (3, 1)):
@@ -286,13 +287,13 @@ def test_a_mask_in_the_example_is_one_of_every_batch(example: Tensor, inverted: 
 @pytest.mark.nightly(held_by="tests/model/test_pairs.py::test_a_mask_goes_through_gradients_logits_and_whole_steps")
 def test_a_mask_that_some_batches_have_has_a_capture_of_its_own(own: Any) -> None:
     model, native = own(None)
-    captures = model.megacompile.streamed.captures
+    captures = engine.captures(model)
     assert_trains(model, native, seen(heads=4))
-    found = model.megacompile.compiled().shape
-    assert found.further == ("mask: bool [B, 4, T, T]",) and captures.serve(found.capture_key).captured.fused_attention
+    found = model.megacompile.compiled().spec
+    assert found.capture.further == ("mask: bool [B, 4, T, T]",) and captures.serve(found.capture).captured.fused_attention
     plain = tiny_models.batch(3, ROWS, LENGTH)
     torch.testing.assert_close(model(**plain).detach(), native(**plain).detach(), rtol=1e-6, atol=0)
-    assert model.megacompile.compiled().shape.further == ()
+    assert model.megacompile.compiled().spec.capture.further == ()
 
 
 def test_a_mask_of_another_kind_than_the_examples_is_refused(own: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import engine
 import pytest
 import torch
 from test_images import disturbed
@@ -90,7 +91,7 @@ def test_images_of_any_size_train_as_they_do_natively(monkeypatch: pytest.Monkey
     alone; positions of the model's own and of the caller's."""
     native = qwen()
     model = streamed(native)
-    captured = model.megacompile.streamed.captured
+    captured = engine.captured(model)
     assert captured.fused_attention and captured.causal and not captured.guards, "of any size"
     given = pictured(23, [], [(1, 1, 2), (1, 3, 2)], [(1, 4, 4)], [(1, 2, 2)], [(1, 1, 1), (1, 1, 1), (1, 2, 3)])
     assert_native(native, model, given)
@@ -137,11 +138,11 @@ def test_a_part_alone_trains_as_it_does_natively(family: str, frozen: str) -> No
 
 def test_the_estimate_of_an_evaluation_holds_the_tower() -> None:
     model = streamed(qwen())
-    shape = model.megacompile.compiled(pictured(23, [], [(1, 1, 2)], [(1, 4, 4)]), training=False)
-    captured = model.megacompile.streamed.captures.serve(shape.shape.capture_key).captured
+    executable = model.megacompile.compiled(pictured(23, [], [(1, 1, 2)], [(1, 4, 4)]), training=False)
+    captured = engine.captures(model).serve(executable.spec.capture).captured
     tower = cost.peak_bytes(captured.templates["prologue"], captured.templates["prologue"].variant("forward"),
-                            shape.plan.micro_batches[0], shape.plan.length)
-    assert shape.estimate.workspace >= tower > 0
+                            executable.plan.micro_batches[0], executable.plan.length)
+    assert executable.estimate.workspace >= tower > 0
     model.megacompile.close()
 
 

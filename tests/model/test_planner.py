@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -31,7 +32,7 @@ from megacompile.planning.planner import Planner
 from megacompile.predict import cost
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.sizes import format_bytes
-from megacompile.streaming.programs import shapes
+from megacompile.streaming.programs import executables
 from megacompile.system.host_memory import available_host_bytes, host_bytes
 
 LENGTH, DEPTH = 64, 6
@@ -404,51 +405,52 @@ def test_slabs_take_no_more_than_the_budget_of_pinned_memory(staging: int) -> No
 def test_models_on_one_device_share_what_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first plan that is made has what it takes; a later one is told what is left, until the first model is closed."""
     monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
-    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())  # models of other tests
+    monkeypatch.setattr(executables, "_live", weakref.WeakSet())  # models of other tests
     first, second = (megacompile.stream(tiny_models.build(), device="cpu") for _ in range(2))
     small, large = tiny_models.batch(), tiny_models.batch(rows=8, length=64)
     try:
-        budget = second.megacompile.streamed.planner.device_bytes
+        budget = engine.planner(second).device_bytes
         first(**large)
         taken = first.megacompile.compiled().estimate.total
-        assert second.megacompile.streamed.planner.device_bytes == budget - taken
+        assert engine.planner(second).device_bytes == budget - taken
         second(**small)
-        whole = second.megacompile.streamed.planner.budget_bytes
-        second.megacompile.streamed.captures.plan_with(budget_bytes=taken + 1000)
+        whole = engine.planner(second).budget_bytes
+        engine.captures(second).plan_with(budget_bytes=taken + 1000)
         with pytest.raises(InsufficientMemoryError, match=r"1000 B are available \(other streamed models have planned"):
             second(**tiny_models.batch(rows=2, length=5))
-        second.megacompile.streamed.captures.plan_with(budget_bytes=whole)
+        engine.captures(second).plan_with(budget_bytes=whole)
         first.megacompile.close()
-        assert second.megacompile.streamed.planner.device_bytes == budget
+        assert engine.planner(second).device_bytes == budget
     finally:
         second.megacompile.close()
 
 
 def test_slots_of_other_shapes_go_where_other_models_have_planned_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
-    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())  # models of other tests
+    monkeypatch.setattr(executables, "_live", weakref.WeakSet())  # models of other tests
     first, second = (megacompile.stream(tiny_models.build(), device="cpu") for _ in range(2))
-    streamed, small = second.megacompile.streamed, tiny_models.batch()
+    small = tiny_models.batch()
     try:
-        shape = second.megacompile.compiled(small)
+        executable = second.megacompile.compiled(small)
         left = bytes(1000)
-        streamed.arena.slots["W9"] = torch.frombuffer(bytearray(left), dtype=torch.uint8)
-        streamed.captures.plan_with(budget_bytes=shape.estimate.total + streamed.planner.margin_bytes + len(left))
-        assert streamed.residency.surplus(shape) == []
+        engine.arena(second).slots["W9"] = torch.frombuffer(bytearray(left), dtype=torch.uint8)
+        taken = executable.estimate.total + engine.planner(second).margin_bytes
+        engine.captures(second).plan_with(budget_bytes=taken + len(left))
+        assert engine.residency(second).surplus(executable) == []
         first(**small)
-        assert streamed.residency.surplus(shape) == ["W9"]
+        assert engine.residency(second).surplus(executable) == ["W9"]
     finally:
         for model in (first, second):
             model.megacompile.close()
 
 
 def test_a_model_streamed_beside_a_running_one_does_not_count_its_slots_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())
+    monkeypatch.setattr(executables, "_live", weakref.WeakSet())
     first = megacompile.stream(tiny_models.build(), device="cpu")
     first(**tiny_models.batch())
     second = megacompile.stream(tiny_models.build(), device="cpu")
     needed = first.megacompile.compiled().estimate
-    taken = second.megacompile.streamed.planner.taken_bytes
+    taken = engine.planner(second).taken_bytes
     assert taken == needed.total - needed.slots
     for model in (first, second):
         model.megacompile.close()

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import engine
 import pytest
 import torch
 from resumable import Decoder
@@ -121,7 +122,7 @@ class Loop:
             lambda g: torch._foreach_mul_([g], 2.0), lambda g: g.numpy().__imul__(2.0)])
         _, parameter = self.one()
         if self.streamed:
-            self.model.megacompile.streamed.settle()  # an update in flight reads the memory that is about to be written
+            engine.settle(self.model)  # an update in flight reads the memory that is about to be written
         if parameter.grad is not None:
             change(parameter.grad)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -104,7 +105,7 @@ def test_the_lane_that_the_others_wait_for_binds(
         model: Any, optimizer: megacompile.AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that moves on in prefetches, and only while every other lane waits for one."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    others = OtherLanes(model.megacompile.streamed.executor, monkeypatch)
+    others = OtherLanes(engine.executor(model), monkeypatch)
 
     def second() -> None:
         others.hold(Lane.H2D)
@@ -164,7 +165,7 @@ def test_nothing_is_recorded_and_no_time_is_taken_outside_a_recording(
     train_step(model, optimizer)
     model.megacompile.synchronize()
     assert len(recording.timeline().items) == before
-    assert model.megacompile.streamed.executor.recorder is None
+    assert engine.executor(model).recorder is None
 
 
 def test_a_recorded_step_computes_the_same_bits(model: Any) -> None:
@@ -187,12 +188,11 @@ def test_a_recording_that_an_error_ends_leaves_the_model_ready_for_the_next(
         if op_of(node).name == "offload":
             raise OSError("broken")
 
-    executor = model.megacompile.streamed.executor
-    executor.probe = fail
+    engine.probe(model, fail)
     recording = model.megacompile.record()
     with pytest.raises(LaneError, match="broken"), recording:
         train_step(model, optimizer)
-    executor.probe = None
+    engine.probe(model, None)
     with pytest.raises(MegacompileError, match="an error ended it"):
         recording.timeline()
     assert recorded(model, optimizer).items
@@ -225,8 +225,7 @@ def test_what_cannot_be_recorded_is_refused(model: Any, monkeypatch: pytest.Monk
         pass
     with pytest.raises(MegacompileError, match="no section ran"):
         empty.timeline()
-    streamed = model.megacompile.streamed
-    monkeypatch.setattr(streamed.runner, "executor", ReferenceExecutor(streamed.backend))
+    monkeypatch.setattr(engine.runner(model), "executor", ReferenceExecutor(engine.backend(model)))
     with pytest.raises(MegacompileError, match="reference=True"), model.megacompile.record():
         pass
 

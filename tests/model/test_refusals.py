@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -271,9 +272,9 @@ def executes_nothing(node: Any) -> None:
 def untouched(model: Any) -> Iterator[Any]:
     """The model; no instruction may run and no weight may change while the test has it."""
     before = weights(model)
-    model.megacompile.streamed.executor.probe = executes_nothing
+    engine.probe(model, executes_nothing)
     yield model
-    model.megacompile.streamed.executor.probe = None
+    engine.probe(model, None)
     assert same_bits(weights(model), before)
     model(**batch(1)).loss.backward()
 
@@ -350,7 +351,7 @@ def test_autocast_to_the_dtype_of_the_model_is_allowed(bf16_model: Any) -> None:
 
 
 def test_a_batch_for_which_a_micro_batch_does_not_fit_is_refused(untouched: Any) -> None:
-    planner, captures = untouched.megacompile.streamed.planner, untouched.megacompile.streamed.captures
+    planner, captures = engine.planner(untouched), engine.captures(untouched)
     captures.plan_with(budget_bytes=planner.taken_bytes + 4096)
     try:
         with pytest.raises(InsufficientMemoryError, match=r"a batch of 6 x 40 needs .* of device .*are available"):

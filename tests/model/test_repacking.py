@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -21,13 +22,13 @@ import megacompile
 from megacompile.errors import InsufficientMemoryError
 from megacompile.inputs.packed_layout import LENGTH, SHARES, Span, lay_out, spans_of
 from megacompile.ir.placement import Placements, Updated
-from megacompile.ir.plan import CaptureKey, Plan, Shape
+from megacompile.ir.plan import BatchSpec, CaptureKey, Plan
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import PackedPlans, derived
 from megacompile.planning.planner import Choice
 from megacompile.planning.step_time import simulator_of
 from megacompile.predict.hardware import Hardware
-from megacompile.streaming.programs import shapes
+from megacompile.streaming.programs import executables
 from megacompile.system.progress import work_done
 
 LONGEST = 23
@@ -182,20 +183,20 @@ def padded(lengths: list[int], **changes: Any) -> dict[str, Tensor]:
 
 
 def test_padded_batches_of_any_length_share_few_shapes(model: Any) -> None:
-    shapes = {model.megacompile.compiled(padded([longest, 3, 5])).shape for longest in range(10, 40)}
-    assert {(shape.batch, shape.length) for shape in shapes} == {(1, 64)}
-    assert all(shape.further == ("position_ids",) for shape in shapes)
+    specs = {model.megacompile.compiled(padded([longest, 3, 5])).spec for longest in range(10, 40)}
+    assert {(spec.batch, spec.length) for spec in specs} == {(1, 64)}
+    assert all(spec.capture.further == ("position_ids",) for spec in specs)
 
 
 def test_rows_that_fill_their_batch_are_left_as_they_are(model: Any) -> None:
-    shape = model.megacompile.compiled(padded([9, 9, 9])).shape
-    assert (shape.batch, shape.length, shape.further) == (3, 9, ())
+    spec = model.megacompile.compiled(padded([9, 9, 9])).spec
+    assert (spec.batch, spec.length, spec.capture.further) == (3, 9, ())
 
 
 def test_padding_that_only_labels_show_is_left_out_of_training(model: Any) -> None:
     batch = padded([20, 4, 2])
     del batch["attention_mask"]
-    assert model.megacompile.compiled(batch).shape.length == 64
+    assert model.megacompile.compiled(batch).spec.length == 64
     with torch.no_grad():  # logits of all places are asked for
         assert model(**batch).logits.shape == (3, 20, tiny_models.VOCABULARY)
 
@@ -211,8 +212,8 @@ def test_what_cannot_be_packed_is_computed_with_its_padding(why: str, model: Any
     else:
         seen = torch.ones(12, 12, dtype=torch.bool).tril() & (batch["attention_mask"][:, None, None] > 0)
         batch["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    shape = model.megacompile.compiled(batch).shape
-    assert (shape.batch, shape.length) == (3, 128 if why == "holes" else 12)
+    spec = model.megacompile.compiled(batch).spec
+    assert (spec.batch, spec.length) == (3, 128 if why == "holes" else 12)
     loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
 
@@ -228,7 +229,7 @@ def test_packed_rows_of_no_fixed_shape_are_laid_out_anew(model: Any, native: Any
     positions = torch.cat([torch.arange(n) for n in (9, 4, 20)])[None]
     ids = tiny_models.batch(3, rows=1, length=33)["input_ids"]
     batch = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
-    assert model.megacompile.compiled(batch).shape.length == 64
+    assert model.megacompile.compiled(batch).spec.length == 64
     assert_trains_alike(batch, model, native)
 
 
@@ -247,8 +248,8 @@ def test_values_of_tokens_come_back_to_their_rows(model: Any, native: Any) -> No
     assert not bool(found.logits[~real].any()), "padding has no values"
 
 
-def shape_of(rows: int, whole_step: bool) -> Shape:
-    return Shape(rows, 2048, labels=True, training=True, whole_step=whole_step, further=("position_ids",))
+def spec_of(rows: int, whole_step: bool) -> BatchSpec:
+    return BatchSpec(rows, 2048, labels=True, training=True, whole_step=whole_step, capture=CaptureKey(("position_ids",)))
 
 
 @pytest.mark.parametrize("whole_step", [False, True])
@@ -256,7 +257,7 @@ def test_a_derived_plan_keeps_every_choice_and_few_micro_batch_sizes(whole_step:
     base = Plan(16, 2048, (8, 8), saved_layers=3, waves=2 if whole_step else 1,
                 placements=Placements.named(("a", "b"), host_sums=("a",) if whole_step else ()))
     for rows in range(1, 40):
-        for plan in derived(base, shape_of(rows, whole_step)):
+        for plan in derived(base, spec_of(rows, whole_step)):
             assert sum(plan.micro_batches) == rows and set(plan.micro_batches) <= {8, 4, 2, 1}
             assert replace(plan, batch=16, micro_batches=(8, 8), waves=base.waves, placements=base.placements) == base
             assert plan.placements == (base if plan.waves > 1 else base.placed(Updated.FROM_HOST_SUMS, ())).placements
@@ -284,7 +285,7 @@ def test_one_search_serves_packed_rows_of_all_lengths() -> None:
     try:
         for longest in (40, 3000, 5000, 40):
             compiled = model.megacompile.compiled(padded([longest, 3] + [40] * 400))
-            assert compiled.plan.length == compiled.shape.length > longest
+            assert compiled.plan.length == compiled.spec.length > longest
         assert answered(model) == 1
     finally:
         model.megacompile.close()
@@ -293,11 +294,11 @@ def test_one_search_serves_packed_rows_of_all_lengths() -> None:
 @pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_plans_are_searched_once_for_steps_of_like_size")
 def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so does a search for steps of twice the size. Programs that are made ahead are those that the step would make."""
-    monkeypatch.setattr(shapes, "SECONDS_AHEAD", math.inf)
+    monkeypatch.setattr(executables, "SECONDS_AHEAD", math.inf)
     ahead, late = (megacompile.stream(tiny_models.build(max_position_embeddings=4096), device="cpu", device_memory="8GiB")
                    for _ in range(2))
     try:
-        late.megacompile.streamed.shapes.packed_steps = 2
+        engine.executables(late).packed_steps = 2
         for model in (ahead, late):
             for rows in (12, 13):
                 next_step(model, rows)
@@ -308,7 +309,7 @@ def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing(monkeypatch
         for rows in (10, 11, 14, 15, 16, 19, 9):
             with work_done() as done:
                 found = ahead.megacompile.compiled(packed_into(rows))
-            assert found.shape.batch == rows and not [task for task, _ in done if task.startswith("planning")]
+            assert found.spec.batch == rows and not [task for task, _ in done if task.startswith("planning")]
             assert found.program.text() == late.megacompile.compiled(packed_into(rows)).program.text()
         assert ahead.megacompile.stats["shapes"] == count and answered(ahead) == answered(late)
     finally:
@@ -320,13 +321,13 @@ def test_after_the_second_step_a_few_rows_more_or_fewer_plan_nothing(monkeypatch
 def test_the_second_step_of_a_large_model_does_not_plan_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     model = megacompile.stream(tiny_models.build(max_position_embeddings=4096), device="cpu", device_memory="8GiB")
     try:
-        monkeypatch.setattr(shapes, "SECONDS_AHEAD", 0.0)
+        monkeypatch.setattr(executables, "SECONDS_AHEAD", 0.0)
         for rows in (12, 13):
             model.megacompile.compiled(packed_into(rows))  # only looks
             latest = next_step(model, rows)
         assert model.megacompile.stats["shapes"] == 2
-        model.megacompile.streamed.shapes.packed_steps = 1
-        monkeypatch.setattr(shapes, "SECONDS_AHEAD", math.inf)
+        engine.executables(model).packed_steps = 1
+        monkeypatch.setattr(executables, "SECONDS_AHEAD", math.inf)
         next_step(model, 13)
         assert model.megacompile.stats["shapes"] > 6 and model.megacompile.compiled() is latest
     finally:
@@ -335,8 +336,8 @@ def test_the_second_step_of_a_large_model_does_not_plan_for_long(monkeypatch: py
 
 def next_step(model: Any, rows: int) -> Any:
     """Gets the program of a training step as the step does, without running it."""
-    streamed, shape = model.megacompile.streamed, model.megacompile.compiled(packed_into(rows)).shape
-    return streamed.rank_group.compiled(streamed.shapes, shape, set())
+    spec = model.megacompile.compiled(packed_into(rows)).spec
+    return engine.rank_group(model).compiled(engine.executables(model), spec, set())
 
 
 def packed_into(rows: int) -> dict[str, Tensor]:
@@ -382,7 +383,7 @@ def test_the_plan_of_a_step_is_the_same_whatever_steps_came_before() -> None:
     """So a run that is resumed has the bits of one that was not interrupted."""
     def plans(rows: list[int]) -> dict[int, Plan]:
         packed, planner = PackedPlans(LENGTH), Planner()
-        return {each: packed.choose(planner, shape_of(each, whole_step=True)).plan  # type: ignore[arg-type]
+        return {each: packed.choose(planner, spec_of(each, whole_step=True)).plan  # type: ignore[arg-type]
                 for each in rows}
 
     upwards = plans([*range(1, 60)])
@@ -409,10 +410,10 @@ class SmallDevice(Planner):
 def test_where_memory_is_short_a_plan_leaves_room_for_half_more_rows() -> None:
     """So that a step with more rows than usual does not stop training for another search."""
     packed, planner = PackedPlans(LENGTH, balanced=True), SmallDevice(most=100)
-    plans = [packed.choose(planner, shape_of(rows, whole_step=True)).plan  # type: ignore[arg-type]
+    plans = [packed.choose(planner, spec_of(rows, whole_step=True)).plan  # type: ignore[arg-type]
              for rows in (16, 22, 17, 24)]
     assert planner.searched == [16, 24] and {plan.checkpoint_interval for plan in plans} == {3}
-    packed.choose(planner, shape_of(30, whole_step=True))  # type: ignore[arg-type]
+    packed.choose(planner, spec_of(30, whole_step=True))  # type: ignore[arg-type]
     assert planner.searched == [16, 24, 32], "too many for that plan"
 
 
@@ -439,27 +440,27 @@ class OneAtATime(Planner):
 def test_a_plan_for_usual_rows_that_cannot_serve_others_is_not_searched_for_again(
         length: int, chunk: int, searched: list[tuple[int, int]]) -> None:
     packed, planner = PackedPlans(LENGTH, balanced=True), OneAtATime(chunk)
-    shape = replace(shape_of(2 if length > 8192 else 16384 // length, whole_step=True), length=length)
-    plan = packed.choose(planner, shape).plan  # type: ignore[arg-type]
+    spec = replace(spec_of(2 if length > 8192 else 16384 // length, whole_step=True), length=length)
+    plan = packed.choose(planner, spec).plan  # type: ignore[arg-type]
     assert planner.searched == searched
-    assert (plan.batch, plan.length) == (shape.batch, length)
-    packed.choose(planner, shape)  # type: ignore[arg-type]
+    assert (plan.batch, plan.length) == (spec.batch, length)
+    packed.choose(planner, spec)  # type: ignore[arg-type]
     assert planner.searched == searched, "known plans serve"
 
 
 def test_where_nothing_leaves_room_for_more_rows_the_plan_is_that_of_the_usual_number() -> None:
     packed, planner = PackedPlans(LENGTH, balanced=True), SmallDevice(most=20)
-    plan = packed.choose(planner, shape_of(17, whole_step=True)).plan  # type: ignore[arg-type]
+    plan = packed.choose(planner, spec_of(17, whole_step=True)).plan  # type: ignore[arg-type]
     assert plan.checkpoint_interval == 2 and planner.searched == [16, 24]
 
 
 def test_evaluations_of_packed_rows_have_micro_batches_of_few_sizes() -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu")
     try:
-        shapes = [model.megacompile.compiled(padded([40] * (rows * 51 - 1) + [3]), training=False) for rows in (3, 5, 6, 9)]
-        assert [(shape.shape.length, sum(shape.plan.micro_batches)) for shape in shapes] == [
+        found = [model.megacompile.compiled(padded([40] * (rows * 51 - 1) + [3]), training=False) for rows in (3, 5, 6, 9)]
+        assert [(each.spec.length, sum(each.plan.micro_batches)) for each in found] == [
             (LENGTH, rows) for rows in (3, 5, 6, 9)]
-        assert {size for shape in shapes for size in shape.plan.micro_batches} <= {1, 2, 4, 8}
+        assert {size for each in found for size in each.plan.micro_batches} <= {1, 2, 4, 8}
     finally:
         model.megacompile.close()
 
@@ -570,7 +571,7 @@ def test_rows_are_not_packed_where_attention_does_not_read_their_positions(acros
     with torch.no_grad():
         assert float(model(**batch).loss) == pytest.approx(float(native(**batch).loss), abs=1e-6)
     for training in (True, False):
-        assert "attention does not read position_ids (model.layers.0" in model.megacompile.streamed.captures.repacking.refusal(
+        assert "attention does not read position_ids (model.layers.0" in engine.captures(model).repacking.refusal(
             training)
 
 
@@ -604,6 +605,6 @@ def test_rows_whose_frequencies_depend_on_the_largest_position_are_not_packed() 
     built = AutoModelForCausalLM.from_config(Phi3Config(**sizes, rope_parameters=rope))
     model = megacompile.stream(built, device="cpu")
     try:
-        assert model.megacompile.compiled(padded([24, 3, 5])).shape.length == 24
+        assert model.megacompile.compiled(padded([24, 3, 5])).spec.length == 24
     finally:
         model.megacompile.close()

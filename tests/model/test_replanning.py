@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -61,10 +62,9 @@ def test_memory_that_the_last_plan_took_goes_back_to_the_device(shared: Shared, 
     model = shared.fresh()
     model.megacompile.replan(resident_state="all", checkpoint_interval=2)
     train_step(model, megacompile.AdamW(model.parameters()))
-    streamed = model.megacompile.streamed
-    slots = {name: StorageWeakRef(slot.untyped_storage()) for name, slot in streamed.arena.slots.items()}
+    slots = {name: StorageWeakRef(slot.untyped_storage()) for name, slot in engine.arena(model).slots.items()}
     held: list[str] = []
-    monkeypatch.setattr(streamed.backend, "trim", lambda: held.extend(
+    monkeypatch.setattr(engine.backend(model), "trim", lambda: held.extend(
         ["nothing", *(name for name, slot in slots.items() if not slot.expired())]), raising=False)
     model.megacompile.replan(resident_state=None, checkpoint_interval=None)
     assert slots and held == ["nothing"]
@@ -76,7 +76,7 @@ def test_memory_that_the_last_plan_took_goes_back_to_the_device(shared: Shared, 
 def test_slots_of_another_shape_are_given_back_where_they_would_be_over_the_budget() -> None:
     """Those of a large batch, whose blocks are several layers' weights, beside a small batch that needs all there is."""
     model = megacompile.stream(tiny_models.build(num_hidden_layers=6), device="cpu", micro_batch_size=1)
-    handle, streamed = model.megacompile, model.megacompile.streamed
+    handle = model.megacompile
     small, *larger = (tiny_models.batch(rows=rows, length=64) for rows in range(24, 30))
     try:
         handle.replan(device_memory=handle.compiled(small).estimate.total)
@@ -88,17 +88,17 @@ def test_slots_of_another_shape_are_given_back_where_they_would_be_over_the_budg
             optimizer.step()
             optimizer.zero_grad()
             estimate = handle.compiled(batch).estimate
-            assert streamed.arena.device_bytes() + estimate.total - estimate.slots <= streamed.planner.device_bytes
+            assert engine.arena(model).device_bytes() + estimate.total - estimate.slots <= engine.planner(model).device_bytes
     finally:
         handle.close()
 
 
 def test_state_stays_on_the_device_when_a_larger_batch_needs_larger_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu", resident_state="all", host_checkpoints=True)
-    native, streamed = tiny_models.build(), model.megacompile.streamed
+    native = tiny_models.build()
     moved: list[str] = []
     run = Residency._run
-    monkeypatch.setattr(Residency, "_run", lambda self, shape, section: (moved.append(section), run(self, shape, section)))
+    monkeypatch.setattr(Residency, "_run", lambda self, *ran: (moved.append(ran[1]), run(self, *ran)))
     optimizers = [megacompile.AdamW(model.parameters()), torch.optim.AdamW(native.parameters())]
     try:
         taken = []
@@ -107,7 +107,7 @@ def test_state_stays_on_the_device_when_a_larger_batch_needs_larger_slots(monkey
                 each(**tiny_models.batch(rows=rows)).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            taken.append(streamed.arena.device_bytes())
+            taken.append(engine.arena(model).device_bytes())
         assert taken[0] < taken[1] == taken[2] and moved == ["load"]
         model.megacompile.synchronize()
         for name, parameter in native.named_parameters():
@@ -121,10 +121,10 @@ def test_moments_that_nothing_has_written_begin_as_zeros_on_the_device(monkeypat
     found = []
     for resident in (None, "all"):
         model = megacompile.stream(tiny_models.build(), device="cpu", resident_state=resident)
-        streamed, optimizer = model.megacompile.streamed, megacompile.AdamW(model.parameters(), lr=1e-2)
-        made = streamed.backend.memory
-        monkeypatch.setattr(streamed.backend, "memory", lambda size, made=made: made(size).fill_(63))
-        for tile in streamed.store.tiles.values() if resident else ():
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+        made = engine.backend(model).memory
+        monkeypatch.setattr(engine.backend(model), "memory", lambda size, made=made: made(size).fill_(63))
+        for tile in engine.store(model).tiles.values() if resident else ():
             tile.allocate_moments()
             for moment in tile.moments:
                 moment.numpy().fill(1)  # PyTorch does not see this write
@@ -149,10 +149,10 @@ def test_a_plan_stays_within_the_memory_that_it_is_given_last(shared: Shared) ->
     (dict(resident=("no",)), "resident names no, which are not tiles")])
 def test_what_no_plan_knows_is_refused_and_changes_nothing(shared: Shared, options: dict[str, Any], message: str) -> None:
     model = shared.fresh()
-    before = model.megacompile.streamed.config
+    before = engine.config(model)
     with pytest.raises(MegacompileError, match=message):
         model.megacompile.replan(**options)
-    assert model.megacompile.streamed.config is before
+    assert engine.config(model) is before
 
 
 def test_between_a_forward_and_the_end_of_its_step_plans_stay(shared: Shared) -> None:
@@ -173,13 +173,12 @@ def test_between_a_forward_and_the_end_of_its_step_plans_stay(shared: Shared) ->
 
 def test_what_other_models_have_planned_counts_for_the_default_budget_alone(shared: Shared) -> None:
     other, trained = (megacompile.stream(shared.native(), device="cpu") for _ in range(2))
-    streamed = other.megacompile.streamed
-    before = streamed.planner.taken_bytes  # by models of other tests
+    before = engine.planner(other).taken_bytes  # by models of other tests
     train_step(trained, megacompile.AdamW(trained.parameters()))
     other.megacompile.replan(device_memory="1GiB")
-    assert (streamed.planner.taken_bytes, streamed.planner.device_bytes) == (0, 1 << 30)
+    assert (engine.planner(other).taken_bytes, engine.planner(other).device_bytes) == (0, 1 << 30)
     other.megacompile.replan(device_memory=None)
     estimate = trained.megacompile.compiled().estimate
-    assert streamed.planner.taken_bytes - before == estimate.total - estimate.slots > 0
+    assert engine.planner(other).taken_bytes - before == estimate.total - estimate.slots > 0
     trained.megacompile.close()
     other.megacompile.close()

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 from resumable import Run, Streamed
@@ -75,12 +76,12 @@ def test_an_optimizer_of_some_parameters_keeps_the_remainders_of_the_others(one:
     optimizer = megacompile.AdamW([one.model.head.weight])
 
     def remainders() -> list[torch.Tensor]:
-        tiles = one.model.megacompile.streamed.store.tiles.values()
+        tiles = engine.tiles(one.model).values()
         return [tile.remainder.clone() for tile in tiles if tile.remainder is not None]  # what is frozen has none
 
     expected = remainders()
     save_checkpoint(tmp_path, one.model, optimizer)
-    one.fresh().megacompile.streamed.adopt_writes()
+    engine.of(one.fresh()).adopt_writes()
     assert not any(r.any() for r in remainders())
     load_checkpoint(tmp_path, one.model, optimizer)
     assert all(map(torch.equal, remainders(), expected)) and all(r.any() for r in expected)
@@ -115,14 +116,14 @@ def test_a_checkpoint_repairs_a_torn_update_and_torn_weights_are_not_saved(one: 
     run = Run(one.fresh(), "backward")
     run.steps(1)
     save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
-    expected, executor = run.steps(2), run.model.megacompile.streamed.executor
+    expected = run.steps(2)
 
     def probe(node: fx.Node) -> None:
         if op_of(node).name == "update" and argument(node, "tile") == "layers.0":
-            executor.probe = None
+            engine.probe(run.model, None)
             raise RuntimeError("power cut")
 
-    executor.probe = probe
+    engine.probe(run.model, probe)
     with pytest.raises(LaneError, match="power cut"):
         run.steps(2)
     with pytest.raises(TornError, match=r"megacompile\.load_checkpoint"):
@@ -175,12 +176,11 @@ def test_without_memory_for_copies_an_update_waits_for_the_writer(one: Streamed,
     run = Run(one.fresh())
     run.steps(2)
     expected = run.masters(), run.moments()
-    streamed = run.model.megacompile.streamed
     with CheckpointWriter(tmp_path, run.model, run.optimizer, scheduler=run.scheduler, copy_memory=0) as writer:
         writer.save()
         run.steps(1)
         time.sleep(0.05)
-        assert streamed.step.updating.done == set(), "an update did not wait"
+        assert engine.updating(run.model).done == set(), "an update did not wait"
         slow_disk.open.set()
         run.steps(1)
         assert writer.wait() == tmp_path / "000001-step-2"

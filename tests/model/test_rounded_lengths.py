@@ -52,7 +52,7 @@ def test_rounded_batches_train_as_native_pytorch_trains_them(twins: tuple[Any, A
     assert_same_step(twins, batch)
     longest = max(*lengths, 7)
     wanted = longest if set(lengths) == {7} else rounded(longest, LONGEST)  # rows of one length keep it
-    assert model.megacompile.compiled(batch).shape.length == wanted
+    assert model.megacompile.compiled(batch).spec.length == wanted
 
 
 @pytest.mark.nightly(
@@ -83,12 +83,12 @@ def test_padding_on_the_left_is_not_made_longer(twins: tuple[Any, Any]) -> None:
     batch = {name: tensor.flip(1) for name, tensor in right_padded([21, 9, 13]).items()}
     ours, theirs = (each(**batch, use_cache=False).loss.item() for each in twins)
     assert ours == pytest.approx(theirs, rel=1e-6)
-    assert twins[0].megacompile.compiled(batch).shape.length == 21
+    assert twins[0].megacompile.compiled(batch).spec.length == 21
 
 
 def test_rows_of_one_length_keep_it(twins: tuple[Any, Any]) -> None:
-    assert twins[0].megacompile.compiled(tiny_models.batch(rows=3, length=21)).shape.length == 21
-    assert twins[0].megacompile.compiled(tiny_models.batch(rows=1, length=21)).shape.length == 24
+    assert twins[0].megacompile.compiled(tiny_models.batch(rows=3, length=21)).spec.length == 21
+    assert twins[0].megacompile.compiled(tiny_models.batch(rows=1, length=21)).spec.length == 24
 
 
 @pytest.mark.nightly(held_by=(
@@ -107,7 +107,7 @@ def test_thirty_steps_of_a_loop_have_at_most_eight_shapes_and_train_as_native_py
         lengths = torch.empty(1 + step % 4).log_normal_(2.5, 0.9, generator=generator).clamp(3, LONGEST).long().tolist()
         batch = right_padded(lengths, seed=step)
         torch.testing.assert_close(*step_of_both(model, native, optimizers, batch, whole), rtol=1e-5, atol=1e-5)
-        widths.add(model.megacompile.streamed.shapes.latest.shape.length)
+        widths.add(model.megacompile.compiled().spec.length)
     assert 4 < len(widths) <= 8 and max(widths) <= LONGEST
     model.megacompile.close()
 
@@ -129,14 +129,14 @@ def test_thirty_steps_of_rows_that_are_not_packed_have_few_shapes(twins: tuple[A
 def test_a_row_at_a_time_shares_the_shapes_of_packed_rows() -> None:
     model = megacompile.stream(tiny_models.build(), device="cpu", repack=64)
     native = tiny_models.build()
-    shapes = set()
+    specs = set()
     for length in range(3, 40):
         batch = tiny_models.batch(length, rows=1, length=length)
         ours, theirs = (each(**batch, use_cache=False).loss.item() for each in (model, native))
         assert ours == pytest.approx(theirs, rel=1e-6)
-        shapes.add(model.megacompile.compiled(batch).shape)
-    packed = {(shape.batch, shape.length) for shape in shapes if shape.further}
-    assert packed == {(1, 64)} and all(is_usual(shape.length) for shape in shapes)
+        specs.add(model.megacompile.compiled(batch).spec)
+    packed = {(spec.batch, spec.length) for spec in specs if spec.capture.further}
+    assert packed == {(1, 64)} and all(is_usual(spec.length) for spec in specs)
     model.megacompile.close()
 
 

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import engine
 import pytest
 import torch
 from tiny_models import assert_same_gradients, batch
@@ -102,7 +103,7 @@ def test_padding_is_in_no_experts_share() -> None:
 
 def test_a_batch_is_split_for_an_averaged_loss_at_the_users_wish_alone() -> None:
     model = megacompile.stream(mixtral(), device="cpu")
-    planner = model.megacompile.streamed.planner
+    planner = engine.planner(model)
     assert all(plan.micro_batches == (8,) for plan in planner.considered(8, 16))
     small = dataclasses.replace(planner, budget_bytes=1)
     with pytest.raises(InsufficientMemoryError, match="or give micro_batch_size; then the auxiliary loss is the mean"):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -95,7 +96,7 @@ def test_a_model_forgotten_during_an_update_and_collected_in_its_own_lane_ends_i
     model = megacompile.stream(tiny_models.build(), device="cpu", resident="all")
     optimizer = megacompile.AdamW(model.parameters())
     model(**batch()).loss.backward()
-    executor = model.megacompile.streamed.executor
+    executor = engine.executor(model)
     forgotten, collected_in = threading.Event(), []
 
     def collect(lane: Lane) -> None:
@@ -103,7 +104,7 @@ def test_a_model_forgotten_during_an_update_and_collected_in_its_own_lane_ends_i
             gc.collect()
             collected_in.append(lane)
 
-    executor.delay = collect
+    engine.delay(model, collect)
     gc.disable()  # it may start in any thread: here it must start in the lane
     try:
         optimizer.step()
@@ -119,7 +120,7 @@ def test_a_model_forgotten_during_an_update_and_collected_in_its_own_lane_ends_i
 
 def test_a_lane_that_cannot_begin_fails_the_step_and_may_begin_at_the_next(
         tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, failed = tiny.megacompile.streamed.backend, []
+    backend, failed = engine.backend(tiny), []
     enter = backend.lane
 
     def lane(name: Lane) -> Any:
@@ -140,7 +141,6 @@ def test_a_lane_that_cannot_begin_fails_the_step_and_may_begin_at_the_next(
 
 def test_a_lost_device_ends_the_model_with_one_error_and_marks_the_update_torn(
         tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    streamed = tiny.megacompile.streamed
     optimizer = megacompile.AdamW(tiny.parameters(), lr=1e-2)
     tiny(**batch()).loss.backward()
     updates: list[fx.Node] = []
@@ -155,12 +155,12 @@ def test_a_lost_device_ends_the_model_with_one_error_and_marks_the_update_torn(
         if len(updates) > 1:
             raise RuntimeError("illegal memory access")
 
-    streamed.executor.probe = lose
-    monkeypatch.setattr(streamed.backend, "synchronize", synchronize)
+    engine.probe(tiny, lose)
+    monkeypatch.setattr(engine.backend(tiny), "synchronize", synchronize)
     optimizer.step()
     with pytest.raises(LaneError, match="update failed in lane cpu: RuntimeError: illegal memory access"):
         tiny(**batch())
-    assert streamed.step.torn
+    assert engine.torn(tiny)
     for use in (lambda: tiny(**batch()), tiny.state_dict, optimizer.step):
         with pytest.raises(LaneError, match="the device is lost: start a new process"):
             use()

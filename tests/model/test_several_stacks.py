@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,7 +190,7 @@ def assert_gradients(ours: tuple[Tensor, Named], native: tuple[Tensor, Named]) -
 def test_loss_gradients_and_steps_in_waves_are_native_ones(model_class: type[Decoder], frozen: bool) -> None:
     native = built(model_class, FROZEN if frozen else ())
     model = streamed(copy.deepcopy(native))
-    names = [call.name for call in model.megacompile.streamed.captured.calls]
+    names = [call.name for call in engine.captured(model).calls]
     assert names[1:-1] == MODELS[model_class][1].split()
     assert_gradients(gradients_of(model, batch(5, 29)), gradients_of(native, batch(5, 29)))
     model.megacompile.replan(micro_batch_size=1, waves=3, checkpoint_interval=None)
@@ -264,7 +265,7 @@ def test_an_adapter_on_one_of_two_lists_trains_and_is_switched_off() -> None:
     torch.manual_seed(0)
     native = peft.get_peft_model(UShaped(), config)
     model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=2)
-    captured = model.megacompile.streamed.captured
+    captured = engine.captured(model)
     assert captured.stacks == ("base_model.model.down", "base_model.model.up")
     assert_gradients(gradients_of(model, batch(3, 11)), gradients_of(native, batch(3, 11)))
     with torch.no_grad(), model.disable_adapter(), native.disable_adapter():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -131,7 +132,7 @@ def test_a_row_s_bytes_are_what_is_allocated(kind: str, number: int, shared: tin
     tiny_models.train_step(model, optimizer)
     model.megacompile.synchronize()
     parts = {name: size for name, size in model.megacompile.stats["host_parts"].items() if size}
-    tiling = model.megacompile.streamed.tiling
+    tiling = engine.tiling(model)
     assert with_choice(tiling, choice) == tiling
     expected = tiling.host_parts(gradients=not choice.on_arrival)
     assert parts == {name: size for name, size in expected.items() if size}
@@ -287,7 +288,7 @@ def test_what_a_refusal_proposes_trains_where_it_was_refused(kind: str, left: fl
 def with_state_of(make: Any) -> Tiling:
     model = megacompile.stream(tiny_models.build(True), device="cpu")
     make(model.parameters(), lr=1e-2)
-    tiling: Tiling = model.megacompile.streamed.tiling
+    tiling: Tiling = engine.tiling(model)
     model.megacompile.close()
     return tiling
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -37,7 +38,7 @@ class Replanned:
     """A streamed model that tests share, planned anew: a capture takes seconds. State: its own options."""
 
     def __init__(self, shared: tiny_models.Shared) -> None:
-        self.shared, self.own = shared, shared.model.megacompile.streamed.config
+        self.shared, self.own = shared, engine.config(shared.model)
 
     def plan(self, **options: Any) -> Any:
         """The model as it was made, with other options."""
@@ -45,23 +46,22 @@ class Replanned:
 
     def _under(self, config: StreamConfig) -> Any:
         model = self.shared.fresh()
-        streamed = model.megacompile.streamed
-        streamed.evict()
-        streamed.captures.plan_with(config=config, pinned_bytes=parse_bytes(config.pinned_memory))
-        streamed.shapes.stateful = None
-        streamed.shapes.table.clear()
-        streamed.store.drop_sums()
+        engine.of(model).evict()
+        engine.captures(model).plan_with(config=config, pinned_bytes=parse_bytes(config.pinned_memory))
+        engine.executables(model).stateful = None
+        engine.executables(model).table.clear()
+        engine.store(model).drop_sums()
         return model
 
     def restore(self) -> None:
         model = self._under(self.own)
-        model.megacompile.streamed.optimizer_in_backward.attach(None)
+        engine.optimizer_in_backward(model).attach(None)
 
     def trained(self, overlap: str | None = None, delay: Callable[[Lane], None] | None = None,
                 **options: Any) -> dict[str, torch.Tensor]:
         """Weights after some whole steps."""
         model = self.plan(**options)
-        model.megacompile.streamed.executor.delay = delay
+        engine.delay(model, delay)
         optimizer = optimizer_of(model, overlap=overlap, max_grad_norm=None if overlap else 1.0)
         for seed in range(STEPS):
             model.megacompile.train_step(batch(seed, rows=ROWS), optimizer)
@@ -88,7 +88,7 @@ def optimizer_of(model: Any, **options: Any) -> megacompile.AdamW:
 
 def sums(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter's sum, of tiles that have one."""
-    for tile in model.megacompile.streamed.store.tiles.values():
+    for tile in engine.tiles(model).values():
         if tile.sums is not None:
             yield from ((s.name, view) for s, view in zip(tile.layout.slices, tile.layout.views(tile.sums), strict=True))
 
@@ -125,26 +125,25 @@ def test_in_fp32_a_wave_of_one_micro_batch_gives_the_bits_of_accumulators_on_the
 
 def test_in_bf16_what_arrives_is_added_in_fp32_and_the_clip_reads_norms_of_the_sums(bf16: Replanned) -> None:
     model = bf16.plan(waves=3, host_sums="all")
-    streamed = model.megacompile.streamed
     arrived: dict[str, list[torch.Tensor]] = {}
 
     def probe(node: Any) -> None:
         if op_of(node).name == "add_to_sum":
-            tile = streamed.store[argument(node, "tile")]
+            tile = engine.store(model)[argument(node, "tile")]
             arrived.setdefault(tile.layout.name, []).append(tile.layout.flat(tile.gradients).clone())
 
     optimizer = optimizer_of(model)
-    streamed.executor.probe = probe
+    engine.probe(model, probe)
     model.megacompile.train_step(batch(0, rows=ROWS), optimizer)
     model.megacompile.synchronize()
     squares = 0.0
     for name, waves in arrived.items():
-        tile: HostTile = streamed.store[name]
+        tile: HostTile = engine.store(model)[name]
         assert len(waves) == 3 and all(wave.dtype == torch.bfloat16 for wave in waves) and tile.sums is not None
         assert torch.equal(tile.sums, waves[0].float() + waves[1].float() + waves[2].float())
         # Norms are kept in FP32.
         squares += sum(float(torch.tensor(norm(tile.sums[s.start:s.stop]))) ** 2 for s in tile.layout.slices)
-    assert len(arrived) == len(streamed.store.tiles)
+    assert len(arrived) == len(engine.tiles(model))
     assert optimizer.grad_norm == pytest.approx(squares ** 0.5, rel=1e-12)
 
 
@@ -166,7 +165,7 @@ def test_late_lanes_change_no_bit(overlap: str | None, options: dict[str, Any], 
 def test_an_update_that_stops_half_way_is_completed_from_the_sums(fp32: Replanned) -> None:
     expected = fp32.trained(waves=2, host_sums="all")
     model = fp32.plan(waves=2, host_sums="all")
-    streamed, optimizer, seen = model.megacompile.streamed, optimizer_of(model), []
+    optimizer, seen = optimizer_of(model), []
 
     def probe(node: Any) -> None:
         if op_of(node).name == "update_from_sum":
@@ -178,7 +177,7 @@ def test_an_update_that_stops_half_way_is_completed_from_the_sums(fp32: Replanne
         model.megacompile.train_step(batch(seed, rows=ROWS), optimizer)
         model.megacompile.synchronize()
 
-    streamed.executor.probe = probe
+    engine.probe(model, probe)
     with pytest.raises(LaneError, match="power cut"):
         step(0)
     with pytest.raises(TornError):
@@ -193,15 +192,15 @@ def test_an_update_that_stops_half_way_is_completed_from_the_sums(fp32: Replanne
 def test_a_sum_that_fails_leaves_the_step_undone(op: str, fp32: Replanned) -> None:
     expected = fp32.trained(waves=2, host_sums="all")
     model = fp32.plan(waves=2, host_sums="all")
-    streamed, optimizer = model.megacompile.streamed, optimizer_of(model)
+    optimizer = optimizer_of(model)
     before = tiny_models.weights(model)
 
     def probe(node: Any) -> None:
         if op_of(node).name == op:
-            streamed.executor.probe = None
+            engine.probe(model, None)
             raise RuntimeError("power cut")
 
-    streamed.executor.probe = probe
+    engine.probe(model, probe)
     with pytest.raises(LaneError, match="power cut"):
         model.megacompile.train_step(batch(0, rows=ROWS), optimizer)
     assert tiny_models.same_bits(tiny_models.weights(model), before)
@@ -216,7 +215,7 @@ def test_a_sum_that_fails_leaves_the_step_undone(op: str, fp32: Replanned) -> No
 def test_sums_are_counted(fp32: Replanned) -> None:
     model = fp32.plan(waves=2, host_sums=("model.layers.1",))
     handle = model.megacompile
-    tile = handle.streamed.store["model.layers.1"]
+    tile = engine.store(model)["model.layers.1"]
     optimizer = optimizer_of(model)
     before = handle.stats["host_bytes"]
     handle.train_step(batch(0, rows=ROWS), optimizer)
@@ -306,8 +305,7 @@ LARGE = {"vocab_size": 100, "hidden_size": 4096, "intermediate_size": 16384, "nu
 @pytest.fixture
 def analysis(_shared_fp32: tiny_models.Shared) -> Any:
     """A captured model of three layers and its tiling."""
-    streamed = _shared_fp32.model.megacompile.streamed
-    return streamed.captured, streamed.tiling
+    return engine.captured(_shared_fp32.model), engine.tiling(_shared_fp32.model)
 
 
 def planner(analysis: Any, budget: int = 1 << 40, **more: Any) -> Planner:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -276,7 +277,7 @@ def test_a_master_set_from_outside_is_kept_exactly(bf16_model: Any) -> None:
 # ---------------------------------------------------------------- reads while an update is in flight
 
 def late_updates(model: Any, seconds: float = 0.03) -> None:
-    model.megacompile.streamed.executor.delay = lambda lane: time.sleep(seconds) if lane == Lane.CPU else None
+    engine.delay(model, lambda lane: time.sleep(seconds) if lane == Lane.CPU else None)
 
 
 @pytest.fixture
@@ -290,7 +291,7 @@ def released(model: Any) -> Iterator[threading.Event]:
             assert event.wait(30), "somebody waits for an update that has not begun"
             time.sleep(0.03)
 
-    model.megacompile.streamed.executor.delay = delay
+    engine.delay(model, delay)
     yield event
     event.set()
 
@@ -328,15 +329,14 @@ def test_a_read_waits_for_the_update_in_flight(model: Any, read: str, tmp_path: 
     before = weights(model)
     released.clear()
     optimizer.step()
-    streamed = model.megacompile.streamed
-    assert not streamed.step.updating.done, "nothing in flight"
-    idle = streamed.executor.idle
+    assert not engine.updating(model).done, "nothing in flight"
+    idle = engine.executor(model).idle
 
     def begins_to_wait(*arguments: Any) -> None:
         released.set()
         idle(*arguments)
 
-    monkeypatch.setattr(streamed.executor, "idle", begins_to_wait)
+    monkeypatch.setattr(engine.executor(model), "idle", begins_to_wait)
     found = READS[read](model, tmp_path)
     model.megacompile.synchronize()
     after = weights(model)
@@ -356,7 +356,7 @@ def test_the_step_returns_before_the_update_is_done(model: Any, released: thread
     model(**batch(1)).loss.backward()
     released.clear()
     optimizer.step()
-    step = model.megacompile.streamed.step
+    step = engine.step(model)
     assert step.updating.segments and not step.updating.done, "the step has waited for an update"
     released.set()
     model.megacompile.synchronize()
@@ -441,7 +441,7 @@ def test_frozen_parameters_stay_as_they_are_and_cost_no_gradients() -> None:
         optimizer.step()
     assert_same_weights(model, native)
     assert all(p.requires_grad or torch.equal(p, start[n]) for n, p in model.named_parameters())
-    assert model.megacompile.streamed.store["model.layers.0"].gradients is None
+    assert engine.store(model)["model.layers.0"].gradients is None
     model.megacompile.close()
 
 
@@ -535,7 +535,7 @@ def test_a_model_that_is_forgotten_leaves_no_thread() -> None:
     model = megacompile.stream(tiny_models.build(num_hidden_layers=1), device="cpu")
     optimizer = megacompile.AdamW(model.parameters())
     train_step(model, optimizer)
-    streamed = weakref.ref(model.megacompile.streamed)
+    streamed = weakref.ref(engine.of(model))
     assert lane_threads() > before
     loss = model(**batch(1)).loss  # an open lease does not keep it either, once it is dropped
     del model, optimizer, loss
@@ -566,15 +566,15 @@ def test_the_weights_as_they_were_are_gone_when_a_model_is_streamed_whether_or_n
 
 
 def test_shapes_longest_unused_are_forgotten(model: Any, native: Any) -> None:
-    shapes = model.megacompile.streamed.shapes
-    limit, shapes.limit = shapes.limit, 3
+    executables = engine.executables(model)
+    limit, executables.limit = executables.limit, 3
     try:
         kept = model(**batch(1, rows=2, length=4)).loss
         with torch.no_grad():
             for length in range(5, 11):
                 model(**batch(1, rows=2, length=length))
-        assert len(shapes) == 3
-        lengths = {key[3] for key in model.megacompile.streamed.binder.compiled}
+        assert len(executables) == 3
+        lengths = {key[3] for key in engine.binder(model).compiled}
         assert lengths == {4, 9, 10} or lengths == {4, 10}, "variants of forgotten shapes are kept"
         kept.backward()  # its shape was in use
         native(**batch(1, rows=2, length=4)).loss.backward()
@@ -582,22 +582,21 @@ def test_shapes_longest_unused_are_forgotten(model: Any, native: Any) -> None:
         with torch.no_grad():
             assert model(**batch(1, rows=1, length=5)).loss.isfinite()  # compiled again
     finally:
-        shapes.limit = limit
+        executables.limit = limit
 
 
 def test_the_default_bound_on_shapes_is_documented() -> None:
-    from megacompile.streaming.programs.shapes import MAX_SHAPES
-    assert MAX_SHAPES == 32
+    from megacompile.streaming.programs.executables import MAX_EXECUTABLES
+    assert MAX_EXECUTABLES == 32
 
 
 def test_a_second_forward_that_does_not_fit_is_refused_until_the_first_is_done(model: Any) -> None:
-    streamed = model.megacompile.streamed
-    budget, others = streamed.planner.budget_bytes, streamed.planner.taken_bytes
+    budget, others = engine.planner(model).budget_bytes, engine.planner(model).taken_bytes
     first = model(**batch(1)).loss
-    held = sum(lease.device_bytes for lease in streamed.forwards.open())
-    needed = streamed.shapes.latest.estimate.total
+    held = sum(lease.device_bytes for lease in engine.open_forwards(model))
+    needed = model.megacompile.compiled().estimate.total
     try:
-        streamed.captures.plan_with(budget_bytes=others + needed + held - 1)
+        engine.captures(model).plan_with(budget_bytes=others + needed + held - 1)
         with pytest.raises(InsufficientMemoryError, match=r"run backward .* before the next forward"):
             model(**batch(2))
         first.backward()  # the refused forward has disturbed nothing
@@ -607,13 +606,12 @@ def test_a_second_forward_that_does_not_fit_is_refused_until_the_first_is_done(m
         del second  # a loss that is dropped gives its memory back
         model(**batch(2)).loss.backward()
     finally:
-        streamed.captures.plan_with(budget_bytes=budget)
+        engine.captures(model).plan_with(budget_bytes=budget)
 
 
 def test_a_second_forward_keeps_no_residuals_where_they_do_not_fit(model: Any, native: Any) -> None:
     """Memory that is left over is spent on residuals; two forwards before a backward must not need it."""
-    streamed = model.megacompile.streamed
-    planner, captures, config = streamed.planner, streamed.captures, streamed.config
+    planner, captures, config = engine.planner(model), engine.captures(model), engine.config(model)
     budget, shape = planner.budget_bytes, {"rows": 3, "length": 11}  # a shape of its own: compiled for this budget
     try:
         captures.plan_with(config=replace(config, saved_layers=3))
@@ -622,10 +620,10 @@ def test_a_second_forward_keeps_no_residuals_where_they_do_not_fit(model: Any, n
         assert kept.plan.saved_layers == 3
         captures.plan_with(budget_bytes=planner.taken_bytes + kept.estimate.total)
         first = model(**batch(1, **shape)).loss
-        held = sum(lease.device_bytes for lease in streamed.forwards.open())
+        held = sum(lease.device_bytes for lease in engine.open_forwards(model))
         captures.plan_with(budget_bytes=planner.taken_bytes + kept.estimate.total + held - 1)
         second = model(**batch(2, **shape)).loss
-        assert sorted(lease.executable.plan.saved_layers for lease in streamed.forwards.open()) == [0, 3]
+        assert sorted(lease.executable.plan.saved_layers for lease in engine.open_forwards(model)) == [0, 3]
     finally:
         captures.plan_with(budget_bytes=budget, config=config)
     for seed, loss in ((1, first), (2, second)):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import engine
 import pytest
 import sympy
 import tiny_models
@@ -25,7 +26,7 @@ from megacompile.frontend.templates import variants
 from megacompile.frontend.templates.symbolic_sizes import UNIT, UNITS, CodeForAnySize, SymbolicSizes, can_be_symbols
 from megacompile.frontend.templates.template import BATCH, LENGTH, Variant
 from megacompile.ir.placement import Placements
-from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
+from megacompile.ir.plan import PLAIN, BatchSpec, CaptureKey, Plan
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import derived
 from megacompile.streaming.programs import captures
@@ -80,7 +81,7 @@ def bits(model: Any, batch: dict[str, Tensor]) -> list[str]:
 
 
 def packed_binder(model: Any) -> Binder:
-    return next(served.binder for served in model.megacompile.streamed.captures if served.captured.key.packed)
+    return next(served.binder for served in engine.captures(model) if served.captured.key.packed)
 
 
 def held(model: Any) -> list[list[int]]:
@@ -119,8 +120,8 @@ def test_rows_are_split_into_as_few_micro_batches_as_can_be_about_as_large(rows:
                                                                           whole_step: bool) -> None:
     base = Plan(4 * size, 2048, (size,) * 4, saved_layers=3, waves=2 if whole_step else 1,
                 placements=Placements.named(host_sums=("a",) if whole_step else ()))
-    shape = Shape(rows, length, labels=True, training=True, whole_step=whole_step, further=("position_ids",))
-    plans = derived(base, shape, balanced=True)
+    spec = BatchSpec(rows, length, labels=True, training=True, whole_step=whole_step, capture=CaptureKey(("position_ids",)))
+    plans = derived(base, spec, balanced=True)
     most = size * 2048 // length
     if most == 0:
         assert not plans, "a micro-batch holds less than a row"
@@ -138,8 +139,8 @@ def test_rows_are_split_into_as_few_micro_batches_as_can_be_about_as_large(rows:
 
 def test_plans_that_compute_some_tokens_of_each_row_at_a_time_serve_no_rows_of_another_length() -> None:
     base = Plan(1, 2048, (1,), token_chunk=512)
-    shapes = [Shape(2, length, labels=True, training=True, further=("position_ids",)) for length in (1024, 2048)]
-    assert [bool(derived(base, shape, balanced=True)) for shape in shapes] == [False, True]
+    specs = [BatchSpec(2, length, labels=True, training=True, capture=CaptureKey(("position_ids",))) for length in (1024, 2048)]
+    assert [bool(derived(base, spec, balanced=True)) for spec in specs] == [False, True]
 
 
 @pytest.mark.parametrize("otherwise", [{"compile": False}, {"dynamic": False}], ids=str)
@@ -315,8 +316,8 @@ def test_variants_that_do_not_compile_with_a_symbol_are_compiled_for_each_number
 
 def test_code_is_kept_while_a_packed_shape_lives(dynamic: Any) -> None:
     train(dynamic, filling(5))
-    shapes, binder = dynamic.megacompile.streamed.shapes, packed_binder(dynamic)
-    shapes.limit = 2
+    executables, binder = engine.executables(dynamic), packed_binder(dynamic)
+    executables.limit = 2
     for rows in (2, 3, 4):
         dynamic.megacompile.compiled(filling(rows))
     assert {length for _, length in binder.for_any_size} >= {None}

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -48,7 +49,7 @@ def unrelated(model: Any) -> None:
 
 def failing_backward(model: Any) -> BaseException:
     loss = model(**BATCH).loss
-    model.megacompile.streamed.executor.probe = mock.Mock(side_effect=RuntimeError("in a lane"))
+    engine.probe(model, mock.Mock(side_effect=RuntimeError("in a lane")))
     return raised(loss.backward)
 
 
@@ -157,11 +158,11 @@ def test_a_closed_model_leaves_the_memory_of_its_weights_and_of_the_tensors_that
 def test_a_closed_model_gives_the_memory_of_the_device_back_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although a user holds the loss: the backend is told once no slot and no activation is held any more."""
     model = megacompile.stream(tiny_models.build(), device="cpu", resident_state="all", saved_layers=2)
-    loss, streamed = model(**BATCH).loss, model.megacompile.streamed
-    (forward,) = streamed.forwards.open()
-    slots = {name: StorageWeakRef(slot.untyped_storage()) for name, slot in streamed.arena.slots.items()}
+    loss = model(**BATCH).loss
+    (forward,) = engine.open_forwards(model)
+    slots = {name: StorageWeakRef(slot.untyped_storage()) for name, slot in engine.arena(model).slots.items()}
     held: list[str] = []
-    monkeypatch.setattr(streamed.backend, "trim", lambda: held.extend(
+    monkeypatch.setattr(engine.backend(model), "trim", lambda: held.extend(
         ["nothing", *(name for name, slot in slots.items() if not slot.expired())]), raising=False)
     model.megacompile.close()
     assert slots and held == ["nothing"] and not forward.values and loss.isfinite()

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import engine
 import pytest
 import torch
 from tiny_models import batch, weights
@@ -52,7 +53,7 @@ def at_once(*calls: Callable[[], None]) -> None:
 @pytest.fixture
 def impatient(model: Any) -> Iterator[Any]:
     """A model whose lanes may stand still for two seconds."""
-    watchdog = model.megacompile.streamed.executor.watchdog
+    watchdog = engine.executor(model).watchdog
     before, watchdog.timeout_s = watchdog.timeout_s, 2.0
     yield model
     watchdog.timeout_s = before

@@ -5,6 +5,7 @@ import copy
 from types import MethodType
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -57,7 +58,7 @@ def check(ours: Any, native: Any, length: int) -> None:
 
 
 def captures_of(model: Any) -> int:
-    return len(list(model.megacompile.streamed.captures))
+    return len(list(engine.captures(model)))
 
 
 def test_each_branch_on_the_length_is_captured_once_when_it_first_comes() -> None:

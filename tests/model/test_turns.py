@@ -7,6 +7,7 @@ from typing import Any
 
 import device_copies
 import edits
+import engine
 import pytest
 import torch
 from tiny_models import batch
@@ -36,8 +37,8 @@ streamed = device_copies.streamed_in_module(LAYERS)
 
 @pytest.fixture
 def turns(streamed: Any) -> Iterator[LayerTurns]:
-    layers, held = streamed.megacompile.device_copy.layers(), streamed.megacompile.streamed
-    found = LayerTurns(turns_program(layers), held.backend, held.store)
+    layers = streamed.megacompile.device_copy.layers()
+    found = LayerTurns(turns_program(layers), engine.backend(streamed), engine.store(streamed))
     yield found
     found.close()
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -71,7 +72,7 @@ def step(model: Any, optimizer: Any, seed: int, whole: bool) -> None:
 
 def trained(model: Any, whole: bool, delay: Callable[[Lane], None] | None = None) -> dict[str, Tensor]:
     """Weights and optimizer state after five clipped steps."""
-    model.megacompile.streamed.executor.delay = delay
+    engine.delay(model, delay)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, eps=1e-4, max_grad_norm=1.0)
     for seed in range(5):
         step(model, optimizer, seed, whole)
@@ -95,24 +96,24 @@ def test_visiting_tiles_get_the_bits_of_updates_on_the_host(
         options: dict[str, Any], whole: bool, shared: tiny_models.Shared, at_home: Any) -> None:
     model = planned(shared, **options)
     assert same_bits(trained(model, whole), at_home[whole])
-    updates = model.megacompile.streamed.step.trained.program.section("update")
+    updates = engine.trained(model).program.section("update")
     there = {argument(n, "tile") for n in find(updates, "update_on_device")}
-    named = set(model.megacompile.streamed.store.tiles) if options["visiting_state"] == "all" else {*options["visiting_state"]}
+    named = set(engine.tiles(model)) if options["visiting_state"] == "all" else {*options["visiting_state"]}
     assert {argument(n, "tile") for n in find(updates, "update_visiting")} == named - there
-    model.megacompile.streamed.executor.idle()
+    engine.executor(model).idle()
 
 
 def test_state_that_a_new_optimizer_replaces_does_not_stay_pinned(shared: tiny_models.Shared) -> None:
     """The system takes no pages back while they are pinned."""
     model = planned(shared, visiting_state="all")
-    streamed, pinned = model.megacompile.streamed, {}
+    pinned = {}
     trained(model, whole=True)  # makes the slabs, which are pinned too
-    with (mock.patch.object(streamed.backend, "pin", lambda part: pinned.setdefault(part.data_ptr(), part.nbytes)),
-          mock.patch.object(streamed.backend, "unpin", lambda part: pinned.pop(part.data_ptr(), None))):
+    with (mock.patch.object(engine.backend(model), "pin", lambda part: pinned.setdefault(part.data_ptr(), part.nbytes)),
+          mock.patch.object(engine.backend(model), "unpin", lambda part: pinned.pop(part.data_ptr(), None))):
         trained(model, whole=True)
         before = dict(pinned)
         megacompile.AdamW(model.parameters(), state_dtype="8bit")
-        kept = {part.data_ptr() for tile in streamed.store.tiles.values() for part in tile.state()}
+        kept = {part.data_ptr() for tile in engine.tiles(model).values() for part in tile.state()}
         assert before.keys() > pinned.keys() <= kept
 
 

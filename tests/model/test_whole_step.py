@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -126,7 +127,7 @@ def test_what_a_whole_step_cannot_do_is_refused(model: Any) -> None:
 def test_a_step_that_never_begins_is_not_counted(overlap: str | None, whole: bool, model: Any,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Adam's bias correction would be that of a step too many."""
-    optimizer, streamed = megacompile.AdamW(model.parameters(), overlap=overlap), model.megacompile.streamed
+    optimizer, streamed = megacompile.AdamW(model.parameters(), overlap=overlap), engine.of(model)
 
     def step() -> None:
         if whole:
@@ -150,7 +151,7 @@ def test_an_update_on_arrival_that_stops_half_way_is_torn_for_good(model: Any) -
     """Gradients of the missing tiles were consumed or never stored: only a checkpoint helps."""
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    streamed, seen = model.megacompile.streamed, []
+    seen = []
 
     def probe(node: Any) -> None:
         if op_of(node).name == "update":
@@ -158,14 +159,14 @@ def test_an_update_on_arrival_that_stops_half_way_is_torn_for_good(model: Any) -
             if len(seen) == 3:
                 raise RuntimeError("power cut")
 
-    streamed.executor.probe = probe
+    engine.probe(model, probe)
     def step() -> None:
         model.megacompile.train_step(batch(0), optimizer)
         model.megacompile.synchronize()  # the update may still be on its way when the step returns
 
     with pytest.raises(LaneError, match="power cut"):
         step()
-    streamed.executor.probe = None
+    engine.probe(model, None)
     for attempt in (lambda: model(**batch(0)), optimizer.step, lambda: model.megacompile.train_step(batch(0), optimizer)):
         with pytest.raises(TornError, match="load a checkpoint"):
             attempt()

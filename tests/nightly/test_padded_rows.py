@@ -41,7 +41,7 @@ def test_rows_keep_their_length_if_the_model_chooses_tokens_and_not_if_it_choose
     model = megacompile.stream(verdicts._build(family), device="cpu")
     batch = verdicts.padded_batch()
     del batch["labels"]  # such rows are not packed
-    assert model.megacompile.compiled(batch).shape.length == length
+    assert model.megacompile.compiled(batch).spec.length == length
     model.megacompile.close()
 
 

@@ -25,6 +25,6 @@ if __name__ == "__main__":
     for length in STEPS:
         ids = tokens(length, rows=2 * SIZE)[RANK::SIZE]
         losses.append(float(model.megacompile.train_step({"input_ids": ids, "labels": ids}, optimizer)))
-        traced.append(model.megacompile.compiled().shape.traced_length)
+        traced.append(model.megacompile.compiled().spec.capture.traced_length)
     model.megacompile.close()
     (Path(os.environ["RESULTS"]) / f"{RANK}.json").write_text(json.dumps([losses, traced]))

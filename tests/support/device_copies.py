@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 
@@ -24,7 +25,7 @@ def streamed_in_module(layers: int) -> Any:
 
 def bytes_beside(model: Any, staying: int) -> int:
     """How much a use of a streamed model must take beside the weights, so that only so many layers stay on the device."""
-    planner = model.megacompile.streamed.planner
+    planner = engine.planner(model)
     return int(planner.device_bytes - planner.margin_bytes - bytes_with(model, staying))
 
 

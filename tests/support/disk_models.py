@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import engine
 import tiny_models
 from tiny_models import batch, state_of
 from torch import Tensor
@@ -49,7 +50,7 @@ def trained(shared: tiny_models.Shared, whole: bool, make: Callable[..., Any] = 
 
 def update_of(model: Any) -> dict[str, set[str]]:
     """The tiles of each op of an update."""
-    program = model.megacompile.streamed.step.trained.program
+    program = engine.trained(model).program
     graph = program.section("update" if "update" in program.sections else "train_step")
     return {op: {argument(node, "tile") for node in find(graph, op)}
             for op in ("read_state", "write_state", "update", "update_weights", "update_moments")}

@@ -15,7 +15,7 @@ SCRIPT = """
 import ctypes, json, os, signal, sys, time
 from pathlib import Path
 import torch
-import megacompile
+import engine, megacompile
 from megacompile.ir.program import OPS, nodes, op_of
 from jobs import LR, even, qwen2
 from transformers import Qwen2Config, AutoModelForCausalLM
@@ -74,12 +74,12 @@ try:
             model.megacompile.synchronize()
             (*_, last) = [each for each in nodes(model.megacompile.program().section("update")) if op_of(each).name == "update"]
             model(**batch).loss.backward()
-            model.megacompile.streamed.executor.probe = last_update_fails
+            engine.probe(model, last_update_fails)
             optimizer.step()
             optimizer.zero_grad()
             continue
         if fault == "loop, update" and not faulty and step == 3:
-            model.megacompile.streamed.executor.probe = ends
+            engine.probe(model, ends)
         if faulty and step == 3:
             (folder / "begun").write_text(str(time.time()))
             if fault == "raises":
@@ -88,7 +88,7 @@ try:
                 def probe(node):
                     if op_of(node).name == fault:
                         raise RuntimeError("power cut")
-                model.megacompile.streamed.executor.probe = probe
+                engine.probe(model, probe)
             if fault == "loop, other call":
                 model.megacompile.train_step(batch, optimizer)
             if fault == "late":
@@ -96,7 +96,7 @@ try:
             if fault == "exits":
                 sys.exit(0)
         if fault == "waits in C" and not faulty and step == 3:  # as in CUDA, for an exchange that never ends
-            model.megacompile.streamed.backend.busy = lambda lane: True
+            engine.backend(model).busy = lambda lane: True
             (folder / "waits").touch()
             ctypes.CDLL(None).sleep(120)
         if loop:

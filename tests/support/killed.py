@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import engine
 import torch
 from resumable import Run, Streamed, load
 
@@ -88,7 +89,7 @@ def train_until_killed(model: Any, directory: Path, progress: int) -> None:
     """In a forked process: goes on from the latest checkpoint, saves beside every step, and tells of each complete save. A
     forked process has no lanes: the reference executor has its own thread alone."""
     torch.set_num_threads(1)
-    model.megacompile.streamed.runner.executor = ReferenceExecutor(model.megacompile.streamed.backend)
+    engine.runner(model).executor = ReferenceExecutor(engine.backend(model))
     run = Run(model)
     if latest_checkpoint(directory) is not None:
         load(directory, run)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import engine
 import torch
 from rank_models import RANK, adamw, rows, steps, streamed
 from torch import Tensor
@@ -107,10 +108,10 @@ def failures(folder: Path, model: Any, optimizer: megacompile.AdamW) -> dict[str
     with reads_after(partial(until, touched)):
         writer.save()
         if RANK == 0:
-            inner = model.megacompile.streamed
-            of_rank_1 = next(name for name, (tile, _) in inner.tiling.position.items() if tile not in set(inner.store.snapshot))
+            own = set(engine.store(model).snapshot)
+            of_rank_1 = next(name for name, (tile, _) in engine.tiling(model).position.items() if tile not in own)
             with torch.no_grad():
-                inner.parameters[of_rank_1].add_(1)
+                engine.of(model).parameters[of_rank_1].add_(1)
             touched.touch()
         found["touched"] = message(CheckpointError, writer.wait)
     megacompile.load_checkpoint(folder / "beside", model, optimizer)
@@ -193,7 +194,7 @@ def interrupted(how: str, folder: Path) -> dict[str, Any]:
             def probe(_: Any) -> None:
                 raise RuntimeError("power cut")
 
-            model.megacompile.streamed.executor.probe = probe
+            engine.probe(model, probe)
         found["step"] = message(MegacompileError, lambda: steps(model, optimizer, range(3, 5)))
         if RANK == 1:
             over.touch()

@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import engine
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -49,9 +50,10 @@ class Shared:
 
     def fresh(self) -> Any:
         """The streamed model as it was made, and at rest; whatever a test did to its lanes is undone."""
-        model, streamed = self.model, self.model.megacompile.streamed
-        streamed.executor.delay = streamed.executor.probe = None
-        streamed.recover()
+        model = self.model
+        engine.delay(model, None)
+        engine.probe(model, None)
+        engine.of(model).recover()
         model.load_state_dict(self.plain.state_dict())
         model.zero_grad()
         return model.train()
@@ -95,7 +97,7 @@ def cut_power(model: Any, op: str, number: int) -> None:
             if len(seen) == number:
                 raise RuntimeError("power cut")
 
-    model.megacompile.streamed.executor.probe = probe
+    engine.probe(model, probe)
 
 
 def assert_torn(model: Any) -> None:

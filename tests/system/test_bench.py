@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import clocks
+import engine
 import generation
 import measure
 import native
@@ -152,7 +153,7 @@ def test_compute_alone_changes_no_weights_and_leaves_the_operations_as_they_were
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer)
     before, operations = weights(model), dict(OPERATIONS)
-    with step.compute_alone(model.megacompile.streamed):
+    with step.compute_alone(engine.of(model)):
         train_step(model, optimizer)
         assert same_bits(weights(model), before)
     assert operations == OPERATIONS
@@ -168,11 +169,11 @@ def test_compute_alone_makes_no_update_wherever_it_is() -> None:
     model = shared.fresh()
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer)
-    backend = model.megacompile.streamed.backend
-    model.megacompile.streamed.settle()
-    with step.compute_alone(model.megacompile.streamed), mock.patch.object(backend, "update") as update:
+    backend = engine.backend(model)
+    engine.settle(model)
+    with step.compute_alone(engine.of(model)), mock.patch.object(backend, "update") as update:
         train_step(model, optimizer)
-        model.megacompile.streamed.settle()
+        engine.settle(model)
     update.assert_not_called()
     shared.close()
 
@@ -183,9 +184,9 @@ def test_compute_alone_goes_on_from_checkpoints_that_wait_on_the_host() -> None:
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer)
     before = weights(model)
-    with step.compute_alone(model.megacompile.streamed):
+    with step.compute_alone(engine.of(model)):
         train_step(model, optimizer)
-        model.megacompile.streamed.settle()  # the update that is left out comes after the step
+        engine.settle(model)  # the update that is left out comes after the step
     assert same_bits(weights(model), before)
     shared.close()
 

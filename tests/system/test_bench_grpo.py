@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import engine
 import pytest
 
 pytest.importorskip("datasets")
@@ -90,7 +91,7 @@ def test_batches_of_one_step_have_one_size() -> None:
 
 def test_switches_are_timed_only_while_they_are_measured(model: Any) -> None:
     """Full rows are measured after it: a wait in each step would keep them from running beside updates."""
-    streamed, device_copy = model.megacompile.streamed, model.megacompile.device_copy
+    streamed, device_copy = engine.of(model), model.megacompile.device_copy
     before = dict(vars(streamed)), dict(vars(device_copy))
     with grpo.switching_timed(model.megacompile, PhaseClock(lambda: None, grpo.REST), "megacompile"):
         assert {"use", "release"} <= vars(device_copy).keys() and "_enter" in vars(streamed)

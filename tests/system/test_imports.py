@@ -34,7 +34,7 @@ DOCUMENTED = {
     "megacompile.passes.pipeline": "compile_program",
     "megacompile.passes.template": "Target copy_graph",
     "megacompile.picture": "save",
-    "megacompile.plan": "Plan Shape",
+    "megacompile.plan": "BatchSpec Plan Shape",
     "megacompile.program": "CallSpec Program Tile copy_section find uses",
     "megacompile.rloo": "RLOOTrainer",
     "megacompile.sft": "SFTTrainer",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -107,7 +108,7 @@ def test_an_interrupt_at_any_line_leaves_a_step_done_or_undone_or_says_torn(
         where = interrupted(lambda: step(model, optimizer), moment).where  # noqa: B023  (called at once)
         assert len({parameter.grad is None for parameter in model.parameters()}) == 1, f"some gradients stay: {where}"
         model.zero_grad()
-        if model.megacompile.streamed.step.updated_in_backward:  # the backward is over: what is left of the step is its end
+        if engine.step(model).updated_in_backward:  # the backward is over: what is left of the step is its end
             optimizer.step()
         try:
             step(model, optimizer)
@@ -124,7 +125,7 @@ def test_an_interrupt_at_any_line_leaves_a_step_done_or_undone_or_says_torn(
 def test_an_interrupt_while_gradients_are_handed_out_leaves_none(
         shared: tiny_models.Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shared.fresh()
-    gradients, third = model.megacompile.streamed.gradients, list(model.parameters())[2]
+    gradients, third = engine.gradients(model), list(model.parameters())[2]
     lend = gradients._lend
 
     def interrupted_at_the_third(name: str) -> Any:

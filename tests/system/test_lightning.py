@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import torch
@@ -69,22 +70,21 @@ def test_lightning_s_calls_train_as_they_do_natively(model: Any, native: Any) ->
     def check(optimizer: Any) -> None:
         for parameter, state in optimizer.state.items():
             _, name = require_owner(parameter)
-            tile, position = streamed.tiling.position[name]
-            start = streamed.store[tile].layout.slices[position].start
-            assert state["exp_avg"].data_ptr() == streamed.store[tile].moments[0][4 * start:].data_ptr()
+            tile, position = engine.tiling(model).position[name]
+            start = engine.store(model)[tile].layout.slices[position].start
+            assert state["exp_avg"].data_ptr() == engine.store(model)[tile].moments[0][4 * start:].data_ptr()
 
-    streamed = model.megacompile.streamed
     assert fit(AroundModel(model), megacompile.AdamW, check) == pytest.approx(
         fit(AroundModel(native), torch.optim.AdamW), abs=1e-4)
     tiny_models.assert_same_weights(model, native)
 
 
 def test_a_closure_runs_beside_the_update_before(model: Any) -> None:
-    streamed, left = model.megacompile.streamed, []
+    left = []
 
     def slowly(optimizer: Any) -> None:
-        streamed.executor.delay = lambda lane: time.sleep(0.02) if lane == Lane.CPU else None
-        left.append(streamed.step.updating is not None and streamed.step.updating.done != set(streamed.step.updating.segments))
+        engine.delay(model, lambda lane: time.sleep(0.02) if lane == Lane.CPU else None)
+        left.append(engine.updating(model) is not None and engine.updating(model).done != set(engine.updating(model).segments))
 
     fit(AroundModel(model), megacompile.AdamW, slowly)
     assert any(left), "each update was over before the next forward"

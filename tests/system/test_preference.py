@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 
@@ -100,7 +101,7 @@ def test_dpo_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: A
     theirs.evaluate(), ours.evaluate()
     assert_alike(ours, theirs)
     tiny_models.assert_same_weights(policy, native, tolerance=1e-3)
-    assert policy.megacompile.streamed.step.trained.shape.further, "the last batch was not packed"
+    assert engine.trained(policy).spec.capture.further, "the last batch was not packed"
 
 
 def test_a_reference_model_is_streamed_beside_the_policy(policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_the_default_reference_is_a_frozen_copy_of_the_policy(
         (DPOTrainer, policy, None), (trl.DPOTrainer, native, copy.deepcopy(native))))
     assert_alike(ours, theirs)
     reference = ours.ref_model
-    layout = reference.megacompile.streamed.tiling.layouts.values()
+    layout = engine.layouts(reference).values()
     assert not any(each.trainable for each in layout), "weights alone"
     assert tiny_models.same_bits(tiny_models.weights(reference), tiny_models.weights(tiny_models.build()))
     reference.megacompile.close()
@@ -237,8 +238,8 @@ def test_the_default_reference_is_a_frozen_copy_of_the_policy(
 
 def test_references_that_cannot_be_had_are_refused(policy: Any, tokenizer: Any, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    streamed = policy.megacompile.streamed
-    monkeypatch.setattr(type(streamed), "config", dataclasses.replace(streamed.config, device_memory="1GiB"))
+    config = dataclasses.replace(engine.config(policy), device_memory="1GiB")
+    monkeypatch.setattr(type(engine.of(policy)), "config", config)
     with pytest.raises(UnsupportedError, match="a share of device_memory, which was given to the policy"):
         dpo(DPOTrainer, tmp_path, policy, tokenizer)
     for trainer, settings, more in ((DPOTrainer, trl.DPOConfig, {}), (GRPOTrainer, trl.GRPOConfig, {"reward_funcs": len})):

@@ -14,7 +14,7 @@ SAME_BITS = """
 import json, os, sys
 from pathlib import Path
 import torch
-import megacompile
+import engine, megacompile
 from rank_models import *
 from saving_jobs import alike, everything
 
@@ -29,8 +29,8 @@ def run(whole, options, **stream):
         optimizer.state[model.head.weight][key] = value.clone()
     losses += steps(model, optimizer, range(4, 6), whole)
     values, stats = everything(model, optimizer), model.megacompile.stats
-    planned = {slot.name: slot.bytes for slot in model.megacompile.streamed.step.trained.program.slots.values()}
-    tiles = model.megacompile.streamed.step.trained.program.tiles
+    planned = {slot.name: slot.bytes for slot in engine.trained(model).program.slots.values()}
+    tiles = engine.trained(model).program.tiles
     model.megacompile.close()
     once, reads = sum(tile.disk_bytes for tile in tiles.values()), 1 + bool(stream.get("deferred_moments"))
     assert stats["disk_bytes"] == once and stats["disk_bytes_written"] == 6 * once, (stats, once)

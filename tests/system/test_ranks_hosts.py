@@ -78,7 +78,7 @@ def test_repeated_runs_of_hosts_and_the_reference_interpreter_have_the_same_bits
 SHARED = """
 import json, os
 from pathlib import Path
-import torch
+import engine, torch
 from torch.distributed.device_mesh import init_device_mesh
 from megacompile.errors import MegacompileError
 from rank_models import *
@@ -97,7 +97,7 @@ refused("one dimension", lambda: streamed(mesh=flat))
 refused("a part", lambda: streamed(mesh=square["shard"]))
 
 model = streamed(mesh=square)
-hosts = model.megacompile.streamed.rank_group.ranks.hosts
+hosts = engine.rank_group(model).ranks.hosts
 found["hosts"] = [hosts.rows, hosts.names]
 program = model.megacompile.program(rows(0))
 found["program"] = [program.ranks, program.hosts]
@@ -106,7 +106,7 @@ steps(model, optimizer, range(2))
 kept, state = copies(model, optimizer)
 first = steps(model, optimizer, range(2, 5))
 if RANK >= 2:  # the first host's values count
-    in_tiles = model.megacompile.streamed.tiling.position
+    in_tiles = engine.tiling(model).position
     kept = {name: torch.zeros_like(tensor) if name in in_tiles else tensor for name, tensor in kept.items()}
     for each in state["state"].values():
         each["exp_avg"] = torch.ones_like(each["exp_avg"])
@@ -145,7 +145,7 @@ def test_hosts_take_over_what_the_first_one_loads_and_refuse_other_writes(launch
 MESHED = """
 import json, os
 from pathlib import Path
-import torch
+import engine, torch
 from torch.distributed.device_mesh import init_device_mesh
 from rank_models import *
 
@@ -153,7 +153,7 @@ torch.distributed.init_process_group("gloo")
 found = {}
 for shape in ((2, 2), (4,), None):
     model = streamed(mesh=None if shape is None else init_device_mesh("cpu", shape))
-    hosts = model.megacompile.streamed.rank_group.ranks.hosts
+    hosts = engine.rank_group(model).ranks.hosts
     found[str(shape)] = [hosts.count, hosts.ranks, hosts.beside, steps(model, adamw(model), range(3))]
     model.megacompile.close()
 (Path(os.environ["RESULTS"]) / f"{RANK}.json").write_text(json.dumps(found))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import tiny_models
 import trained
@@ -69,7 +70,7 @@ def test_numbers_of_processes_that_differ_are_refused(model: Any, tmp_path: Path
     monkeypatch.setattr(type(arguments), "world_size", 2)
     with pytest.raises(UnsupportedError, match=r"another number of processes .* leave distributed=False out"):
         Trainer(model=model, args=arguments)
-    monkeypatch.setattr(type(model.megacompile.streamed.rank_group), "size", 2)
+    monkeypatch.setattr(type(engine.rank_group(model)), "size", 2)
     arguments.accelerator_config.even_batches = False
     with pytest.raises(UnsupportedError, match=r"fewer batches, .* dataloader_drop_last=True"):
         Trainer(model=model, args=arguments)

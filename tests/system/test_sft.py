@@ -4,6 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 
@@ -69,7 +70,7 @@ def test_curves_are_those_of_an_unstreamed_trainer(model: Any, native: Any, toke
     assert curves[0].shape == (30, 4) and curves[0][-1, 0] < curves[0][0, 0] - 0.5, "nothing was learned that could differ"
     torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
     assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-4)
-    assert model.megacompile.streamed.step.trained.shape.whole_step
+    assert engine.trained(model).spec.whole_step
     assert "forward" not in vars(model)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import engine
 import pytest
 from other_lanes import waits
 from tiny_models import batch
@@ -24,12 +25,11 @@ SOON_S = 5.0
 def hanging(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
     """The model's lanes, of which h2d hangs at its first instruction until the test is over."""
     released = threading.Event()
-    streamed = model.megacompile.streamed
     model(**batch())  # planned, and bound
-    executor = Executor(streamed.backend, stall_timeout_s=0.5)
+    executor = Executor(engine.backend(model), stall_timeout_s=0.5)
     executor.probe = lambda node: released.wait(60.0) if op_of(node).name == "prefetch" else None
     with monkeypatch.context() as patch:
-        patch.setattr(streamed.runner, "executor", executor)
+        patch.setattr(engine.runner(model), "executor", executor)
         yield executor
     released.set()  # it stops at once, whatever its section has left
     deadline = time.monotonic() + SOON_S
@@ -78,7 +78,7 @@ def test_a_lane_that_hangs_is_raised_with_the_line_of_each_lane(
 def test_a_slow_lane_does_not_count_as_hanging(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts is how long nothing begins, not how long a step takes. Here lanes look, once at each of their instructions,
     and never more often than there are lanes before one of them begins the next."""
-    executor = model.megacompile.streamed.executor
+    executor = engine.executor(model)
     look, looking, looks = executor._look, threading.Lock(), list[Lane]()
 
     def delay(lane: Lane) -> None:
@@ -129,7 +129,7 @@ def test_every_lane_that_a_program_has_can_be_told(model: Any) -> None:
 
 def test_a_finished_section_is_freed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the activations that its backward needs: kept until the next look, they are there beside the backward's own."""
-    executor = model.megacompile.streamed.executor
+    executor = engine.executor(model)
     model(**batch())  # planned, and bound
     runs: list[weakref.ref[Any]] = []
     submit = executor.submit

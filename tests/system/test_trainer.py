@@ -6,6 +6,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def test_an_epoch_that_ends_with_fewer_batches_is_trained_alike(model: Any, nati
 def test_accumulated_batches_are_one_program(model: Any, tmp_path: Path) -> None:
     steps = model.megacompile.stats["steps"]
     trained.run(Trainer, tmp_path, model)
-    latest = model.megacompile.compiled().shape  # of six rows, which share one
+    latest = model.megacompile.compiled().spec  # of six rows, which share one
     assert latest.whole_step and model.megacompile.stats["steps"] == steps + 4
 
 
@@ -69,7 +70,7 @@ def test_batches_that_cannot_be_joined_are_trained_one_by_one(model: Any, native
 
     curves = [trained.curve(trained.run(trainer, tmp_path, each, given=dict(data_collator=collate)), *LOGGED)
               for trainer, each in ((transformers.Trainer, native), (Trainer, model))]
-    latest = model.megacompile.compiled().shape
+    latest = model.megacompile.compiled().spec
     assert not latest.whole_step
     torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
 
@@ -87,7 +88,7 @@ def test_flattened_batches_are_accumulated_as_one_program(rows: int, options: di
     curves = [trained.curve(trained.run(trainer, tmp_path, each, given=given, per_device_train_batch_size=rows), *LOGGED)
               for trainer, each in ((transformers.Trainer, native), (Trainer, model))]
     torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
-    assert model.megacompile.compiled().shape.whole_step
+    assert model.megacompile.compiled().spec.whole_step
 
 
 @pytest.mark.sample(1)
@@ -106,7 +107,7 @@ def test_data_are_read_as_the_accelerator_is_configured(options: dict[str, Any],
 
 def test_no_step_waits_for_an_update(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are waits at the start and the end of a training: as many with five steps as with two."""
-    streamed, waits = model.megacompile.streamed, []
+    streamed, waits = engine.of(model), []
     settle = streamed.settle
     monkeypatch.setattr(streamed, "settle", lambda: (waits.append(len(counts)), settle()))
     counts: list[int] = []

@@ -21,7 +21,7 @@ from megacompile.finetuning.run_progress import ProgressDisplay
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.memory.arena import pin_all
 from megacompile.sizes import format_bytes
-from megacompile.streaming.programs import shapes
+from megacompile.streaming.programs import executables
 from megacompile.streaming.programs.captures import Binder
 from megacompile.system import progress as module
 from megacompile.system.progress import at, shown_by, under_way, work_done
@@ -180,7 +180,7 @@ def test_making_a_schedule_is_said(display: Display, monkeypatch: pytest.MonkeyP
 def test_planning_and_compiling_are_said_in_a_step(display: Display, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     planning, compiling = "planning 5 x 13: ", "compiling kernels for 5 x 13: prologue, forward, "
-    monkeypatch.setattr(shapes, "compile_program", waits(display, planning, shapes.compile_program, called))
+    monkeypatch.setattr(executables, "compile_program", waits(display, planning, executables.compile_program, called))
     monkeypatch.setattr(Binder, "_kernel", waits(display, compiling, Binder._kernel, called))
     model(**tiny_models.batch(rows=5, length=13)).loss.backward()
     assert set(called) == {planning, compiling}

@@ -77,7 +77,7 @@ class OptimizerInBackward:
             return LeaseError(
                 "a second backward before step() cannot add to gradients that overlap='backward' has consumed: call "
                 "optimizer.step() first, give the whole batch to one forward, or make the optimizer without overlap")
-        if forward.executable.shape.update != "arrival":
+        if forward.executable.spec.update != "arrival":
             return None
         if self.optimizer is None:
             return LeaseError("this loss was computed to update with an optimizer with overlap='backward' that is no longer "
@@ -109,7 +109,7 @@ class OptimizerInBackward:
 
     def request(self, forward: OpenForward, reached: Collection[str]) -> Update | None:
         """The update that a checked backward makes of the parameters that it reaches; None if it stores gradients instead."""
-        if forward.executable.shape.update != "arrival":
+        if forward.executable.spec.update != "arrival":
             return None
         assert self.optimizer is not None, "an update without an optimizer"
         update = self.optimizer.request(reached)

@@ -302,7 +302,7 @@ MOST_LENGTHS = 8
 @dataclass(frozen=True)
 class Served:
     """The capture, planner and kernels for the batches of one capture key. `planner`: with the facts of the capture;
-    `Shapes.planner_for` adds what other models take and what earlier plans fixed."""
+    `Executables.planner_for` adds what other models take and what earlier plans fixed."""
 
     captured: CapturedModel
     planner: Planner

@@ -1,12 +1,12 @@
-"""Programs edited by hand: printed together with their shape and plan, and loaded back for the same model.
+"""Programs edited by hand: printed together with what they are made for and their plan, and loaded back for the same model.
 
     text = model.megacompile.text(batch)                   # program.shape(...) and program.plan(...) are in its head
-    model.megacompile.load_program(edited)                 # verified, then used for batches of that shape
+    model.megacompile.load_program(edited)                 # verified, then used for such batches
     model.megacompile.unload_program()                     # back to the compiled program
 
 An edit may change the schedule: the order of nodes, slots, events and waits, when a value is released, what is fetched again.
 The plan decides what the program computes and what stays on the device from step to step; a text that disagrees with it is
-refused. The verifier proves the rest, together with the programs of all other shapes of the model.
+refused. The verifier proves the rest, together with all other programs of the model.
 """
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch import fx
 from megacompile.errors import InsufficientMemoryError, ProgramError, listed, shortened
 from megacompile.frontend.batches.pair_masks import argument as argument_of
 from megacompile.ir.ops import TEMPLATE_OPS
-from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.plan import BatchSpec, Plan
 from megacompile.ir.precision import precision_text
 from megacompile.ir.program import SLOT_KINDS, STAGES, Program, argument, find, op_of, slot_family
 from megacompile.ir.text import parse_with_plan, print_program, source_text
 from megacompile.passes.pipeline import Compiled, run_pass
 from megacompile.planning.memory import Estimate
 from megacompile.sizes import format_bytes
-from megacompile.streaming.programs.shapes import Executable, Shapes
+from megacompile.streaming.programs.executables import Executable, Executables
 from megacompile.verify.ordering import kept_slots
 from megacompile.verify.updates import summed_tiles
 from megacompile.verify.verifier import verify
@@ -38,77 +38,77 @@ _ON_HOST = frozenset({"staging", "slab", "stashed"})
 
 
 def editable_text(compiled: Executable) -> str:
-    """The program of a shape as text, with its shape and plan."""
-    return print_program(compiled.program, made_for=(compiled.shape, compiled.plan))
+    """A program as text, with its spec and plan."""
+    return print_program(compiled.program, made_for=(compiled.spec, compiled.plan))
 
 
-def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> Executable:
-    """Parses an edited program, and proves that it is safe to run for its shape. Changes nothing. Raises `ProgramError` with
-    line and column if it does not parse, with the program around the fault if it does not verify, or if its model, shape or
+def load(source: str | Path, executables: Executables, others: Iterable[Program]) -> Executable:
+    """Parses an edited program, and proves that it is safe to run for its spec. Changes nothing. Raises `ProgramError` with
+    line and column if it does not parse, with the program around the fault if it does not verify, or if its model, spec or
     plan do not fit; `InsufficientMemoryError`; `UnsupportedError`."""
-    program, shape, plan = parse_with_plan(source_text(source))
-    if shape is None or plan is None:
+    program, spec, plan = parse_with_plan(source_text(source))
+    if spec is None or plan is None:
         raise ProgramError("the text does not say what the program was made for: print it with model.megacompile.text(batch), "
                            "which declares program.shape(...) and program.plan(...)")
     if program.stage != STAGES[-1]:
         raise ProgramError(f"the program is of stage {program.stage} and has no events yet: print the last stage, {STAGES[-1]}")
-    _check_declared(shapes, shape, plan)
-    shape = shape.captured_by(shapes.captures.known_key_at(shape.capture_key, shape.length))
-    model = shapes.model_program(shape, plan)
+    _check_declared(executables, spec, plan)
+    spec = replace(spec, capture=executables.captures.known_key_at(spec.capture, spec.length))
+    model = executables.model_program(spec, plan)
     _same_model(program, model)
     _check_size(program, model)
     verify(program, others)
     unedited = model
-    for each in shapes.planner.config.passes:
+    for each in executables.planner.config.passes:
         unedited = run_pass(each, unedited, plan)
     _same_purpose(program, unedited)
-    estimate = _estimate(program, shapes, shape, plan)
-    _check_host(program, unedited, shapes, shape, plan)
-    return Executable(shape, plan, estimate, Compiled({program.stage: program}), loaded=True)
+    estimate = _estimate(program, executables, spec, plan)
+    _check_host(program, unedited, executables, spec, plan)
+    return Executable(spec, plan, estimate, Compiled({program.stage: program}), loaded=True)
 
 
-def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
-    """Raises `ProgramError` for a shape or a plan that this model cannot have."""
-    if plan.update != shape.update:
-        raise ProgramError(f'the plan has update="{plan.update}", but the shape has "{shape.update}": write the same in both')
-    if plan.output != shape.output:
-        raise ProgramError(f'the plan has output="{shortened(plan.output)}", but the shape has "{shortened(shape.output)}": '
+def _check_declared(executables: Executables, spec: BatchSpec, plan: Plan) -> None:
+    """Raises `ProgramError` for a spec or a plan that this model cannot have."""
+    if plan.update != spec.update:
+        raise ProgramError(f'the plan has update="{plan.update}", but the shape has "{spec.update}": write the same in both')
+    if plan.output != spec.output:
+        raise ProgramError(f'the plan has output="{shortened(plan.output)}", but the shape has "{shortened(spec.output)}": '
                            "write the same in both")
-    _check_groups(shape, plan)
-    further, parameters = [argument_of(each) for each in shape.further], shapes.captured.forward_arguments
+    _check_groups(spec, plan)
+    further, parameters = [argument_of(each) for each in spec.capture.further], executables.captured.forward_arguments
     if len(set(further)) < len(further) or not parameters.issuperset(further):
         raise ProgramError(f"the shape has the additional batch arguments {listed(further)}: name each once, from "
                            f"{listed(sorted(parameters))}")
-    if shape.images != 1 and not shapes.captured.image_positions:
-        raise ProgramError(f"the shape has {shape.images} images for each sequence, and this model takes none: leave images=1")
-    layers, tiles = len(shapes.captured.calls) - 2, list(shapes.tiling.layouts)
+    if (images := spec.capture.images) != 1 and not executables.captured.image_positions:
+        raise ProgramError(f"the shape has {images} images for each sequence, and this model takes none: leave images=1")
+    layers, tiles = len(executables.captured.calls) - 2, list(executables.tiling.layouts)
     if unknown := sorted({*plan.resident, *plan.visiting_state}.difference(tiles)):
         raise ProgramError(f"the plan has {listed(unknown)} on the device, which are not tiles of this model: it has "
                            f"{listed(tiles)}")
-    trained = [tile for tile, layout in shapes.tiling.layouts.items() if layout.trainable]
+    trained = [tile for tile, layout in executables.tiling.layouts.items() if layout.trainable]
     if plan.update_order and sorted(plan.update_order) != sorted(trained):
         raise ProgramError("update_order must be empty or name each trained tile once: leave it out, or name "
                            f"{listed(trained)}")
     if unknown := sorted(set(plan.host_sums).difference(tiles)):
         raise ProgramError(f"the plan adds up gradients of {listed(unknown)} on the host, which are not tiles of this model: "
                            f"it has {listed(tiles)}")
-    if sorted(plan.disk_state) != sorted(shapes.tiling.on_disk):
+    if sorted(plan.disk_state) != sorted(executables.tiling.on_disk):
         raise ProgramError(f"the plan has the optimizer state of {listed(plan.disk_state) or 'no tile'} on disk, and this "
-                           f"model that of {listed(sorted(shapes.tiling.on_disk)) or 'no tile'}: print the program again with "
-                           "model.megacompile.text(batch)")
+                           f"model that of {listed(sorted(executables.tiling.on_disk)) or 'no tile'}: print the program again "
+                           "with model.megacompile.text(batch)")
     if plan.saved_layers > layers:
         raise ProgramError(f"the plan keeps residuals of {plan.saved_layers} layers, and the model has {layers}: print the "
                            "program again with model.megacompile.text(batch)")
 
 
-def _check_groups(shape: Shape, plan: Plan) -> None:
+def _check_groups(spec: BatchSpec, plan: Plan) -> None:
     """Raises `ProgramError` for groups that no batch has, and for micro-batches that cut off tokens of their groups."""
-    counts = shape.group_rows
-    if counts and (len(counts) != len(shape.group_lengths) or sum(counts) != shape.batch
-                   or max(shape.group_lengths) != shape.length) or (shape.group_lengths and not counts):
-        raise ProgramError(f"groups of {shortened(str(counts))} rows with {shortened(str(shape.group_lengths))} tokens are not "
-                           f"those of a batch of {shape.batch} x {shape.length}: leave the shape as printed")
-    wanted = [length for rows, length in shape.groups for _ in range(rows)]
+    counts = spec.group_rows
+    if counts and (len(counts) != len(spec.group_lengths) or sum(counts) != spec.batch
+                   or max(spec.group_lengths) != spec.length) or (spec.group_lengths and not counts):
+        raise ProgramError(f"groups of {shortened(str(counts))} rows with {shortened(str(spec.group_lengths))} tokens are not "
+                           f"those of a batch of {spec.batch} x {spec.length}: leave the shape as printed")
+    wanted = [length for rows, length in spec.groups for _ in range(rows)]
     given = [length for rows, length in plan.sizes for _ in range(rows)]
     if any(map(operator.lt, given, wanted)):
         raise ProgramError(f"the plan's lengths {shortened(str(plan.lengths))} cut off tokens of the shape's groups: leave "
@@ -170,10 +170,10 @@ def _computed(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
     return Counter((op_of(n).name, str(argument(n, "call")), int(argument(n, "mb"))) for n in find(graph, *TEMPLATE_OPS))
 
 
-def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Estimate:
+def _estimate(program: Program, executables: Executables, spec: BatchSpec, plan: Plan) -> Estimate:
     """The plan's estimate, with the program's own slots. Raises `InsufficientMemoryError` if it exceeds the device's budget."""
-    planner = shapes.planner_for(shape.capture_key)
-    planned = planner.estimate(plan, shape.training)
+    planner = executables.planner_for(spec.capture)
+    planned = planner.estimate(plan, spec.training)
     estimate = replace(planned, slots=max(planned.slots, _slot_bytes(program, on_host=False)))
     if estimate.total + planner.margin_bytes > planner.device_bytes:
         raise InsufficientMemoryError(
@@ -182,9 +182,9 @@ def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Est
     return estimate
 
 
-def _check_host(program: Program, unedited: Program, shapes: Shapes, shape: Shape, plan: Plan) -> None:
+def _check_host(program: Program, unedited: Program, executables: Executables, spec: BatchSpec, plan: Plan) -> None:
     """Raises `InsufficientMemoryError` if the program's slabs exceed the plan's by more than the host has left."""
-    planner = shapes.planner_for(shape.capture_key)
+    planner = executables.planner_for(spec.capture)
     more = _slot_bytes(program, on_host=True) - _slot_bytes(unedited, on_host=True)
     left = planner.host_bytes_left - sum(planner.host_parts(plan).values())
     if more > left:
