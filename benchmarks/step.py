@@ -38,7 +38,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import rows
 import torch
 from rows import KeptModel, Row
-from shapes import random_model
+from shapes import config, random_model
 from torch import Tensor
 
 import megacompile
@@ -154,15 +154,20 @@ class Models(KeptModel):
         return found
 
     def streamed(self, given: argparse.Namespace, planned: dict[str, Any]) -> Any:
-        model = random_model(given.shape, rows.layer_count(given), given.device, given.lora, given.quantize)
+        how = dict(device=given.device, pinned_memory=given.pinned_memory, host_memory=given.host_memory, disk=given.disk,
+                   state_slabs=given.state_slabs, disk_state="all" if given.disk_state == ["all"] else given.disk_state,
+                   compile=False if given.uncompiled else None, peer_copies=False if given.nccl else None,
+                   precision=given.precision, **planned)
+        layers = rows.layer_count(given)
+        if not given.lora:  # drawn in tiles, so that the host holds the weights once
+            torch.manual_seed(0)
+            self.before = resident_bytes()
+            return megacompile.from_config(config(given.shape, layers), dtype=torch.bfloat16, **how).train()
+        model = random_model(given.shape, layers, given.device, given.lora, given.quantize)
         if given.device == "cuda":
             torch.cuda.empty_cache()
         self.before = resident_bytes()
-        return megacompile.stream(model, device=given.device, pinned_memory=given.pinned_memory,
-                                  host_memory=given.host_memory, disk=given.disk, state_slabs=given.state_slabs,
-                                  disk_state="all" if given.disk_state == ["all"] else given.disk_state,
-                                  compile=False if given.uncompiled else None,
-                                  peer_copies=False if given.nccl else None, precision=given.precision, **planned)
+        return megacompile.stream(model, **how)
 
 
 def measure(given: argparse.Namespace, models: Models) -> rows.Row:

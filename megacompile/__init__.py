@@ -19,8 +19,8 @@ from megacompile.errors import MegacompileError  # noqa: E402  (after the path i
 from megacompile.version import __version__  # noqa: E402, F401  (public)
 
 __all__ = ["SGD", "AdamW", "CheckpointWriter", "Float8", "Lion", "MegacompileError", "Muon", "dequantize", "explain_capture",
-           "from_pretrained", "latest_checkpoint", "layer_stack", "load_checkpoint", "quantize", "register_layers",
-           "save_checkpoint", "schedule", "stream"]
+           "from_config", "from_pretrained", "latest_checkpoint", "layer_stack", "load_checkpoint", "quantize",
+           "register_layers", "save_checkpoint", "schedule", "stream"]
 
 #: The module of each public name. The imports under `TYPE_CHECKING` below tell type checkers the same; a test compares both.
 _MODULE_OF = {
@@ -32,6 +32,7 @@ _MODULE_OF = {
     "SGD": "megacompile.streaming.optimizer.sgd",
     "dequantize": "megacompile.weights.quantizing",
     "explain_capture": "megacompile.capture_report",
+    "from_config": "megacompile.loading",
     "from_pretrained": "megacompile.loading",
     "latest_checkpoint": "megacompile.checkpoint",
     "layer_stack": "megacompile.frontend.tracing.layers",
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from megacompile.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint, save_checkpoint
     from megacompile.frontend.tracing.layers import layer_stack, register_layers
     from megacompile.ir.precision import Float8
-    from megacompile.loading import from_pretrained
+    from megacompile.loading import from_config, from_pretrained
     from megacompile.scheduling import schedule
     from megacompile.streaming.optimizer.adamw import AdamW
     from megacompile.streaming.optimizer.lion import Lion

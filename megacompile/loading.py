@@ -23,7 +23,7 @@ from megacompile.planning.host_needs import least_bytes
 from megacompile.sizes import format_bytes
 from megacompile.system.files import refuse_irregular
 from megacompile.weights.codes import FORMATS, Format
-from megacompile.weights.empty_models import put_adapter, replace_parameters
+from megacompile.weights.empty_models import draw, put_adapter, replace_parameters
 from megacompile.weights.filling import fill, least_bytes_quantized, packed_tensors, quantize_empty
 from megacompile.weights.quantizing import compute_dtype_of, compute_dtype_of_checkpoint, format_of
 from megacompile.weights.quantizing import quantize as quantized
@@ -120,6 +120,30 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = Non
         return attach(model, filled, stream_config, layers, example)
 
 
+def from_config(config: Any, *, dtype: torch.dtype | str | None = None, layers: Layers | None = None,
+                example: Mapping[str, Tensor] | None = None, **options: Any) -> Any:
+    """A streamed causal language model from transformers with new random weights.
+
+    Weights are drawn directly in tiles, by all cores, as transformers initializes a new model, so that host memory never holds
+    more than training needs. They depend on the seed (`torch.manual_seed`), not on the number of cores. With several ranks,
+    they are those of rank 0.
+
+    Args:
+        config: a config from transformers, or a folder or JSON file with one.
+        dtype: dtype of the weights, float32 or bfloat16, or its name. None or "auto": that of the config, or else float32.
+        layers, example, options: as for `stream`.
+
+    Raises `CheckpointError` for a config that is not one of such a model, `InsufficientMemoryError` before memory is taken,
+    and what `stream` raises.
+    """
+    stream_config = StreamConfig.of(**options)
+    config = _config(Path(config)) if isinstance(config, str | Path) else config
+    model = _empty_model("a new model", config, dtype_named(dtype) or config.dtype or torch.float32)
+    require_host_memory(least_bytes(model))
+    _keep_precise(model, parameters=dtype is None)
+    return attach(model, draw, stream_config, layers, example)
+
+
 def _least_bytes(model: nn.Module, stored_as: Format | None, frozen: bool) -> int:
     """Host bytes that the model takes at least. An adapter of a frozen model adds little, and is counted later."""
     if not frozen:
@@ -171,7 +195,8 @@ def _config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers may raise anything on a damaged file
-        raise CheckpointError(f"transformers cannot read the config {folder / CONFIG_FILE}: fix it, or pass config=...\n"
+        path = folder if folder.is_file() else folder / CONFIG_FILE
+        raise CheckpointError(f"transformers cannot read the config {path}: fix it, or pass config=...\n"
                               f"{type(error).__name__}: {error}") from error
 
 

@@ -34,16 +34,14 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bool = False) -> Any:
     """A causal language model from transformers, from a local directory or config file.
 
-    A directory with weights is loaded; a directory or JSON file with only a config gives random weights. With `meta` the model
-    has no weights, which is enough to inspect its schedule; `source` may then also be an id on the Hugging Face Hub
-    ("owner/name"). `dtype`: None for that of the config or of the weights.
+    With `meta` the model has no weights, which is enough to inspect its schedule; `source` may then also have only a config, or
+    be an id on the Hugging Face Hub ("owner/name"). `dtype`: None for that of the config or of the weights.
 
     Raises `ArgumentError` if there is no such model, `MegacompileError` if transformers cannot load it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
 
-    from megacompile.loading import HUB_ID, parameters_on_meta
-    from megacompile.weights.empty_models import fill_randomly
+    from megacompile.loading import HUB_ID
 
     name, source = str(source), Path(source)
     remote = not source.exists()
@@ -53,17 +51,11 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
     if source.exists():
         refuse_irregular(source)
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=not remote)
-        if not meta and has_weights(source):
+        if not meta:
             return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
-        dtype = dtype or config.dtype or torch.float32
-        if meta:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(config, dtype=dtype)
-        with parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        fill_randomly(model)
-        return model
+        config = AutoConfig.from_pretrained(name, local_files_only=not remote)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     except Exception as error:  # transformers may raise anything: a division by zero, an error about a torn safetensors file
         if remote and isinstance(error, OSError):
             raise ArgumentError(f"model {name!r} was not found, and the Hugging Face Hub returned no config for it: give a "

@@ -176,7 +176,9 @@ def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: in
     path, dtype, adapter = Path(source), settings.weights_dtype.resolve(), lora.config()
     stored = lora.quantize.value if lora.quantize else None
     options = {"repack": max(packed_layout.LENGTH, packed_layout.power_of_two(longest)), **knobs.given()}
-    if path.is_file() or (path.is_dir() and not any(path.glob("*.safetensors"))):
+    if not training.has_weights(path):
+        return megacompile.from_config(path, dtype=dtype, **options)
+    if path.is_dir() and not any(path.glob("*.safetensors")):
         model = training.load_model(source, dtype=dtype)
         model = model if adapter is None else put_adapter(model, adapter)
         return megacompile.stream(megacompile.quantize(model, stored) if stored else model, **options)

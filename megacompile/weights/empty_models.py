@@ -90,16 +90,26 @@ BLOCK = 1 << 20
 _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
-def fill_randomly(model: Any, threads: int | None = None) -> None:
-    """Allocates parameters on the meta device on the CPU and initializes them as transformers initializes a new model. Other
-    parameters and buffers keep their values. The seed comes from the global random number generator."""
-    made = {id(p): nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) for p in model.parameters() if p.is_meta}
-    for module in model.modules():
-        if any(id(held) in made for held in module._parameters.values()):
-            module._is_hf_initialized = False
+def draw(model: Any, tiling: Tiling, memory: TileMemory | None = None, threads: int | None = None) -> Store:
+    """Allocates the tiles of a model on the meta device, and draws its weights there as transformers initializes a new model.
+    The seed comes from the global random number generator. Parameters that no call reads are drawn in memory of their own."""
+    memory = memory or TileMemory()
+    store = tiling.store({name: memory.allocate(layout) for name, layout in tiling.host.items()})
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if name in tiling.position:
+            tile, index = tiling.position[name]
+            value = store.tiles[tile].parameter_view(store.tiles[tile].weights, index)
+        else:
+            value = torch.empty(parameter.shape, dtype=parameter.dtype)
+        made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
     replace_parameters(model, made)
-    with torch.no_grad(), _drawn_in_blocks(threads or os.cpu_count() or 1):
-        model.initialize_weights()
+    if memory.writes:
+        for module in model.modules():
+            module._is_hf_initialized = False
+        with torch.no_grad(), _drawn_in_blocks(threads or os.cpu_count() or 1):
+            model.initialize_weights()
+    return store
 
 
 @contextmanager

@@ -17,7 +17,9 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import megacompile
 from megacompile import training
 from megacompile.errors import MegacompileError
 from megacompile.finetuning import run_progress
@@ -186,21 +188,46 @@ def test_random_weights_are_drawn_once_and_do_not_depend_on_threads(config: Path
         drawn.clear()
         monkeypatch.setattr(empty_models.os, "cpu_count", lambda threads=threads: threads)
         torch.manual_seed(len(found) // 2)
-        found.append(training.load_model(config).state_dict())
-        assert sum(drawn) == sum(p.numel() for name, p in found[-1].items() if p.dim() > 1 and name != "absent")
+        model = megacompile.from_config(config, device="cpu")
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        model.megacompile.close()
+        assert sum(drawn) == sum(p.numel() for p in found[-1].values() if p.dim() > 1)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert not torch.equal(found[0]["lm_head.weight"], found[2]["lm_head.weight"])
     assert float(found[0]["lm_head.weight"].std()) == pytest.approx(0.02, rel=0.1)
 
 
-def test_a_config_gives_random_weights_and_its_saved_directory_gives_them_back(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_model_trains_from_the_weights_drawn_in_its_tiles(config: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = training.load_model(config)
-    assert model.dtype == torch.float32
+    model = megacompile.from_config(config, dtype=dtype, device="cpu")
     model.save_pretrained(tmp_path / "saved")
-    again = training.load_model(tmp_path / "saved")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert training.load_model(tmp_path / "saved", dtype=torch.bfloat16).dtype == torch.bfloat16
+    native = training.load_model(tmp_path / "saved")
+    assert native.dtype == dtype
+    ids = torch.randint(0, native.config.vocab_size, (2, 8))
+    losses = []
+    for each, optimizer in ((model, megacompile.AdamW), (native, torch.optim.AdamW)):
+        made = optimizer(each.parameters(), lr=1e-2)
+        for _ in range(2):
+            loss = each(input_ids=ids, labels=ids).loss
+            loss.backward()
+            made.step()
+            made.zero_grad()
+            losses.append(loss.item())
+    model.megacompile.close()
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-5 if dtype == torch.float32 else 2e-2) and losses[1] < losses[0]
+
+
+def test_each_weight_is_drawn_as_transformers_initializes_it_and_tied_ones_once() -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    model = megacompile.from_config(config, device="cpu")
+    native = AutoModelForCausalLM.from_config(config)
+    for (name, ours), theirs in zip(model.named_parameters(), native.parameters(), strict=True):
+        spread = float(theirs.detach().std()) if theirs.numel() > 1 else 0.0
+        assert float(ours.detach().std()) == pytest.approx(spread, rel=0.2), name
+        assert float(ours.detach().mean()) == pytest.approx(float(theirs.detach().mean()), abs=0.3 * spread + 1e-6), name
+    assert model.transformer.wte.weight is model.lm_head.weight
+    model.megacompile.close()
 
 
 def test_a_meta_model_has_no_weights(config: Path) -> None:
@@ -211,14 +238,14 @@ def test_a_meta_model_has_no_weights(config: Path) -> None:
 def test_a_model_that_is_not_a_causal_language_model_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(MegacompileError, match=r"transformers cannot load a causal language model from .*: give"):
-        training.load_model(tmp_path)
+        training.load_model(tmp_path, meta=True)
 
 
 @pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"hidden_act": "absent"}])
 def test_a_config_that_breaks_transformers_is_refused_with_what_it_raised(config: Path, change: dict[str, Any]) -> None:
     config.write_text(json.dumps(json.loads(CONFIG) | change))
     with pytest.raises(MegacompileError, match=r"transformers cannot load a causal language model from .*\n\w+Error: "):
-        training.load_model(config)
+        training.load_model(config, meta=True)
 
 
 def test_cut_off_weights_are_refused(config: Path) -> None:
