@@ -124,7 +124,7 @@ def _random_scales(stored: Format, matrix: tuple[int, int]) -> Tensor:
     """The scales of random weights in a format and shape."""
     codes, scales = (torch.empty(count, dtype=torch.uint8) for count in (stored.code_bytes(matrix), stored.scale_bytes(matrix)))
     size, count = stored.piece(matrix), matrix[0] * matrix[1]
-    stored.encode((torch.randn(min(size, count - at)) * 0.02 for at in range(0, count, size)), codes, scales)
+    stored.encode((torch.randn(min(size, count - at)) * 0.02 for at in range(0, count, size)), codes, scales, matrix)
     return scales
 
 def expert_count(config: Any) -> int:

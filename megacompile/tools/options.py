@@ -56,6 +56,7 @@ class Stored(StrEnum):
     NF4 = "nf4"
     INT8 = "int8"
     MXFP4 = "mxfp4"
+    FP8 = "fp8"
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,19 @@
                                       themselves ("double quantization"), with an FP32 scale for each 256 of them
     EightBits     1                   integers from -127 to 127, times an FP32 scale for each row
     Microscaled   0.531               FP4 numbers, times a power of two for each block of 32 weights (MXFP4)
+    ScaledFloats  1.000               FP8 numbers, times an FP32 scale for each block of 128 x 128 weights
 
-The layouts of codes are those of bitsandbytes, whose checkpoints can be read, and of MXFP4 as GPT-OSS is published. NF4:
-Dettmers et al., "QLoRA" (arXiv 2305.14314), appendix E; 8-bit codes of scales: Dettmers et al., "8-bit Optimizers via
-Block-wise Quantization" (arXiv 2110.02861); MXFP4: OCP Microscaling Formats (MX) Specification v1.0.
+The layouts of codes are those of bitsandbytes, whose checkpoints can be read, of MXFP4 as GPT-OSS is published, and of FP8 as
+DeepSeek-V3 is published. NF4: Dettmers et al., "QLoRA" (arXiv 2305.14314), appendix E; 8-bit codes of scales: Dettmers et al.,
+"8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861); MXFP4: OCP Microscaling Formats (MX) Specification v1.0; FP8:
+"DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.2.
 """
 from __future__ import annotations
 
 import copy
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +42,11 @@ class Format(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def rows(self) -> int:
+        """The number of rows that share scales, so that a matrix can be decoded from one of its multiples on; 0 if the scales
+        of a matrix are not divided by rows."""
+
     def fits(self, shape: tuple[int, int]) -> bool:
         """True if a matrix of this shape can be stored in this format."""
 
@@ -50,8 +57,8 @@ class Format(Protocol):
     def piece(self, shape: tuple[int, int]) -> int:
         """The number of weights that are encoded at a time. All pieces but the last have this size."""
 
-    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
-        """Floats, 1-D, in pieces -> codes and scales."""
+    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> None:
+        """A matrix of this shape in pieces, floats, 1-D -> codes and scales."""
 
     def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Codes and scales -> values `shape`, computed in FP32. A compiler should fuse this into one kernel."""
@@ -66,7 +73,7 @@ class FourBits:
     block: int = 64
     nested: bool = True
 
-    name = "nf4"
+    name, rows = "nf4", 0
 
     def fits(self, shape: tuple[int, int]) -> bool:
         return math.prod(shape) % self.block == 0
@@ -83,7 +90,7 @@ class FourBits:
     def piece(self, shape: tuple[int, int]) -> int:
         return max(1, _AT_ONCE // self.block) * self.block
 
-    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
+    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> None:
         at, maxima = 0, []
         for piece in pieces:
             blocks = piece.float().view(-1, self.block)
@@ -112,7 +119,7 @@ class FourBits:
 class EightBits:
     """A signed integer for each weight, and FP32 scales of rows."""
 
-    name = "int8"
+    name, rows = "int8", 0
 
     def fits(self, shape: tuple[int, int]) -> bool:
         return True
@@ -126,10 +133,10 @@ class EightBits:
     def piece(self, shape: tuple[int, int]) -> int:
         return max(1, _AT_ONCE // shape[1]) * shape[1]
 
-    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
-        at, maxima, numbers, width = 0, [], codes.view(torch.int8), codes.numel() // (scales.numel() // 4)
+    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> None:
+        at, maxima, numbers = 0, [], codes.view(torch.int8)
         for piece in pieces:
-            rows = piece.float().view(-1, width)
+            rows = piece.float().view(-1, shape[1])
             maxima.append(rows.abs().amax(1))
             numbers[at:at + piece.numel()] = (rows * (127 * _inverse(maxima[-1]))[:, None]).round().flatten().to(torch.int8)
             at += piece.numel()
@@ -147,7 +154,7 @@ class MicroscaledFourBits:
 
     block = 32
 
-    name = "mxfp4"
+    name, rows = "mxfp4", 1
 
     def fits(self, shape: tuple[int, int]) -> bool:
         return shape[1] % self.block == 0
@@ -161,7 +168,7 @@ class MicroscaledFourBits:
     def piece(self, shape: tuple[int, int]) -> int:
         return max(1, _AT_ONCE // self.block) * self.block
 
-    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor) -> None:
+    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> None:
         at, magnitudes = 0, torch.tensor(E2M1)
         for piece in pieces:
             blocks = piece.float().view(-1, self.block)
@@ -181,12 +188,81 @@ class MicroscaledFourBits:
         return (signed * (scales.int() << 23).view(torch.float32)[:, None]).view(shape).to(dtype)
 
 
+@dataclass(frozen=True)
+class ScaledFloats:
+    """FP8 codes (E4M3, `torch.float8_e4m3fn`), and an FP32 scale for each block of a matrix. Blocks at the right and lower edge
+    may be smaller. `block`: rows and columns of a block."""
+
+    block: tuple[int, int] = (128, 128)
+
+    name = "fp8"
+
+    @property
+    def rows(self) -> int:
+        return self.block[0]
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        return True
+
+    def code_bytes(self, shape: tuple[int, int]) -> int:
+        return math.prod(shape)
+
+    def scale_bytes(self, shape: tuple[int, int]) -> int:
+        return 4 * math.prod(self._grid(shape))
+
+    def piece(self, shape: tuple[int, int]) -> int:
+        block_row = self.block[0] * shape[1]
+        return max(1, _AT_ONCE // block_row) * block_row
+
+    def encode(self, pieces: Iterable[Tensor], codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> None:
+        at, maxima, width, numbers = 0, [], shape[1], codes.view(torch.float8_e4m3fn)
+        for piece in pieces:
+            rows = piece.float().view(-1, width)
+            blocks = self._blocks(rows)
+            maxima.append(blocks.abs().amax((1, 3)))
+            scaled = blocks * (_LARGEST_E4M3 * _inverse(maxima[-1]))[:, None, :, None]
+            numbers[at:at + rows.numel()] = self._matrix(scaled, rows.shape).flatten().to(torch.float8_e4m3fn)
+            at += rows.numel()
+        scales.copy_(as_bytes(torch.cat(maxima) / _LARGEST_E4M3))
+
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+        # Arithmetic instead of a float8 dtype, which only new GPUs convert. A code is a number of steps of 2^-9.
+        numbers = codes.view(shape).int()
+        exponent, fraction = numbers >> 3 & 15, numbers & 7
+        steps = torch.where(exponent > 0, (8 + fraction) << (exponent - 1).clamp(min=0), fraction).float() * 2**-9
+        signed = torch.where(numbers > 127, -steps, steps)
+        grid = scales.view(torch.float32).view(self._grid(shape))[:, None, :, None].expand(-1, self.block[0], -1, self.block[1])
+        return (signed * self._matrix(grid, shape)).to(dtype)
+
+    def are_finite(self, codes: Tensor) -> bool:
+        """True if no code is NaN."""
+        return not bool(((codes & 127) == 127).any())
+
+    def _grid(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The number of blocks in a column and in a row."""
+        return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
+
+    def _blocks(self, matrix: Tensor) -> Tensor:
+        """[block rows, rows, block columns, columns], with zeros beyond the edges."""
+        (down, across), (rows, columns) = self._grid(matrix.shape), self.block
+        missing = across * columns - matrix.shape[1], down * rows - matrix.shape[0]
+        return functional.pad(matrix, (0, missing[0], 0, missing[1])).view(down, rows, across, columns)
+
+    def _matrix(self, blocks: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of `_blocks`."""
+        down, rows, across, columns = blocks.shape
+        return blocks.reshape(down * rows, across * columns)[:shape[0], :shape[1]]
+
+
+#: The largest number of E4M3.
+_LARGEST_E4M3 = 448.0
 #: Magnitudes of the codes of FP4, and the exponent of the largest.
 E2M1, _E2M1_EXPONENT = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 2
 _E8M0_BIAS = 127
 
 #: By the name that users give.
-FORMATS: dict[str, Format] = {"nf4": FourBits(), "int8": EightBits(), "mxfp4": MicroscaledFourBits()}
+FORMATS: dict[str, Format] = {"nf4": FourBits(), "int8": EightBits(), "mxfp4": MicroscaledFourBits(),
+                             "fp8": ScaledFloats()}
 
 
 @functools.cache
@@ -249,7 +325,7 @@ class QuantizedLinear(nn.Linear):
         made = cls(linear.in_features, linear.out_features, linear.bias, stored, device, compute_dtype)
         if not linear.weight.is_meta:
             pieces = linear.weight.detach().cpu().flatten().split(stored.piece(shape_of(made)))
-            stored.encode(pieces, made.weight.data, made.scales.data)
+            stored.encode(pieces, made.weight.data, made.scales.data, shape_of(made))
         return made.train(linear.training)
 
     def put(self, codes: Tensor, scales: Tensor) -> None:
@@ -324,7 +400,7 @@ class QuantizedExperts(nn.Module):
             if not weight.is_meta:
                 values = weight.detach().cpu()
                 values = values.transpose(1, 2).contiguous() if stack.transposed else values
-                stored.encode(values.flatten().split(stored.piece(matrix)), codes.data, scales.data)
+                stored.encode(values.flatten().split(stored.piece(matrix)), codes.data, scales.data, matrix)
             made._parameters |= {f"{name}_codes": codes, f"{name}_scales": scales}
         made.__class__ = _expert_class(type(experts), tuple(stacks))
         found: QuantizedExperts = made

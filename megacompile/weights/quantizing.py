@@ -147,7 +147,8 @@ def quantize(model: M, stored: Any = "nf4", *, layers: Layers | None = None) -> 
 
     Args:
         model: a model whose weights are loaded, or on the meta device. Layers inside PEFT's adapters count.
-        stored: "nf4", 0.52 bytes per weight; "mxfp4", 0.53 bytes; "int8", 1 byte; or a `transformers.BitsAndBytesConfig`.
+        stored: "nf4", 0.52 bytes per weight; "mxfp4", 0.53 bytes; "int8" or "fp8", 1 byte; or a
+            `transformers.BitsAndBytesConfig`.
         layers: as for `stream`.
 
     Stacked experts that transformers multiplies by grouped products count too. Embeddings, heads, norms, adapters and other

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def test_values_of_four_bits_have_the_bits_that_the_host_computes(nested: bool) -> None:
     form, shape = FourBits(nested=nested), (75, 64 * 9)
     codes, scales = (torch.empty(count, dtype=torch.uint8) for count in (form.code_bytes(shape), form.scale_bytes(shape)))
-    form.encode(torch.randn(shape).flatten().split(form.piece(shape)), codes, scales)
+    form.encode(torch.randn(shape).flatten().split(form.piece(shape)), codes, scales, shape)
     for dtype in (torch.float32, torch.bfloat16):
         found = form.decode(codes.cuda(), scales.cuda(), shape, dtype)
         assert torch.equal(found.cpu(), form.decode(codes, scales, shape, dtype))

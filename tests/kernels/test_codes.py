@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile.weights.codes import FORMATS, NF4, EightBits, Format, FourBits, dynamic_map
+from megacompile.weights.codes import FORMATS, NF4, EightBits, Format, FourBits, ScaledFloats, dynamic_map
 
 SHAPE = (192, 128)
 #: Any weights, the same everywhere.
@@ -20,7 +20,7 @@ KNOWN = (((torch.arange(192 * 128) * 2654435761 % 1000003).float() / 500000 - 1)
 def encoded(stored: Format, weight: Tensor) -> tuple[Tensor, Tensor]:
     shape = (weight.shape[0], weight.shape[1])
     codes, scales = (torch.empty(count, dtype=torch.uint8) for count in (stored.code_bytes(shape), stored.scale_bytes(shape)))
-    stored.encode(weight.flatten().split(stored.piece(shape)), codes, scales)
+    stored.encode(weight.flatten().split(stored.piece(shape)), codes, scales, shape)
     return codes, scales
 
 
@@ -75,7 +75,8 @@ def test_each_weight_becomes_the_nearest_value(seed: int, size: float, name: str
     assert ((weight - values).abs() <= nearest * 1.0001 + 1e-6 * largest).all()
 
 
-@pytest.mark.parametrize("stored", [FourBits(), FourBits(nested=False), FourBits(block=128), EightBits()], ids=str)
+@pytest.mark.parametrize("stored", [
+    FourBits(), FourBits(nested=False), FourBits(block=128), EightBits(), ScaledFloats()], ids=str)
 def test_zeros_and_single_values_are_exact(stored: Format) -> None:
     weight = torch.zeros(4, 256)
     weight[2, 7] = 3.0
@@ -87,8 +88,29 @@ def test_zeros_and_single_values_are_exact(stored: Format) -> None:
 def test_pieces_change_nothing(stored: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = encoded(stored, KNOWN)
     monkeypatch.setattr("megacompile.weights.codes._AT_ONCE", 1024)
-    assert len(KNOWN.flatten().split(stored.piece(SHAPE))) > 10
+    assert len(KNOWN.flatten().split(stored.piece(SHAPE))) > (1 if stored.rows > 1 else 10)
     assert all(torch.equal(a, b) for a, b in zip(encoded(stored, KNOWN), whole, strict=True))
+
+
+def test_codes_of_float8_have_the_values_that_torch_gives_them() -> None:
+    stored, codes = ScaledFloats((4, 16)), torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 127) != 127]
+    assert stored.are_finite(codes) and not stored.are_finite(torch.tensor([0, 0xFF], dtype=torch.uint8))
+    scales = torch.rand(1, 16) + 0.5
+    values = stored.decode(codes, scales.view(-1).view(torch.uint8), (1, 254))
+    expected = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(16)[:254]
+    assert torch.equal(values.view(torch.int32), expected[None].view(torch.int32)), "to the sign of zero"
+
+
+@given(st.integers(0, 2**31), st.sampled_from([1e-30, 1.0, 1e30]), st.sampled_from([(130, 70), (3, 257), (128, 128)]))
+def test_each_weight_becomes_the_nearest_float8_of_its_block(seed: int, size: float, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size
+    values = rounded(ScaledFloats(), weight)
+    for rows in range(0, shape[0], 128):
+        for columns in range(0, shape[1], 128):
+            part, found = (each[rows:rows + 128, columns:columns + 128] for each in (weight, values))
+            scale = part.abs().max() / 448
+            assert ((part - found).abs() <= (part.abs() / 16).clamp(min=scale * 2**-10) * 1.0001).all()
 
 
 def test_scales_of_scales_lose_little() -> None:

@@ -326,7 +326,7 @@ def test_what_cannot_be_quantized_is_refused(saved: Path) -> None:
         megacompile.quantize(build())
     frozen = build().requires_grad_(False)
     with pytest.raises(ArgumentError, match=(
-            "weights cannot be stored as 'nf3': give one of nf4, int8, mxfp4, or a BitsAndBytes")):
+            "weights cannot be stored as 'nf3': give one of nf4, int8, mxfp4, fp8, or a BitsAndBytes")):
         megacompile.quantize(frozen, "nf3")
     with pytest.raises(UnsupportedError, match="llm_int8_skip_modules is not supported: leave it out"):
         megacompile.quantize(frozen, BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["lm_head"]))

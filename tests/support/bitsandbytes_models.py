@@ -71,7 +71,7 @@ def encoded(stored: Format, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix, both uint8."""
     shape = (weight.shape[0], weight.shape[1])
     codes, scales = (torch.empty(count, dtype=torch.uint8) for count in (stored.code_bytes(shape), stored.scale_bytes(shape)))
-    stored.encode([weight.detach().flatten()], codes, scales)
+    stored.encode([weight.detach().flatten()], codes, scales, shape)
     return codes, scales
 
 
