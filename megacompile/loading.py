@@ -22,7 +22,7 @@ from megacompile.planning.config import StreamConfig, dtype_named
 from megacompile.planning.host_needs import least_bytes
 from megacompile.sizes import format_bytes
 from megacompile.system.files import refuse_irregular
-from megacompile.weights.codes import FORMATS, Format
+from megacompile.weights.codes import FORMATS, Format, ScaledFloats
 from megacompile.weights.empty_models import draw, put_adapter, replace_parameters
 from megacompile.weights.filling import fill, least_bytes_quantized, packed_tensors, quantize_empty
 from megacompile.weights.quantizing import compute_dtype_of, compute_dtype_of_checkpoint, format_of
@@ -68,9 +68,9 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = Non
             are frozen and take no host memory for gradients and optimizer state.
         trainable: False: all weights are frozen, for generation and evaluation. They then take their own size in host memory.
         quantize: stores the frozen linear layers in fewer bits ("nf4", "int8" or a `transformers.BitsAndBytesConfig`, see
-            `megacompile.quantize`) while they are read. Checkpoints of bitsandbytes, and experts in MXFP4, are read as they
-            are.
-            Quantized weights are frozen: give an `adapter`, or `trainable=False`.
+            `megacompile.quantize`) while they are read. Quantized weights are frozen: give an `adapter`, or `trainable=False`.
+            Checkpoints of bitsandbytes, and those in MXFP4 or in blocks of FP8, are read as they are. Weights of the latter
+            two are expanded if they are trained.
 
     Raises `CheckpointError` if files cannot be read or do not fit the model, with a list of the mismatches;
     `InsufficientMemoryError` before weights are fetched or read, with the bytes that training takes; `ArgumentError` if there
@@ -82,10 +82,11 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = Non
     folder, commit = _find(source, revision)
     config = config if config is not None else _config(folder)
     stored_as = _format(source, config, wanted)
-    if stored_as is not None and adapter is None and trainable:
+    published = stored_as is not None and wanted is None and stored_as.rows > 0  # in codes that can be expanded
+    if stored_as is not None and adapter is None and trainable and not published:
         raise ArgumentError("quantized weights are frozen, and nothing would be trained: give an adapter (LoraConfig, "
                             "--lora), or trainable=False")
-    if stored_as is FORMATS["mxfp4"]:  # the weights are ours from here on
+    if published:  # the weights are ours from here on
         config = copy.copy(config)
         vars(config).pop("quantization_config", None)
     known = dtype or config.dtype
@@ -98,10 +99,14 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | str | None = Non
     files = weight_files(folder)
     with WeightReader() as reader:
         reader.open(files)
-        stored = packed_tensors(stored_tensors(files), reader)
+        block = stored_as.block if isinstance(stored_as, ScaledFloats) else ScaledFloats().block
+        stored = packed_tensors(stored_tensors(files), reader, block)
         if known is None:
             model = _empty_model(source, config, _widest(stored.values())).requires_grad_(trainable)
         found = match(model, stored, reader)
+        if found.converted and published:
+            raise UnsupportedError(f"weights of {source} are in codes, and {listed(found.converted, 1)} must be converted: "
+                                   "load the model with transformers (dequantize=True), and stream() it")
         if found.converted:
             return _convert(folder, config, found, model, strict, adapter, trainable, quantize, dtype=dtype, layers=layers,
                             example=example, **options)
@@ -216,13 +221,19 @@ def _format(source: str | Path, config: Any, wanted: Format | None) -> Format | 
     if not how:
         return wanted
     said = how if isinstance(how, dict) else how.to_dict()
-    if said.get("quant_method") not in ("bitsandbytes", "mxfp4"):
-        raise UnsupportedError(f"{source} is quantized by {said.get('quant_method')}, which is not supported: give the "
-                               "checkpoint that it was quantized from, with quantize='nf4' or 'int8', or one of bitsandbytes "
-                               "or with MXFP4")
+    method, block = str(said.get("quant_method")), said.get("weight_block_size", ScaledFloats().block)
+    if method not in ("bitsandbytes", "mxfp4", "fp8"):
+        raise UnsupportedError(f"{source} is quantized by {method}, which is not supported: give the checkpoint that it was "
+                               "quantized from, with quantize='nf4' or 'int8', or one of bitsandbytes, in MXFP4, or in blocks "
+                               "of FP8")
     if wanted is not None:
         raise ArgumentError(f"{source} is quantized already: leave quantize out")
-    if said["quant_method"] == "mxfp4":
+    if method == "fp8":
+        if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+            raise UnsupportedError(f"weight_block_size={block!r} of {source} is not supported: give a checkpoint in FP8 with a "
+                                   "scale for each block [rows, columns], or the one that it was quantized from")
+        return ScaledFloats((block[0], block[1]))
+    if method == "mxfp4":
         return FORMATS["mxfp4"]
     return FORMATS["nf4" if said.get("load_in_4bit") else "int8"]
 

@@ -186,14 +186,14 @@ def move_rest(model: nn.Module, tiling: Tiling) -> None:
 
 
 def place(value: Tensor, weights: Tensor, remainder: Tensor | None, threads: int | None = None) -> None:
-    """Writes values, 1-D of any floating dtype, into as many elements of a tile. The bits that bf16 cannot hold go to the
-    remainder, computed by `threads` threads (None: all cores)."""
+    """Writes values, 1-D of any floating dtype, into as many elements of a tile, of any shape. The bits that bf16 cannot hold
+    go to the remainder, computed by `threads` threads (None: all cores)."""
     if remainder is not None and value.dtype != torch.bfloat16:
         high, low = split_fp32(value.detach().cpu().float().contiguous(), threads)
-        weights.copy_(high)
-        remainder.copy_(low)
+        weights.copy_(high.view(weights.shape))
+        remainder.copy_(low.view(weights.shape))
     else:
-        weights.copy_(value)
+        weights.copy_(value.view(weights.shape))
 
 
 def point_parameters(tile: HostTile, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from megacompile.weights.codes import (
     Format,
     QuantizedExperts,
     QuantizedLinear,
+    ScaledFloats,
     Stack,
     as_bytes,
     is_finite,
@@ -34,10 +35,11 @@ from megacompile.weights.codes import (
 from megacompile.weights.empty_models import place
 from megacompile.weights.quantizing import four_bits, frozen_experts, frozen_linears, read_through_codes, stacked_weights
 from megacompile.weights.tiling import Tiling
-from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
+from megacompile.weights.weight_files import DTYPES, FLOATS, FusedTensor, StoredTensor, WeightReader
 
 # --------------------
-# Weights in files -> codes in tiles. Those that bitsandbytes has quantized are copied; others are rounded while they are read.
+# Weights in files -> codes in tiles. Those in codes already are copied; others are rounded while they are read. Weights in
+# codes that are trained, or that are no layer's, are expanded while they are read.
 _STATE = ".quant_state.bitsandbytes__"
 #: The entries that are read from bitsandbytes' state of a four-bit weight. Others are ignored.
 _FLAT = {"shape": schema.sequence(schema.whole(1, 2**31)), "blocksize": schema.whole(1, 2**20)}
@@ -47,11 +49,67 @@ _NESTED = {**_FLAT, "nested_blocksize": schema.whole(1, 2**20), "nested_offset":
 @dataclass(frozen=True)
 class PackedTensor(StoredTensor):
     """A weight that is stored in codes. `shape`: of the weight. `file`, `offset` and `bytes`: the location of the codes.
-    `scales`: the stored tensors, and numbers, that our scales consist of, in order. FP32 numbers are multiplied by `factor`."""
+    `scales`: the stored tensors, and numbers, that our scales consist of, in order. Floats are multiplied by `factor`.
+    `transposed`: the weight is a stack [experts, rows, columns], and its columns are in codes as rows."""
 
     stored: Format
     scales: tuple[StoredTensor | float, ...]
     factor: float = 1.0
+    transposed: bool = False
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape of the matrix that the codes are of."""
+        if len(self.shape) == 2:
+            return self.shape[0], self.shape[1]
+        experts, rows, columns = self.shape
+        return Stack((experts, rows, columns), torch.bfloat16, self.transposed).matrix
+
+    def read_codes(self, reader: WeightReader, first: int, codes: Tensor) -> None:
+        """Reads codes from the row `first` of the matrix on into `codes`, uint8, 1-D. Raises `CheckpointError` for NaNs."""
+        reader.read(self, self.stored.code_bytes((first, self.matrix[1])), codes)
+        checks = codes.split(BLOCK_ELEMENTS // 4) if isinstance(self.stored, ScaledFloats) else ()
+        if not all(self.stored.are_finite(piece) for piece in checks):  # type: ignore[attr-defined]  # of this format
+            raise _not_finite(self)
+
+    def read_scales(self, reader: WeightReader) -> Tensor:
+        """All scales, uint8, 1-D."""
+        return torch.cat([as_bytes(torch.tensor(part)) if isinstance(part, float) else
+                          self._scale_bytes(part, reader, 0, math.prod(part.shape)) for part in self.scales])
+
+    def read_rows(self, reader: WeightReader, first: int, count: int) -> Tensor:
+        """The values of `count` rows of the matrix from `first` on, a multiple of the format's rows, FP32 [count, columns]."""
+        width, (scales,) = self.matrix[1], self.scales
+        assert isinstance(scales, StoredTensor), "scales that are divided by rows are one tensor"
+        codes = torch.empty(self.stored.code_bytes((count, width)), dtype=torch.uint8)
+        self.read_codes(reader, first, codes)
+        element = 1 if scales.dtype == "U8" else 4
+        found = self._scale_bytes(scales, reader, self.stored.scale_bytes((first, width)) // element,
+                                  self.stored.scale_bytes((count, width)) // element)
+        return self.stored.decode(codes, found, (count, width))
+
+    def _scale_bytes(self, part: StoredTensor, reader: WeightReader, start: int, count: int) -> Tensor:
+        found = torch.empty(count, dtype=DTYPES[part.dtype])
+        reader.read(part, start, found)
+        return found if found.dtype == torch.uint8 else as_bytes(found.float() * self.factor)
+
+
+def _not_finite(source: StoredTensor) -> CheckpointError:
+    return CheckpointError(f"{source.name} in {source.file} has values that are not finite, which codes would spread to other "
+                           "weights: copy or download the checkpoint again")
+
+
+def _format_of(source: StoredTensor | None, wanted: Format | None = None) -> Format | None:
+    """The format in which a frozen weight is kept: that of its codes, `wanted` for one that is not in codes, and None for one
+    whose parts have codes that do not make those of the whole."""
+    if not isinstance(source, FusedTensor):
+        return source.stored if isinstance(source, PackedTensor) else wanted
+    packed = [part for part in source.parts if isinstance(part, PackedTensor)]
+    if not packed:
+        return wanted
+    form = packed[0].stored
+    alike = len(packed) == len(source.parts) and all(part.stored == form and len(part.shape) == 2 for part in packed)
+    return form if alike and form.rows and all(part.shape[0] % form.rows == 0 for part in packed[:-1]) else None
 
 
 @dataclass(frozen=True)
@@ -79,34 +137,27 @@ class CodedPart:
 
     def read(self, reader: WeightReader) -> None:
         if isinstance(self.source, PackedTensor):
-            reader.read(self.source, 0, self.codes)
-            self.scales.copy_(torch.cat([self._bytes(each, reader) for each in self.source.scales]))
+            self.source.read_codes(reader, 0, self.codes)
+            self.scales.copy_(self.source.read_scales(reader))
         else:
-            self.coded.stored.encode(self._pieces(reader), self.codes, self.scales)
-
-    def _bytes(self, part: StoredTensor | float, reader: WeightReader) -> Tensor:
-        assert isinstance(self.source, PackedTensor)
-        if isinstance(part, float):
-            return as_bytes(torch.tensor(part))
-        found = torch.empty(math.prod(part.shape), dtype=DTYPES[part.dtype])
-        reader.read(part, 0, found)
-        return found if found.dtype == torch.uint8 else as_bytes(found * self.source.factor)
+            self.coded.stored.encode(self._pieces(reader), self.codes, self.scales, self.coded.shape)
 
     def _pieces(self, reader: WeightReader) -> Iterator[Tensor]:
         count, size = math.prod(self.coded.shape), self.coded.stored.piece(self.coded.shape)
         for start in range(0, count, size):
             piece = torch.empty(min(size, count - start), dtype=DTYPES[self.source.dtype])
-            reader.read(self.source, start, piece)
+            for part in _parts(self.source, piece, None, size, start):
+                part.read(reader)
             if not is_finite(piece):
-                raise CheckpointError(f"{self.source.name} in {self.source.file} has values that are not finite, which codes "
-                                      "would spread to other weights: copy or download the checkpoint again")
+                raise _not_finite(self.source)
             yield piece
 
 
-def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader) -> dict[str, StoredTensor]:
-    """The stored tensors, with one `PackedTensor` instead of all tensors of a weight that bitsandbytes has quantized, or of a
-    stack of experts in MXFP4. Raises `UnsupportedError` for a weight that is not in a format of ours, and `CheckpointError` if
-    a part of one is missing or has another size."""
+def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader,
+                   block: tuple[int, int] = ScaledFloats().block) -> dict[str, StoredTensor]:
+    """The stored tensors, with one `PackedTensor` instead of all tensors of a weight that bitsandbytes has quantized, of a
+    stack of experts in MXFP4, or of a weight in FP8 with scales of blocks of this shape. Raises `UnsupportedError` for a weight
+    that is not in a format of ours, and `CheckpointError` if a part of one is missing or has another size."""
     found = dict(stored)
     for name in stored:
         if _STATE in name:
@@ -118,12 +169,15 @@ def packed_tensors(stored: Mapping[str, StoredTensor], reader: WeightReader) -> 
         elif name.endswith(_BLOCKS) and stored[name].dtype == "U8" and len(stored[name].shape) == 4:
             weight = name.removesuffix(_BLOCKS)
             _gather(found, weight, _microscaled(weight, stored), (name,))
+        elif name.endswith(_SCALE) and _part(stored, name.removesuffix(_SCALE)).dtype == "F8_E4M3":
+            weight = name.removesuffix(_SCALE)
+            _gather(found, weight, _scaled_floats(weight, stored, block), (name,))
     return found
 
 
 def _gather(found: dict[str, StoredTensor], weight: str, packed: PackedTensor, others: tuple[str, ...]) -> None:
     parts = [part for part in packed.scales if isinstance(part, StoredTensor)]
-    shape = packed.shape if len(packed.shape) == 2 else (packed.shape[0] * packed.shape[2], packed.shape[1])
+    shape = packed.matrix
     numbers = len(packed.scales) - len(parts)
     there = packed.bytes, 4 * numbers + sum(math.prod(part.shape) * (1 if part.dtype == "U8" else 4) for part in parts)
     needed = packed.stored.code_bytes(shape), packed.stored.scale_bytes(shape)
@@ -158,7 +212,20 @@ def _microscaled(weight: str, stored: Mapping[str, StoredTensor]) -> PackedTenso
     codes, scales = _part(stored, weight + _BLOCKS), _part(stored, weight + "_scales")
     experts, columns, blocks, _ = codes.shape
     form = FORMATS["mxfp4"]
-    return PackedTensor(weight, codes.file, "BF16", (experts, 32 * blocks, columns), codes.offset, codes.bytes, form, (scales,))
+    return PackedTensor(weight, codes.file, "BF16", (experts, 32 * blocks, columns), codes.offset, codes.bytes, form, (scales,),
+                        transposed=True)
+
+
+#: The end of the name of the scales of FP8 codes.
+_SCALE = "_scale_inv"
+
+
+def _scaled_floats(weight: str, stored: Mapping[str, StoredTensor], block: tuple[int, int]) -> PackedTensor:
+    codes, scales = stored[weight], stored[weight + _SCALE]
+    if len(codes.shape) != 2 or scales.dtype not in {*FLOATS, "F8_E8M0"}:
+        raise UnsupportedError(f"{weight} of {list(codes.shape)} is in FP8 with scales in {scales.dtype}: only matrices with "
+                               "scales in floats are supported; give the checkpoint in bfloat16")
+    return PackedTensor(weight, codes.file, "BF16", codes.shape, codes.offset, codes.bytes, ScaledFloats(block), (scales,))
 
 
 def _eight_bits(weight: str, scales: str, stored: Mapping[str, StoredTensor]) -> PackedTensor:
@@ -189,28 +256,29 @@ def _part(stored: Mapping[str, StoredTensor], name: str) -> StoredTensor:
 
 def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored: Format | None,
                    layers: Layers | None, compute_dtype: torch.dtype | None) -> dict[str, StoredTensor | Coded]:
-    """Replaces linear layers on the meta device by quantized ones, which compute in `compute_dtype`: those with packed sources,
-    and with a format `stored` all frozen ones in the model's layers. Returns the sources of all parameters.
+    """Replaces linear layers on the meta device by quantized ones, which compute in `compute_dtype`: frozen ones whose sources
+    are in codes, and with a format `stored` all frozen ones in the model's layers. Returns the sources of all parameters.
 
-    Raises `UnsupportedError` for a packed weight that belongs to no frozen linear layer."""
+    Raises `UnsupportedError` for another weight in codes, unless its format can be expanded while it is read."""
     made: dict[str, StoredTensor | Coded] = dict(sources)
-    if stored is None and not any(isinstance(source, PackedTensor) for source in sources.values()):
+    if stored is None and not any(map(_format_of, sources.values())):
         return made
     names = {id(module): name for name, module in model.named_modules()}
     for parent, child, linear in frozen_linears(model, layers):
         name = ".".join(filter(None, (names[id(parent)], child)))
         source = sources.get(f"{name}.weight")
-        form = source.stored if isinstance(source, PackedTensor) else stored
+        form = _format_of(source, stored)
         if form is not None and source is not None and form.fits(shape_of(linear)):
             parent._modules[child] = QuantizedLinear.of(linear, form, compute_dtype)
             made[f"{name}.weight"] = Coded(source, form, shape_of(linear), f"{name}.scales")
     for parent, child, experts, held in frozen_experts(model, layers):
         name = ".".join(filter(None, (names[id(parent)], child)))
         found = {weight: sources.get(f"{name}.{weight}") for weight in held}
-        packed = [source for source in found.values() if isinstance(source, PackedTensor)]
-        form = packed[0].stored if packed else stored
-        stacks = {weight: Stack.of(p, transposed=bool(packed)) for weight, p in held.items()}
-        if form is None or len(packed) not in (0, len(held)) or not all(form.fits(stack.matrix) for stack in stacks.values()):
+        formats = {_format_of(source, stored) for source in found.values()}
+        form = formats.pop()
+        stacks = {weight: Stack.of(p, isinstance(source := found[weight], PackedTensor) and source.transposed)
+                  for weight, p in held.items()}
+        if form is None or formats or not all(form.fits(stack.matrix) for stack in stacks.values()):
             continue
         if all(source is not None for source in found.values()):
             parent._modules[child] = QuantizedExperts.of(experts, stacks, form)
@@ -220,7 +288,7 @@ def quantize_empty(model: nn.Module, sources: Mapping[str, StoredTensor], stored
                 made[f"{name}.{weight}_codes"] = Coded(source, form, stacks[weight].matrix, f"{name}.{weight}_scales")
     read_through_codes(model)
     for name, made_of in made.items():
-        if isinstance(made_of, PackedTensor):
+        if isinstance(made_of, PackedTensor) and not made_of.stored.rows:
             raise UnsupportedError(f"{name} is quantized, and is not the weight of a frozen nn.Linear in a layer: leave it in "
                                    "bfloat16 when the model is quantized (llm_int8_skip_modules)")
     return made
@@ -247,8 +315,8 @@ READERS = max(4, min(16, os.cpu_count() or 1))
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of a stored tensor from `start` on, and the 1-D memory for them: `weights`, and in a bf16 tile also
-    `remainder`."""
+    """Elements of a stored tensor from `start` on, in the order of its codes if it has codes, and the memory for them:
+    `weights`, and in a bf16 tile also `remainder`."""
 
     source: StoredTensor
     start: int
@@ -257,7 +325,10 @@ class Part:
 
     def read(self, reader: WeightReader) -> None:
         dtype = DTYPES[self.source.dtype]
-        if dtype == self.weights.dtype:
+        if isinstance(self.source, PackedTensor):
+            rows, width = self.weights.shape
+            place(self.source.read_rows(reader, self.start // width, rows).flatten(), self.weights, self.remainder, threads=1)
+        elif dtype == self.weights.dtype:
             reader.read(self.source, self.start, self.weights)
         else:
             block = torch.empty(self.weights.numel(), dtype=dtype)
@@ -292,10 +363,10 @@ def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor | 
             elif memory.writes or not shared:
                 assert not parameter.is_meta, f"{name} has no values"
                 place(parameter.detach().flatten(), weights, remainder)
-        coded = {name: CodedPart(source, homes[name], homes[source.scales])
+        coded = {name: list(_coded_parts(source, homes[name], homes[source.scales]))
                  for name, source in sources.items() if isinstance(source, Coded)}
-        parts.extend(memory.share([part for name, part in coded.items() if name in tiling.position]))
-        parts.extend(part for name, part in coded.items() if name not in tiling.position)
+        parts.extend(memory.share([part for name, each in coded.items() if name in tiling.position for part in each]))
+        parts.extend(part for name, each in coded.items() if name not in tiling.position for part in each)
         for name, buffer in model.named_buffers():
             if isinstance(source := sources.get(name), StoredTensor):
                 assert buffer.is_contiguous(), f"buffer {name} is not contiguous"
@@ -327,7 +398,50 @@ def _home(name: str, parameter: nn.Parameter, tiling: Tiling, store: Store) -> t
     return tile.parameter_view(tile.weights, index), tile.layout.flat(tile.weights)[part.start:part.stop], remainder
 
 
-def _parts(source: StoredTensor, weights: Tensor, remainder: Tensor | None, block: int) -> Iterator[Part]:
+def _parts(source: StoredTensor, weights: Tensor, remainder: Tensor | None, block: int, first: int = 0) -> Iterator[Part]:
+    """Parts of some `block` elements for `weights`, the elements of a tensor from `first` on. All of one in codes is read."""
+    if isinstance(source, FusedTensor):
+        at = -first  # where a part begins in the weights
+        for part in source.parts:
+            start, stop = max(at, 0), min(at + math.prod(part.shape), weights.numel())
+            if start < stop:
+                yield from _parts(part, weights[start:stop], None if remainder is None else remainder[start:stop], block,
+                                  start - at)
+            at += math.prod(part.shape)
+        return
+    if isinstance(source, PackedTensor):
+        yield from _expanded(source, weights, remainder, block)
+        return
     for start in range(0, weights.numel(), block):
         stop = min(start + block, weights.numel())
-        yield Part(source, start, weights[start:stop], None if remainder is None else remainder[start:stop])
+        yield Part(source, first + start, weights[start:stop], None if remainder is None else remainder[start:stop])
+
+
+def _expanded(source: PackedTensor, weights: Tensor, remainder: Tensor | None, block: int) -> Iterator[Part]:
+    """Parts of a tensor in codes, each of some rows of its matrix. Their memory may be columns of a stack. Decoding takes
+    several numbers for a weight, so that a part has fewer weights."""
+    rows, width = source.matrix
+
+    def stacks(memory: Tensor) -> Tensor:  # [stacks, rows, width]
+        return memory.view(source.shape).transpose(1, 2) if source.transposed else memory.view(1, rows, width)
+
+    homes, remainders = stacks(weights), None if remainder is None else stacks(remainder)
+    step = max(1, block // 4 // width // source.stored.rows) * source.stored.rows
+    for i, home in enumerate(homes):
+        for start in range(0, len(home), step):
+            chosen = slice(start, min(start + step, len(home)))
+            yield Part(source, (i * len(home) + start) * width, home[chosen],
+                       None if remainders is None else remainders[i][chosen])
+
+
+def _coded_parts(coded: Coded, codes: Tensor, scales: Tensor) -> Iterator[CodedPart]:
+    """One part, or as many as the source has if it is in codes."""
+    source, form, row, width = coded.source, coded.stored, 0, coded.shape[1]
+    if not isinstance(source, FusedTensor) or _format_of(source) is None:
+        yield CodedPart(coded, codes, scales)
+        return
+    for part in source.parts:
+        rows = part.shape[0]
+        at, to = ((form.code_bytes((r, width)), form.scale_bytes((r, width))) for r in (row, row + rows))
+        yield CodedPart(replace(coded, source=part, shape=(rows, width)), codes[at[0]:to[0]], scales[at[1]:to[1]])
+        row += rows

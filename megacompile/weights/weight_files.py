@@ -5,10 +5,11 @@ memory, and a copy through a mapping takes a page fault every 4 KiB.
 """
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 #: The format's names of dtypes that weights may have. Others (int8, float8) mean nothing without their scales.
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: All dtypes that are read: buffers may hold integers.
+#: All dtypes that are read: buffers may hold integers, and scales may be powers of two (E8M0).
 DTYPES = {**FLOATS, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-          "BOOL": torch.bool}
+          "BOOL": torch.bool, "F8_E8M0": torch.float8_e8m0fnu}
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,20 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class FusedTensor(StoredTensor):
+    """A parameter whose elements are those of several stored tensors, one tensor after the other. `file` and `offset` are those
+    of the first. `dtype`: one that can hold all their values, or that of a tensor that is not in floats."""
+
+    parts: tuple[StoredTensor, ...]
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], parts: Sequence[StoredTensor]) -> FusedTensor:
+        dtypes = {part.dtype for part in parts}
+        dtype = min(dtypes - FLOATS.keys() or dtypes) if len(dtypes) == 1 or dtypes - FLOATS.keys() else "F32"
+        return cls(name, parts[0].file, dtype, shape, parts[0].offset, sum(part.bytes for part in parts), tuple(parts))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -153,8 +168,9 @@ class WeightReader:
 # --------------------
 # Matches stored tensors to parameters: by name, as transformers' loader renames tensors, then by shape, dtype and ties.
 #
-# A rename changes only the name (an old layout's names, a base model's prefix). Where a checkpoint needs arithmetic (experts
-# stored one by one and used as one tensor), the match says so, and transformers' loader has to load it.
+# A rename changes only the name (an old layout's names, a base model's prefix). Stored tensors may also be parts of a
+# parameter, as experts that are stored one by one. Where a checkpoint needs more (another order of elements), the match says
+# so, and transformers' loader has to load it.
 #: The most lines of a list that an error shows.
 _SHOWN = 12
 _COMPARED_ELEMENTS = 1 << 24
@@ -166,7 +182,7 @@ class Match:
 
     `sources`: the stored tensor of each parameter (by its first name) and persistent buffer. `missing`: parameters and buffers
     without one. `unused`: stored tensors that the model does not have. `wrong`: sentences about tensors that do not fit their
-    name. `converted`: stored tensors that need more than a rename."""
+    name. `converted`: stored tensors that are neither a parameter nor, as they are, parts of one."""
 
     sources: Mapping[str, StoredTensor]
     missing: tuple[str, ...] = ()
@@ -198,11 +214,18 @@ def match(model: Any, stored: Mapping[str, StoredTensor], reader: WeightReader) 
     are not read. `reader` has the files open: stored copies of tied parameters are compared and must be equal."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     parameters = {id(p): name for name, p in model.named_parameters()}  # the first name of each
-    names, converted = _model_names(model, stored, state)
+    names, fused, converted = _model_names(model, stored, state)
     sources: dict[str, StoredTensor] = {}
     wrong, unused = [], []
-    for origin, name in names.items():
-        found = stored[origin]
+    parts = {origin for fusion in fused.values() for origins in fusion.origins for origin in origins}
+    candidates: list[tuple[str, StoredTensor | None]] = [
+        (name, stored[origin]) for origin, name in names.items() if origin not in parts]
+    candidates += [(name, fusion.tensor(name, tuple(state[name].shape), stored)) for name, fusion in fused.items()]
+    for name, found in candidates:
+        if found is None:
+            wrong.append(f"{fused[name].first} and others like it do not make {name} of {list(state[name].shape)}")
+            continue
+        origin = found.name
         if name not in state:
             unused.append(origin)
             continue
@@ -211,8 +234,10 @@ def match(model: Any, stored: Mapping[str, StoredTensor], reader: WeightReader) 
         if found.shape != tuple(tensor.shape):
             wrong.append(f"{origin} has shape {list(found.shape)}, and {name} has {list(tensor.shape)}")
         elif found.dtype not in FLOATS if tensor.is_floating_point() else DTYPES.get(found.dtype) != tensor.dtype:
-            wrong.append(f"{origin} is stored as {found.dtype}, which cannot become {name} in {tensor.dtype} (quantized "
-                         "weights are not trained)")
+            wrong.append(f"{origin} is stored as {found.dtype}, which cannot become {name} in {tensor.dtype} (no scales "
+                         "of a known format belong to it)")
+        elif first in sources and isinstance(found, FusedTensor):
+            wrong.append(f"{name} is stored both as a whole and in parts, such as {fused[name].first}")
         elif first in sources and not reader.equal(sources[first], found, _COMPARED_ELEMENTS):
             wrong.append(f"{sources[first].name} and {origin} differ, and the config ties them: set tie_word_embeddings=False "
                          "in it if they should differ")
@@ -226,25 +251,73 @@ def match(model: Any, stored: Mapping[str, StoredTensor], reader: WeightReader) 
     return Match(sources, tuple(missing), tuple(_without_leftovers(model, unused)), tuple(wrong), tuple(converted))
 
 
-def _model_names(model: Any, stored: Iterable[str], state: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """(the model's name for each stored tensor, as in transformers' loader; the tensors that the loader would convert)."""
+#: What transformers' loader does to stored tensors so that a parameter is one of them after the other, by its operations and
+#: their dimensions: whether it stacks them.
+_FUSIONS: dict[tuple[tuple[str, int | None], ...], bool] = {
+    (("MergeModulelist", 0), ("Concatenate", 1)): True, (("MergeModulelist", 0),): True, (("Concatenate", 0),): False}
+
+
+@dataclass(frozen=True)
+class _Fusion:
+    """How stored tensors make a parameter. `stacked`: it has a matrix for each item of a list, such as experts. `origins`:
+    their names for each pattern of the loader (gates, then inputs)."""
+
+    stacked: bool
+    origins: tuple[list[str], ...]
+
+    @property
+    def first(self) -> str:
+        return next(origins[0] for origins in self.origins if origins)
+
+    def tensor(self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> FusedTensor | None:
+        """None if the stored tensors do not make a parameter of this shape."""
+        # Names of one pattern differ in their numbers.
+        lists = [[stored[origin] for origin in sorted(origins, key=_numbers)] for origins in self.origins]
+        if self.stacked and any(len(items) != shape[0] for items in lists):
+            return None
+        whole = shape[1:] if self.stacked else shape
+        groups = list(zip(*lists, strict=True)) if self.stacked else [tuple(itertools.chain.from_iterable(lists))]
+        parts = list(itertools.chain.from_iterable(groups))
+        fits = all(len(part.shape) == len(whole) and part.shape[1:] == whole[1:] for part in parts)
+        fits = fits and all(sum(part.shape[0] for part in group) == whole[0] for group in groups)
+        return FusedTensor.of(name, shape, parts) if fits else None
+
+
+def _model_names(model: Any, stored: Iterable[str],
+                 state: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, _Fusion], list[str]]:
+    """(the model's name for each stored tensor, as in transformers' loader; the parameters that stored tensors make; the
+    tensors that the loader would convert in another way)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    names, converted = {}, []
+    patterns = {pattern: (entry, i) for entry in converters for i, pattern in enumerate(entry.source_patterns)}
+    names: dict[str, str] = {}
+    fused: dict[str, _Fusion] = {}
+    converted = []
     for origin in stored:
         name, conversion = rename_source_key(origin, renamings, converters, model.base_model_prefix, state)
         if name not in state and origin in state:  # in the model's own layout already
             name, conversion = rename_source_key(origin, [], [], model.base_model_prefix, state)
         names[origin] = name
         if conversion is not None and name in state:
-            converted.append(origin)
+            entry, which = patterns[conversion]
+            done = tuple((type(step).__name__, getattr(step, "dim", None)) for step in entry.operations)
+            if done in _FUSIONS and len(entry.target_patterns) == 1:
+                empty = _Fusion(_FUSIONS[done], tuple([] for _ in entry.source_patterns))
+                fused.setdefault(name, empty).origins[which].append(origin)
+            else:
+                converted.append(origin)
     # `save_pretrained` writes the names that were read.
     model._weight_conversions = [entry for entry in mapping if entry.was_used()]
-    return names, converted
+    return names, fused, converted
+
+
+def _numbers(name: str) -> list[int]:
+    """The numbers in a name."""
+    return [int(each) for each in re.findall(r"\d+", name)]
 
 
 def _without_leftovers(model: Any, unused: Iterable[str]) -> list[str]:

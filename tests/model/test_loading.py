@@ -80,6 +80,18 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def store_transposed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposes the down projections of a checkpoint, and registers with transformers that Qwen2 has them so."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    turned = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", [Transpose(0, 1)])
+    assert conversion_mapping.get_checkpoint_conversion_mapping("qwen2") is None
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "qwen2", [turned])
+    edit(folder, lambda tensors: tensors.update(
+        {name: each.T.contiguous() for name, each in tensors.items() if "down_proj" in name}))
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
@@ -204,14 +216,9 @@ def test_names_without_the_base_models_prefix_are_found(tmp_path: Path, uncaptur
 
 def test_a_layout_that_has_to_be_converted_is_loaded_by_transformers_and_said_so(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(Qwen3MoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1))
+    plain = build()
     plain.save_pretrained(tmp_path)
-    assert any(".experts.3." in name for name in load_file(tmp_path / "model.safetensors")), "nothing to convert"
+    store_transposed(tmp_path, monkeypatch)
     given: dict[str, Any] = {}
     monkeypatch.setattr(loading, "stream", lambda model, **options: given.update(options) or model)
     with pytest.warns(UserWarning, match=r"stored in a layout that must be converted: transformers loads the model first"):
@@ -333,8 +340,8 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(saved: Path, monkeypatc
 
 
 def test_quantized_checkpoints_unknown_options_and_other_folders_are_refused(saved: Path, tmp_path: Path) -> None:
-    edit_config(saved, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UnsupportedError, match="is quantized by fp8, which is not supported: give the checkpoint that it was"):
+    edit_config(saved, quantization_config={"quant_method": "awq"})
+    with pytest.raises(UnsupportedError, match="is quantized by awq, which is not supported: give the checkpoint that it was"):
         megacompile.from_pretrained(saved, device="cpu")
     with pytest.raises(MegacompileError, match=r"has no option depth"):
         megacompile.from_pretrained(saved, depth=3)
