@@ -26,7 +26,7 @@ def test_values_of_four_bits_have_the_bits_that_the_host_computes(nested: bool) 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("stored", ["nf4", "int8"])
+@pytest.mark.parametrize("stored", ["nf4", "int8", "fp8"])
 def test_a_model_with_quantized_weights_trains_as_it_does_natively(stored: str, compiled: bool) -> None:
     native = build(torch.float32)
     for module in native.model.layers.modules():
