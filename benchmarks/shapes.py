@@ -13,6 +13,7 @@ from megacompile.planning.device import rank_in_job
 from megacompile.planning.host_needs import EXACT, StateChoice
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.weights.codes import Format, QuantizedExperts, QuantizedLinear, shape_of, weights_of_codes
+from megacompile.weights.empty_models import initialize, replace_parameters
 from megacompile.weights.quantizing import quantize
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
@@ -81,11 +82,12 @@ def layers_that_fit(shape: str, host_bytes: int | None = None, choice: StateChoi
 
 
 def random_model(shape: str, layers: int | None, device: str, lora: int = 0, stored: str | None = None) -> Any:
-    """A bf16 model on the host. Weights have a standard deviation of 0.02, norms are 1. Values are drawn on `device`. With
-    several ranks, only rank 0 draws them; the models of the others are on the meta device.
+    """A bf16 model on the host. Weights have a standard deviation of 0.02, norms are 1. With several ranks, only rank 0 draws
+    them; the models of the others are on the meta device.
 
-    `lora`: the rank of PEFT's adapters on all linear layers, over frozen weights; 0: no adapters. `stored`: the format of these
-    frozen weights, as for `megacompile.quantize`."""
+    `lora`: the rank of PEFT's adapters on all linear layers, over frozen weights, whose values are drawn on `device`; 0: no
+    adapters, and the values that `megacompile.from_config` draws. `stored`: the format of these frozen weights, as for
+    `megacompile.quantize`."""
     with parameters_on_meta():
         model: Any = AutoModelForCausalLM.from_config(config(shape, layers), dtype=torch.bfloat16)
     if lora:
@@ -96,6 +98,10 @@ def random_model(shape: str, layers: int | None, device: str, lora: int = 0, sto
         model = quantize(model, stored)
     torch.manual_seed(0)
     if rank_in_job() > 0:
+        return model.train()
+    if not lora:
+        replace_parameters(model, {id(p): nn.Parameter(torch.empty_like(p, device="cpu")) for p in model.parameters()})
+        initialize(model)
         return model.train()
     scales: dict[tuple[int, int], Tensor] = {}  # those of random weights, by shape
 

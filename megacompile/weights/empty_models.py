@@ -105,11 +105,16 @@ def draw(model: Any, tiling: Tiling, memory: TileMemory | None = None, threads: 
         made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
     replace_parameters(model, made)
     if memory.writes:
-        for module in model.modules():
-            module._is_hf_initialized = False
-        with torch.no_grad(), _drawn_in_blocks(threads or os.cpu_count() or 1):
-            model.initialize_weights()
+        initialize(model, threads)
     return store
+
+
+def initialize(model: Any, threads: int | None = None) -> None:
+    """Draws all weights of a model on the CPU as transformers initializes a new model."""
+    for module in model.modules():
+        module._is_hf_initialized = False
+    with torch.no_grad(), _drawn_in_blocks(threads or os.cpu_count() or 1):
+        model.initialize_weights()
 
 
 @contextmanager

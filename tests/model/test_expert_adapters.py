@@ -28,6 +28,8 @@ def base(family: str, bf16: bool = False) -> Any:
     for name, value in vars(config).items():
         if value == 48:  # widths of experts: blocks of codes are of 32 and 64 weights
             setattr(config, name, 64)
+    if bf16:  # rounding may send a token to other experts, unless all are chosen
+        config.num_experts_per_tok = config.num_experts if hasattr(config, "num_experts") else config.num_local_experts
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
