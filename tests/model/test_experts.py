@@ -41,6 +41,25 @@ def test_outputs_and_gradients_are_those_of_transformers(family: str, elsewhere:
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+def test_rows_of_experts_elsewhere_which_no_product_writes_reach_nothing() -> None:
+    experts = _experts("qwen3_moe").bfloat16()
+    experts._is_expert_parallel = True
+    hidden, numbers, weights = _routed(experts, 13, 3, experts.num_experts + 1)
+    given = hidden.bfloat16().detach().requires_grad_(), numbers, weights.bfloat16().detach().requires_grad_()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written is NaN
+    try:
+        results = []
+        for run in (experts_forward, grouped_mm_experts_forward):
+            out = run(experts, *given)
+            results.append((out, *torch.autograd.grad(out.float().sin().sum(), [given[0], given[2], *experts.parameters()])))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert float((ours - theirs).float().norm()) <= 0.03 * float(theirs.float().norm())
+
+
 @pytest.mark.parametrize("op", [SPREAD, GATHER])
 def test_each_op_is_the_gradient_of_the_other(op: Any) -> None:
     order = torch.randperm(12)

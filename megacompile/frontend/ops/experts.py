@@ -124,7 +124,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     rows = self._apply_gate(multiplied(rows, "gate_up_proj")) if self.has_gate else self.act_fn(multiplied(rows, "up_proj"))
     normed = getattr(self, "has_post_expert_norm", False)
     linear = not self.has_bias and not normed
-    rows = multiplied(rows * weights if linear else rows, "down_proj")
+    # A product's gradient of rows that it does not read is not written: zeros in its place must not reach the weights.
+    rows = multiplied(zeroed(rows * weights) if linear else rows, "down_proj")
     rows = self.post_expert_norm(rows) if normed else rows
     return GATHER(rows if linear else rows * weights, order, inverse, chosen).to(hidden_states.dtype)
 
