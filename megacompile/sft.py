@@ -14,7 +14,7 @@ from megacompile import trainer
 from megacompile.errors import UnsupportedError
 from megacompile.trainers.fused_head import streamed_heads
 from megacompile.trainers.named_models import load_named
-from megacompile.trainers.reference_model import add_adapter, loaded_as
+from megacompile.trainers.reference_model import add_adapter, loaded_as, streamed_again
 from megacompile.trainers.trainer_arguments import check_model
 
 
@@ -29,9 +29,13 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     With a `peft_config`, the streamed model is closed, wrapped with the adapter, and streamed again with the same options
     (`trainer.model`).
 
+    A mixture of experts is streamed again in the same way if it was streamed without the router loss that TRL adds
+    (`router_aux_loss_coef`, by default that of the model's config).
+
     The model may be a name, as in TRL: it is then loaded with `model_init_kwargs` and streamed (`load_named`).
 
-    Raises `UnsupportedError` for a router loss other than the one that the model was streamed with."""
+    Raises `UnsupportedError` for a router loss beside a loss other than "nll", or other than the one that the model was
+    streamed with if `optimizers` are given."""
 
     def __init__(self, model: Any, args: Any = None, *more: Any, peft_config: Any = None, **kwargs: Any) -> None:
         coefficients: list[float] = []
@@ -48,6 +52,8 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
             if peft_config is not None:
                 check_model(model)
                 model = add_adapter(model, peft_config)
+            if not any(kwargs.get("optimizers") or ()):  # which would end with the model
+                model = _with_router_loss(model, args)
             coefficients.append(_router_coefficient(model))
         with streamed_heads(sft_trainer, model) as models, loaded_as(sft_trainer, model, load):
             super().__init__(model, args, *more, **kwargs)
@@ -120,3 +126,19 @@ def _router_coefficient(model: Any) -> float:
     """The weight of the router auxiliary loss that a streamed model was captured with; 0 without one."""
     config = model.config.get_text_config()
     return float(config.router_aux_loss_coef) if check_model(model).captured.output.records_routers else 0.0
+
+
+def _with_router_loss(model: Any, args: Any) -> Any:
+    """The model, streamed again if TRL would add another router loss than the one that it was streamed with."""
+    text = model.config.get_text_config()
+    asked = getattr(args, "router_aux_loss_coef", None)
+    wanted = getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked
+    mixture = hasattr(text, "output_router_logits") and getattr(args, "loss_type", "nll") == "nll"
+    if not mixture or wanted == _router_coefficient(model):
+        return model
+
+    def change(plain: Any) -> Any:
+        text.output_router_logits, text.router_aux_loss_coef = wanted != 0, wanted
+        return plain
+
+    return streamed_again(model, change, "", "megacompile.stream after setting config.output_router_logits")

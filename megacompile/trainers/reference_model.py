@@ -29,19 +29,33 @@ def add_adapter(model: Any, adapter: Any, **options: Any) -> Any:
     """Closes a streamed model, wraps it with an adapter of this configuration, and streams the PEFT model with the same
     options. `options`: those of `peft.get_peft_model`.
 
-    Raises `UnsupportedError` if the model takes other batch arguments than input_ids and labels."""
+    Raises `MegacompileError` if the model is not streamed, and `UnsupportedError` if it takes other batch arguments than
+    input_ids and labels."""
     from peft import get_peft_model
 
-    captured, config = model.megacompile.streamed.captured, model.megacompile.streamed.config
-    stacks = tuple(f"base_model.model.{path}" for path in captured.stacks)
-    if set(captured.batch_inputs) != {"input_ids", "labels"}:
-        raise UnsupportedError("a trainer can add an adapter only to a model that takes input_ids and labels: call "
-                               "peft.get_peft_model before megacompile.stream(model, example=...)")
+    def adapted(plain: nn.Module) -> nn.Module:
+        with traceable_adapters():  # DoRA starts from the values of weights
+            wrapped: nn.Module = get_peft_model(plain, adapter, **options)
+        return wrapped
+
+    return streamed_again(model, adapted, "base_model.model.",
+                          "peft.get_peft_model before megacompile.stream(model, example=...)")
+
+
+def streamed_again(model: Any, change: Callable[[nn.Module], nn.Module], prefix: str, instead: str) -> Any:
+    """Closes a streamed model, and streams what `change` makes of it with the same options. `prefix`: of the names of layers
+    there. Optimizers of the model end with it.
+
+    Raises `UnsupportedError`, with what to call `instead`, if the model takes other batch arguments than input_ids and
+    labels."""
+    streamed = check_model(model)
+    stacks, config = tuple(f"{prefix}{path}" for path in streamed.captured.stacks), streamed.config
+    if set(streamed.captured.batch_inputs) != {"input_ids", "labels"}:
+        raise UnsupportedError("a trainer can stream a model again only if it takes input_ids and labels: call " + instead)
     model.megacompile.close()
+    del streamed
     gc.collect()  # frees the old gradients and optimizer state
-    with traceable_adapters():  # DoRA starts from the values of weights
-        adapted = get_peft_model(model, adapter, **options)
-    return attach(adapted, build_store, config, stacks, None)
+    return attach(change(model), build_store, config, stacks, None)
 
 
 def reference_of(policy: nn.Module) -> nn.Module:

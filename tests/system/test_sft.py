@@ -130,15 +130,16 @@ def test_what_is_not_supported_is_refused_at_once(changes: Any, remedy: str, mod
         make(SFTTrainer, tmp_path, model, tokenizer, **changes)
 
 
-@pytest.mark.nightly(
-    held_by="tests/model/test_router_losses.py::test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_asked_for")
-def test_a_router_loss_is_divided_among_accumulated_batches(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("known", [False, pytest.param(True, marks=pytest.mark.nightly(
+    held_by="tests/system/test_sft.py::test_a_router_loss_is_divided_among_accumulated_batches"))])
+def test_a_router_loss_is_divided_among_accumulated_batches(known: bool, tokenizer: Any, tmp_path: Path) -> None:
+    """Also if it was not known when the model was streamed."""
     curves = []
     for trainer in (trl.SFTTrainer, SFTTrainer):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(MixtralConfig(
             vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, num_local_experts=4, output_router_logits=True,
+            num_key_value_heads=1, max_position_embeddings=64, num_local_experts=4, output_router_logits=known,
             router_aux_loss_coef=0.5), attn_implementation="eager")
         if trainer is SFTTrainer:
             model = megacompile.stream(model, device="cpu", compile=False)
