@@ -1,4 +1,4 @@
-"""Frozen weights in four and eight bits on CUDA: losses and gradients are those of the unstreamed model."""
+"""Frozen weights in codes on CUDA: losses and gradients are those of the unstreamed model; and Triton kernels of our own."""
 from __future__ import annotations
 
 import copy
@@ -13,6 +13,16 @@ import megacompile
 from megacompile.weights.codes import FourBits
 
 pytestmark = pytest.mark.gpu
+
+
+def test_gradients_in_bfloat16_are_added_to_sums_in_float32_as_pytorch_adds_them() -> None:
+    from megacompile.codegen import triton_kernels
+
+    for count in (1, 4096, 9999):
+        sums, gradients = torch.randn(count, device="cuda"), torch.randn(count, device="cuda").bfloat16()
+        expected = sums + gradients
+        triton_kernels.add(sums, gradients)
+        assert torch.equal(sums, expected)
 
 
 @pytest.mark.parametrize("nested", [True, False])
