@@ -16,7 +16,7 @@ import tiny_models
 import trained
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, PreTrainedTokenizerFast
 
 import megacompile.trainer
 from megacompile.errors import UnsupportedError
@@ -148,6 +148,17 @@ def test_a_router_loss_is_divided_among_accumulated_batches(known: bool, tokeniz
         curves.append(trained.curve(made, "loss", "grad_norm"))
     torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
     made.model.megacompile.close()
+
+
+def test_a_model_that_takes_other_arguments_is_not_streamed_again_for_an_adapter(tokenizer: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        "gpt2", vocab_size=tiny_models.VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    model = megacompile.stream(plain, device="cpu", example=dict(input_ids=ids, labels=ids, token_type_ids=ids))
+    with pytest.raises(UnsupportedError, match="can stream a model again only if it takes input_ids and labels: call peft"):
+        make(SFTTrainer, tmp_path, model, tokenizer, dict(peft_config=peft.LoraConfig(r=4, target_modules=["c_attn"])))
+    model.megacompile.close()
 
 
 def randomize_adapter(model: Any) -> None:
