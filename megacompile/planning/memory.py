@@ -137,7 +137,7 @@ def _shards(tiling: Tiling, plan: Plan) -> int:
     return SHARD_SLOTS * sum(of_layers) + max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
 
 
-def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Callable[[str], int]) -> int:
+def _turns(layers: Sequence[TileLayout], plan: Plan, kept: Sequence[str], runs: Callable[[str], int]) -> int:
     """Bytes of the slots of weights and gradients that tiles of one size class take turns in. Excludes gradients of the `kept`
     tiles. Weights arrive for each of the `runs` of a tile. Gradients leave once."""
     streamed = [x for x in layers if not plan.placement(x.name).resident]

@@ -9,6 +9,7 @@ Experts that several calls divide among them are in one host tile, of which each
 """
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,19 +136,32 @@ class Tiling:
         return round(sum(used[tile] * (6 if layout.trainable else 4 if tile in reached else 2)
                          * (1 if tile in boundary else self.runs(tile)) for tile, layout in self.layouts.items()))
 
+    # Plans are compared by memory many thousand times, so these are counted once.
+    @functools.cached_property
+    def _runs(self) -> Counter[str]:
+        return Counter(tile for tiles in self._layers() for tile in set(tiles))
+
+    @functools.cached_property
+    def _boundary(self) -> frozenset[str]:
+        return frozenset(boundary_tiles(self._chain()))
+
+    @functools.cached_property
+    def _size_classes(self) -> tuple[tuple[TileLayout, ...], ...]:
+        classes = size_classes(self._layers(), self.boundary(), lambda tile: self.layouts[tile].weight_bytes)
+        return tuple(tuple(self.layouts[tile] for tile, its_class in classes.items() if its_class == each)
+                     for each in sorted(set(classes.values())))
+
     def runs(self, tile: str) -> int:
         """The number of layer calls that read a tile."""
-        return sum(tile in tiles for tiles in self._layers())
+        return self._runs[tile]
 
-    def boundary(self) -> set[str]:
+    def boundary(self) -> frozenset[str]:
         """The tiles that the prologue or the epilogue reads."""
-        return boundary_tiles(self._chain())
+        return self._boundary
 
-    def size_classes(self) -> list[list[TileLayout]]:
+    def size_classes(self) -> tuple[tuple[TileLayout, ...], ...]:
         """The tiles that only layers read, by size class (`megacompile.ir.program.size_classes`), the largest first."""
-        classes = size_classes(self._layers(), self.boundary(), lambda tile: self.layouts[tile].weight_bytes)
-        return [[self.layouts[tile] for tile, its_class in classes.items() if its_class == each]
-                for each in sorted(set(classes.values()))]
+        return self._size_classes
 
     @property
     def trained(self) -> list[str]:
