@@ -134,7 +134,7 @@ def from_config(config: Any, *, dtype: torch.dtype | str | None = None, layers: 
     they are those of rank 0.
 
     Args:
-        config: a config from transformers, or a folder or JSON file with one.
+        config: a config from transformers, or a folder, a JSON file or an id on the Hugging Face Hub with one.
         dtype: dtype of the weights, float32 or bfloat16, or its name. None or "auto": that of the config, or else float32.
         layers, example, options: as for `stream`.
 
@@ -142,7 +142,8 @@ def from_config(config: Any, *, dtype: torch.dtype | str | None = None, layers: 
     and what `stream` raises.
     """
     stream_config = StreamConfig.of(**options)
-    config = _config(Path(config)) if isinstance(config, str | Path) else config
+    if isinstance(config, str | Path):
+        config = _config(Path(config)) if Path(config).is_file() else read_config(config)
     model = _empty_model("a new model", config, dtype_named(dtype) or config.dtype or torch.float32)
     require_host_memory(least_bytes(model))
     _keep_precise(model, parameters=dtype is None)

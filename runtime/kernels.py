@@ -1,7 +1,6 @@
 """A template as the runtime sees it: a callable, the source of each input, the destination of each gradient."""
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacompile.codegen import HAS_TRITON
 from megacompile.codegen.scaled_products import add_scaled_product
 from megacompile.compat.core import grouped_mm
 from megacompile.runtime.memory.arena import Accumulators, Weights
-
-_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def accumulate(kernel: Kernel, results: tuple[Any, ...], accumulators: tuple[Acc
 
 
 def _add(into: Tensor, value: Tensor) -> None:
-    if into.dtype != value.dtype and into.is_cuda and value.is_contiguous() and _TRITON:
+    if into.dtype != value.dtype and into.is_cuda and HAS_TRITON and into.is_contiguous() and value.is_contiguous():
         from megacompile.codegen import triton_kernels
 
         triton_kernels.add(into, value)  # PyTorch's kernel for two dtypes takes 1.4 times as long

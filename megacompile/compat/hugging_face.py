@@ -166,7 +166,7 @@ PARTS = (
 @contextlib.contextmanager
 def replaced(owner: ModuleType | type, **values: Any) -> Iterator[None]:
     """A context in which attributes of a module or a class have other values. For libraries without hooks for this. Raises
-    `AttributeError` if there is no attribute of that name."""
+    `AttributeError` if the owner lacks one of them."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():

@@ -13,7 +13,7 @@ from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.placement import Updated
 from megacompile.ir.places import OF_A_FORWARD, Family
 from megacompile.ir.plan import Plan, kept_residuals
-from megacompile.ir.program import Lane, Program, argument, op_of, place_kind, places
+from megacompile.ir.program import Lane, Program, argument, find, place_kind, places
 from megacompile.planning.host_needs import StateChoice, bytes_each, combinations, with_choice
 from megacompile.planning.planner import Planner
 from megacompile.planning.precision import described_products
@@ -239,14 +239,13 @@ class Outlook:
         program = simulator.program(self.plan, self.whole_step)
         outside = {call.template for call in (planner.captured.calls[0], planner.captured.calls[-1])}
         for section in step_of(program):
-            for node in program.section(section).nodes:
-                if node.op == "call_function" and op_of(node).name in TEMPLATE_OPS:
-                    seconds = simulator.durations.of_template(program, node, self.plan)
-                    if argument(node, "template") in outside:
-                        spent["vocabulary"] += sum(seconds)
-                    else:
-                        for part, each in zip(("experts", "attention", "the rest"), seconds, strict=True):
-                            spent[part] += each
+            for node in find(program.section(section), *TEMPLATE_OPS):
+                seconds = simulator.durations.of_template(program, node, self.plan)
+                if argument(node, "template") in outside:
+                    spent["vocabulary"] += sum(seconds)
+                else:
+                    for part, each in zip(("experts", "attention", "the rest"), seconds, strict=True):
+                        spent[part] += each
         names = {"experts": "products of experts", "attention": "kernels of attention"}
         cells = {part: [format_bytes(held.get(part, 0))] * (part in held) + [f"{seconds:.3g} s"] * (seconds > 0)
                  for part, seconds in spent.items()}

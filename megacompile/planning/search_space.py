@@ -36,7 +36,7 @@ class SearchSpace(MemoryBudget):
     """The inputs of the choice of a plan: the model, the user's options, memory, rates, and what earlier plans fixed.
 
     `simulator`: of steps; None if the machine's rates are unknown, and rules of thumb decide. `stateful`: the tiles that
-    earlier plans update on the device; None if there is no earlier plan. `output`: as in `BatchSpec`. `full_tokens`:
+    earlier plans update on the device; None without an earlier plan. `output`: as in `BatchSpec`. `full_tokens`:
     the most tokens of a micro-batch of several sequences."""
 
     simulator: StepSimulator | None = None

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import megacompile
 from megacompile import training
-from megacompile.errors import MegacompileError
+from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning import run_progress
 
 CONFIG = """{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
@@ -228,6 +228,11 @@ def test_each_weight_is_drawn_as_transformers_initializes_it_and_tied_ones_once(
         assert float(ours.detach().mean()) == pytest.approx(float(theirs.detach().mean()), abs=0.3 * spread + 1e-6), name
     assert model.transformer.wte.weight is model.lm_head.weight
     model.megacompile.close()
+
+
+def test_a_config_that_is_nowhere_is_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match="'no/such/folder' is not a checkpoint folder"):
+        megacompile.from_config("no/such/folder", device="cpu")
 
 
 def test_a_meta_model_has_no_weights(config: Path) -> None:

@@ -100,14 +100,15 @@ def _product(rows: Tensor, weight: Tensor | AdaptedWeight, ends: Tensor, transpo
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """In place of transformers' `grouped_mm_experts_forward`, for hidden_states [N, hidden], numbers of experts, int64 [N, k],
-    and their weights [N, k]. Returns [N, hidden]. With expert parallelism, a number past the last expert stands for an expert
-    elsewhere. Such pairs come last, no product reads them, and their rows are zeros."""
+    and their weights [N, k]. Returns [N, hidden]. Traced on the CPU, whose `histc` takes floats.
+
+    With expert parallelism, a number past the last expert stands for an expert elsewhere. Such pairs come last, no product
+    reads them, and their rows are zeros."""
     chosen = top_k_index.shape[1]
     numbers, order = torch.sort(top_k_index.reshape(-1))
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
-    counted = numbers.int() if numbers.is_cuda else numbers.float()
-    counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
+    counts = torch.histc(numbers.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
     elsewhere = (numbers >= self.num_experts)[:, None] if getattr(self, "_is_expert_parallel", False) else None
     numbers = numbers.clamp(max=self.num_experts - 1)

@@ -2,18 +2,17 @@
 the memory's rate, and a kernel of our own at all of it."""
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from megacompile.codegen import HAS_TRITON
+
 #: The number of codes of a weight, of codes of a scale, and of scales that share an FP32 scale.
 TABLE, MAP, SCALES_IN_GROUP = 16, 256, 256
-_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _four_bit_values(codes: Tensor, scales: Tensor, block: int, nested: bool, dtype: torch.dtype) -> Tensor:
-    if codes.is_cuda and _TRITON:
+    if codes.is_cuda and HAS_TRITON:
         from megacompile.codegen import triton_kernels
 
         return triton_kernels.four_bit_values(codes, scales, block, nested, dtype)
