@@ -15,7 +15,7 @@ from megacompile.system.host_memory import available_host_bytes
 from megacompile.weights.codes import Format, QuantizedExperts, QuantizedLinear, shape_of, weights_of_codes
 from megacompile.weights.empty_models import initialize, replace_parameters
 from megacompile.weights.quantizing import quantize
-from megacompile.weights.tiling import HOST_MARGIN_BYTES
+from megacompile.weights.tiling import CUDA_HOST_MARGIN_BYTES
 
 #: Fields of a config from transformers; of Qwen2 unless `model_type` is given.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -30,6 +30,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-moe-30b": dict(model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144,
                           moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
                           num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128),
+    "gpt-oss-20b": dict(model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880,
+                        num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=24, num_attention_heads=64,
+                        num_key_value_heads=8, head_dim=64, sliding_window=128),
     "gpt-oss-120b": dict(model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880,
                          num_local_experts=128, num_experts_per_tok=4, num_hidden_layers=36, num_attention_heads=64,
                          num_key_value_heads=8, head_dim=64, sliding_window=128),
@@ -76,7 +79,7 @@ def layers_that_fit(shape: str, host_bytes: int | None = None, choice: StateChoi
                     outside: StateChoice | None = None) -> int:
     """The largest number of layers of a shape that `host_bytes` of host memory (None: what is available) can train, at least
     1. State as for `bytes_to_train`."""
-    available = (available_host_bytes() if host_bytes is None else host_bytes) - HOST_MARGIN_BYTES
+    available = (available_host_bytes() if host_bytes is None else host_bytes) - CUDA_HOST_MARGIN_BYTES
     one, two = (bytes_to_train(shape, count, choice, outside) for count in (1, 2))
     return max(1, min(SHAPES[shape]["num_hidden_layers"], 1 + (available - one) // (two - one)))
 
@@ -132,6 +135,7 @@ def _random_scales(stored: Format, matrix: tuple[int, int]) -> Tensor:
     size, count = stored.piece(matrix), matrix[0] * matrix[1]
     stored.encode((torch.randn(min(size, count - at)) * 0.02 for at in range(0, count, size)), codes, scales, matrix)
     return scales
+
 
 def expert_count(config: Any) -> int:
     """The number of experts of a layer; 1 if it has none."""
