@@ -79,3 +79,21 @@ def test_a_function_of_the_users_for_grouped_experts_stays() -> None:
     with traced_experts():
         assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is experts_forward
     assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is grouped_mm_experts_forward
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_gradients_of_biases_in_bfloat16_are_sums_that_are_rounded_once(elsewhere: bool) -> None:
+    experts = _experts("gpt_oss")
+    if elsewhere:
+        experts._is_expert_parallel = True
+    hidden, numbers, weights = _routed(experts, 200, 3, experts.num_experts + elsewhere)
+    names = [name for name, _ in experts.named_parameters() if name.endswith("_bias")]
+    assert names
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        each = experts.to(torch.bfloat16).to(dtype)  # the same values
+        out = (experts_forward if dtype == torch.bfloat16 else grouped_mm_experts_forward)(
+            each, hidden.bfloat16().to(dtype), numbers, weights.bfloat16().to(dtype))
+        gradients.append(torch.autograd.grad(out.float().sum(), [each.get_parameter(name) for name in names]))
+    for exact, ours in zip(*gradients, strict=True):
+        assert float((ours.float() - exact).norm()) <= 0.01 * float(exact.norm())

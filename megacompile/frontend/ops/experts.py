@@ -21,6 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacompile.compat.core import grouped_mm
+
+#: Ranks are padded by zeros to a multiple of this: grouped products need rows of a multiple of 16 bytes.
+_RANK_MULTIPLE = 8
+
 
 def _spread(rows: Tensor, order: Tensor, inverse: Tensor, chosen: int) -> Tensor:
     return rows[torch.div(order, chosen, rounding_mode="floor")]
@@ -33,14 +38,33 @@ def _gathered(pairs: Tensor, order: Tensor, inverse: Tensor, chosen: int) -> Ten
     return functools.reduce(torch.add, [pairs[place].to(wide) for place in places]).to(pairs.dtype)
 
 
+def _biases(bias: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+    return bias[numbers]
+
+
+def _sums(rows: Tensor, ends: Tensor) -> Tensor:
+    # A sum at computed places adds thousands of rows to each expert's, one after another. A product with ones does not.
+    ones = torch.ones(rows.shape[0], _RANK_MULTIPLE, dtype=rows.dtype, device=rows.device)
+    return grouped_mm(ones.t(), rows, offs=ends)[:, 0]
+
+
 _SCHEMA = "(Tensor rows, Tensor order, Tensor inverse, int chosen) -> Tensor"
 _spread_op = torch.library.custom_op("megacompile::spread_pairs", _spread, mutates_args=(), schema=_SCHEMA)
 _spread_op.register_fake(lambda rows, order, inverse, chosen: rows.new_empty(rows.shape[0] * chosen, rows.shape[1]))
 _gather_op = torch.library.custom_op("megacompile::gather_pairs", _gathered, mutates_args=(), schema=_SCHEMA)
 _gather_op.register_fake(lambda rows, order, inverse, chosen: rows.new_empty(rows.shape[0] // chosen, rows.shape[1]))
+_biases_op = torch.library.custom_op("megacompile::biases_of_pairs", _biases, mutates_args=(), schema=(
+    "(Tensor bias, Tensor numbers, Tensor ends) -> Tensor"))
+_biases_op.register_fake(lambda bias, numbers, ends: bias.new_empty(numbers.shape[0], bias.shape[1]))
+_sums_op = torch.library.custom_op("megacompile::sums_of_pairs", _sums, mutates_args=(), schema=(
+    "(Tensor rows, Tensor ends) -> Tensor"))
+_sums_op.register_fake(lambda rows, ends: rows.new_empty(ends.shape[0], rows.shape[1]))
 #: Rows [N, width] -> rows of pairs [N * chosen, width], sorted by `order`; and rows of pairs -> their sums [N, width].
 #: `order` and `inverse`: int64 [N * chosen], permutations of pairs that undo each other.
 SPREAD, GATHER = torch.ops.megacompile.spread_pairs, torch.ops.megacompile.gather_pairs
+#: Experts' biases [E, width] -> those of pairs, for their experts' numbers, int64 [pairs], sorted, and `ends`, int32 [E], where
+#: each expert's pairs end; and rows of pairs -> the sums of each expert's [E, width].
+BIASES, SUMS = torch.ops.megacompile.biases_of_pairs, torch.ops.megacompile.sums_of_pairs
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -54,8 +78,10 @@ def _gradient_by(op: Any) -> Callable[..., tuple[Tensor | None, ...]]:
 
 _spread_op.register_autograd(_gradient_by(GATHER), setup_context=_setup)
 _gather_op.register_autograd(_gradient_by(SPREAD), setup_context=_setup)
+_biases_op.register_autograd(lambda ctx, gradient: (SUMS(gradient.contiguous(), *ctx.saved_tensors), None, None),
+                             setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[2]))
 #: How the ops are written once their gradients are known, so that compilers fuse them.
-DECOMPOSITIONS = {SPREAD.default: _spread, GATHER.default: _gathered}
+DECOMPOSITIONS = {SPREAD.default: _spread, GATHER.default: _gathered, BIASES.default: _biases, SUMS.default: _sums}
 
 
 @dataclass(frozen=True)
@@ -74,10 +100,6 @@ class AdaptedWeight:
         return value
 
 
-#: Ranks are padded by zeros to a multiple of this: grouped products need rows of a multiple of 16 bytes.
-_RANK_MULTIPLE = 8
-
-
 def _product(rows: Tensor, weight: Tensor | AdaptedWeight, ends: Tensor, transposed: bool) -> Tensor:
     """transformers' product of rows [pairs, in], sorted by expert, and the experts' weights. With adapters
 
@@ -94,7 +116,8 @@ def _product(rows: Tensor, weight: Tensor | AdaptedWeight, ends: Tensor, transpo
         missing = -right.shape[-2] % _RANK_MULTIPLE
         left, right = F.pad(left, (0, missing)).contiguous(), F.pad(right, (0, 0, 0, missing)).contiguous()
         first, second = (left, right) if transposed else (right, left)
-        out = out + _product(_product(rows, first, ends, transposed), second, ends, transposed) * scale
+        # The narrow rows are scaled: a scaled copy of the wide result, or of its gradient, takes as long as its product.
+        out = out + _product(_product(rows, first, ends, transposed) * scale, second, ends, transposed)
     return out
 
 
@@ -118,7 +141,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
     def multiplied(rows: Tensor, name: str) -> Tensor:
         out = _product(rows, getattr(self, name), ends, self.is_transposed)
-        return zeroed(out + getattr(self, f"{name}_bias")[numbers] if self.has_bias else out)
+        if self.has_bias:
+            bias = getattr(self, f"{name}_bias")
+            out = out + (BIASES(bias, numbers, ends) if bias.dtype == torch.bfloat16 else bias[numbers])
+        return zeroed(out)
 
     weights = SPREAD(top_k_weights.reshape(-1, 1), order, inverse, 1)
     rows = zeroed(SPREAD(hidden_states, order, inverse, chosen))
