@@ -173,13 +173,13 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     stack = find_layers(model, layers)
     if host_bytes is not None:
-        check_host_first(model, stack, config, host_bytes, choice)
+        check_host_first(model, stack, config, host_bytes, device_type, choice)
     pieces = expert_pieces(model, stack, config, device_bytes)
     with blaming_adapters(model, CaptureError):
         captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
                            target=Target(device_type, dtype, fused_attention, config.recipe), loss=config.loss,
                            expert_pieces=pieces, dtype=config.dtype, watch=watch)
     check_products(captured.templates.values(), model, config.recipe)
-    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks, hosts)
+    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks, hosts, device_type)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling

@@ -36,7 +36,7 @@ from megacompile.streaming.optimizer.optimizer import check_masters
 from megacompile.streaming.programs.executables import planned_and_not_taken
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.progress import under_way
-from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
+from megacompile.weights.tiling import Tiling
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     tiling = with_disk(tiling, config, there, choice.on_arrival)
     fused = config.compile if config.compile is not None else device_type == "cuda"
     needed = tiling.host_bytes(gradients=not choice.on_arrival)
-    if needed + gpus * HOST_MARGIN_BYTES > there:
-        raise host_too_small(model, find_layers(model, captured.stacks), config, choice, needed, there, gpus)
+    if needed + tiling.margin_bytes > there:
+        raise host_too_small(model, find_layers(model, captured.stacks), config, choice, needed, there, tiling.margin_bytes,
+                             gpus)
     taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
     simulator = simulator_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,

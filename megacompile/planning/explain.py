@@ -20,7 +20,6 @@ from megacompile.planning.precision import described_products
 from megacompile.planning.search_space import MOST_SEQUENCES
 from megacompile.predict.simulate import StepTimes, step_of
 from megacompile.sizes import format_bytes
-from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 # --------------------
 # The ways to keep optimizer state side by side: bytes, whether the host holds them, and the predicted speed.
@@ -58,7 +57,7 @@ def _row(planner: Planner, plan: Plan, choice: StateChoice, whole_step: bool) ->
     program = planner.simulator.program(plan, whole_step).evolve(tiles=tiling.tiles())  # visits take as long as their bytes
     step_s = durations.simulate(program, plan).step_s
     beside = with_state.host_parts(plan)
-    host_bytes = tiling.host_bytes(gradients=False) + sum(beside.values()) + plan.ranks * HOST_MARGIN_BYTES
+    host_bytes = tiling.host_bytes(gradients=False) + sum(beside.values()) + tiling.margin_bytes
     return StateRow(choice, bytes_each(tiling, choice.on_arrival), host_bytes, step_s)
 
 
@@ -184,7 +183,7 @@ class Outlook:
     @property
     def host_needed(self) -> int:
         """Bytes of host memory that training needs, the margin of each rank included."""
-        return sum(self.host_parts.values()) + self.plan.ranks * HOST_MARGIN_BYTES
+        return sum(self.host_parts.values()) + self.planner.tiling.margin_bytes
 
     def text(self, disk_rating: int | None = None) -> str:
         """The verdict, the host's memory, the ways to store optimizer state, the chosen plan's lanes, then a row for each

@@ -22,7 +22,7 @@ from megacompile.predict.hardware import Hardware
 from megacompile.runtime.memory.state_layout import ADAMW_STATE, NO_STATE, ElementState
 from megacompile.runtime.optimizer.state_format import EIGHT_BITS, FLOAT32, FORMATS, StateFormat
 from megacompile.sizes import format_bytes
-from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
+from megacompile.weights.tiling import Tiling, host_margin_bytes
 
 
 # -------------------- How an optimizer may keep its state in host memory: the combinations of its options, with their bytes
@@ -131,8 +131,7 @@ def with_disk(tiling: Tiling, config: StreamConfig, budget_bytes: int, on_arriva
 
 def tiles_bytes(tiling: Tiling, on_arrival: bool, slabs: int = 1) -> int:
     """Bytes of host memory for training, including the margin and `slabs` slabs of each rank for moments on disk."""
-    return (tiling.host_bytes(gradients=not on_arrival) + tiling.ranks * HOST_MARGIN_BYTES
-            + state_slab_bytes(tiling, slabs))
+    return tiling.host_bytes(gradients=not on_arrival) + tiling.margin_bytes + state_slab_bytes(tiling, slabs)
 
 
 def candidates(tiling: Tiling, config: StreamConfig) -> list[str]:
@@ -167,12 +166,13 @@ DISK_EXAMPLE = "/nvme/state"
 
 
 def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, available: int,
-                     choice: StateChoice | None = None) -> None:
+                     device_type: str, choice: StateChoice | None = None) -> None:
     """Raises `InsufficientMemoryError`, with what would fit, if the layers alone take more than the host has. All of them are
     read, but only a trace shows which other parameters are. `choice`: the optimizer's state; None: the smallest."""
     choice = choice or _choices(model, config)[-1]
-    if host_bytes(stack.layers, config, choice) + HOST_MARGIN_BYTES > available:
-        raise host_too_small(model, stack, config, choice, host_bytes([model], config, choice), available)
+    margin_bytes = host_margin_bytes(device_type)
+    if host_bytes(stack.layers, config, choice) + margin_bytes > available:
+        raise host_too_small(model, stack, config, choice, host_bytes([model], config, choice), available, margin_bytes)
 
 
 def check_tiles(tiling: Tiling, available: int, config: StreamConfig) -> None:
@@ -213,9 +213,9 @@ def _bytes(dtype: torch.dtype, choice: StateChoice, on_disk: float, trained: boo
 
 
 def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, choice: StateChoice, needed: int,
-                   available: int, processes: int = 1) -> InsufficientMemoryError:
-    """The error for a host with too little memory: the need with some state, what is available, and what would fit."""
-    margin_bytes = processes * HOST_MARGIN_BYTES
+                   available: int, margin_bytes: int, processes: int = 1) -> InsufficientMemoryError:
+    """The error for a host with too little memory: the need with some state, what is available, and what would fit.
+    `margin_bytes`: for the processes, beside the model."""
     beside = f" and {format_bytes(margin_bytes)} for {processes} processes" if processes > 1 else ""
     count = sum(p.numel() for p in model.parameters())
     with_state = "" if choice == EXACT else f" with {choice.options}"

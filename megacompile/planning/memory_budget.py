@@ -10,7 +10,7 @@ from megacompile.ir.plan import Plan
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.memory import Estimate, evaluation_bytes, host_parts, training_bytes
 from megacompile.sizes import format_bytes
-from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
+from megacompile.weights.tiling import Tiling
 
 # --------------------
 # Pinned host memory: whether the tiles themselves are pinned, or else how many pinned slabs their contents pass through.
@@ -97,7 +97,7 @@ class MemoryBudget:
     def host_bytes_left(self) -> int:
         """Bytes of the host budget that a plan may take beyond weights, state, and each rank's budget of pinned memory."""
         slabs = 0 if self.pinned_bytes is None or self.pinned().tiles else self.pinned_bytes  # they take no more
-        fixed = self.tiling.host_bytes(gradients=False) + self.tiling.ranks * (HOST_MARGIN_BYTES + slabs)
+        fixed = self.tiling.host_bytes(gradients=False) + self.tiling.margin_bytes + self.tiling.ranks * slabs
         return max(0, self.host_bytes - fixed)
 
     def fits(self, plan: Plan) -> bool:

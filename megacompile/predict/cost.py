@@ -153,7 +153,19 @@ def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, f
         return (inside(node, size, device_type) if inside else 0) + (_hole_bytes(node, size, device_type) if loops else 0)
 
     # Ops around loops run one by one.
-    return _graph_peak(variant.graph.graph, at(template, batch, length), fused and not loops, workspace)
+    size = at(template, batch, length)
+    return (_graph_peak(variant.graph.graph, size, fused and not loops, workspace)
+            + (_reordered_bytes(variant.graph.graph, size) if fused else 0))
+
+
+def _reordered_bytes(graph: fx.Graph, size: Callable[[Any], int]) -> int:
+    """Bytes that are alive because a compiler reorders the products of experts in a backward that recomputes them. It makes the
+    down projection's input and a part of the gate's gradient in one kernel, so the gradient's operands are alive early."""
+    products = [node for node in graph.find_nodes(op="call_function", target=aten._grouped_mm.default)
+                if tensor_of(node).dim() == 2 and min(map(size, tensor_of(node.args[1]).shape[1:])) >= NARROW]
+    if len(products) < 4:  # two forward, two backward
+        return 0
+    return 2 * min(tensor_bytes(tensor_of(node.args[0]), size) for node in products)
 
 
 def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
@@ -290,6 +302,8 @@ aten = torch.ops.aten
 #: Positions of the two matrices of a GEMM.
 GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2),
          aten._grouped_mm.default: (0, 1)}
+#: Products with a side below this, such as those of adapters, take as long as reading and writing their operands.
+NARROW = 128
 _REDUCTIONS = frozenset({aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.logsumexp, aten._softmax,
                          aten._log_softmax, aten.cumsum, aten.sort, aten.topk})
 #: Ops that read as many elements of their first input as they write, whatever its size.

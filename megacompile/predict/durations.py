@@ -20,7 +20,7 @@ from megacompile.ir.plan import Plan
 from megacompile.ir.program import Op, Program, argument, op_of, operands
 from megacompile.ir.token_loop import TokenLoop, Tokens, token_loops
 from megacompile.predict import cost
-from megacompile.predict.cost import GEMMS, computes, fuse, inputs, kernel_of, tensor_of
+from megacompile.predict.cost import GEMMS, NARROW, computes, fuse, inputs, kernel_of, tensor_of
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline, simulate
 from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
@@ -149,8 +149,9 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
         case "gemm":
             a, b = (node.args[i] for i in GEMMS[node.target])  # type: ignore[index]
             flops, moved = 2 * sizes.count(a) * sizes.shape(b)[-1], sizes.bytes(a, b, node)
-            operands = _operands(moved, sizes.shape(a)[-1], sizes.shape(b)[-1])
-            if node.target is torch.ops.aten._grouped_mm.default:
+            grouped = node.target is torch.ops.aten._grouped_mm.default
+            operands = _operands(moved, *sizes.shape(a)[-2:], sizes.shape(b)[-1], grouped=grouped)
+            if grouped:
                 result = tensor_of(node) if tensor_of(node).dim() == 3 else tensor_of(b)
                 row = 2 * sizes.count(result) * (1 if result.dim() == 3 else sizes.shape(a)[-1])
                 return _grouped_product(flops, row, operands, sizes)
@@ -197,14 +198,18 @@ def _linear_cross_entropy(node: fx.Node, sizes: _Sizes) -> Work:
         kernels=4)
 
 
-#: Products with a side below this, such as those of adapters, take as long as reading and writing their operands.
-NARROW = 128
 
 
-def _operands(moved: sympy.Expr, *sides: sympy.Expr) -> Work:
+#: Narrow grouped products move bytes at this share of the memory's rate: a factor of rank 16 fills an eighth of a tile.
+NARROW_GROUPED_SHARE = sympy.Rational(1, 2)
+
+
+def _operands(moved: sympy.Expr, *sides: sympy.Expr, grouped: bool = False) -> Work:
     """The bytes of a product's operands and result."""
     narrow = any(side.is_Integer and side < NARROW for side in sides)
-    return Work(narrow_bytes=moved) if narrow else Work(gemm_bytes=moved)
+    if not narrow:
+        return Work(gemm_bytes=moved)
+    return Work(narrow_bytes=moved / NARROW_GROUPED_SHARE if grouped else moved)
 
 
 def _grouped_product(flops: sympy.Expr, row: sympy.Expr, operands: Work, sizes: _Sizes) -> Work:
@@ -224,7 +229,7 @@ def _accumulation(results: Sequence[fx.Node], sizes: _Sizes) -> Work:
         case [rows, others, ends]:  # multiplied, then added
             side, columns, width = sizes.shape(rows)[-1], sizes.shape(others)[-1], rows.meta["val"].element_size()
             made = sizes.count(ends) * side * columns
-            operands = _operands(sizes.bytes(rows, others) + width * made, side, columns)
+            operands = _operands(sizes.bytes(rows, others) + width * made, side, columns, grouped=True)
             return (_grouped_product(2 * sizes.count(rows) * columns, 2 * made, operands, sizes)
                     + Work(bytes=(width + 8) * made, kernels=1))
         case [a, b, scale, _]:
@@ -314,8 +319,9 @@ def _moved_bytes(state: ElementState, dtype: torch.dtype) -> float:
 
 
 def update_rate(hardware: Hardware, state: ElementState, dtype: torch.dtype) -> float:
-    """Elements/s of the host's update. Rules other than AdamW take time in proportion to their bytes."""
-    alike = replace(ADAMW_STATE, format=state.format)
+    """Elements/s of the host's update. Rules other than AdamW take time in proportion to their bytes. Arithmetic limits updates
+    of 8-bit moments, so weights with fewer bytes do not make them faster."""
+    alike = replace(ADAMW_STATE, format=state.format, exact=state.exact if state.format.scaled else True)
     rate = hardware.adam * hardware.adam_formats.get(state.format.name, 1.0)
     return rate * _moved_bytes(alike, torch.bfloat16) / _moved_bytes(state, dtype)
 

@@ -35,8 +35,15 @@ from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.weights.codes import weights_of_codes
 
-#: Host memory that training needs in addition to tiles: the interpreter, PyTorch, a batch.
+#: Host memory that a process needs in addition to tiles: the interpreter, PyTorch, a batch.
 HOST_MARGIN_BYTES = 1 << 30
+#: With CUDA also the driver and its libraries (1 to 2 GiB were measured) and the workers that compile kernels (1 GiB).
+CUDA_HOST_MARGIN_BYTES = 4 << 30
+
+
+def host_margin_bytes(device_type: str) -> int:
+    """Host memory that a process needs in addition to tiles."""
+    return CUDA_HOST_MARGIN_BYTES if device_type == "cuda" else HOST_MARGIN_BYTES
 
 
 #: (tile, index of the parameter in it).
@@ -60,7 +67,7 @@ class Tiling:
     call, its own first. `position`: each parameter's tile in host memory, and its index there. `streamed_at`: where it is
     streamed, several positions for experts in pieces. `read_at`: where a call finds a value, by the call's name for it.
     `hosts`: the number of hosts with a copy of these tiles. `on_disk`: the tiles whose moments are on disk; they are streamed
-    whole."""
+    whole. `process_bytes`: host memory that each process needs in addition."""
 
     layouts: Mapping[str, TileLayout]
     host: Mapping[str, TileLayout]
@@ -70,11 +77,12 @@ class Tiling:
     read_at: Mapping[str, Position]
     hosts: int = 1
     on_disk: tuple[str, ...] = ()
+    process_bytes: int = HOST_MARGIN_BYTES
 
     @classmethod
     def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None,
            rows: Mapping[str, Rows] = MappingProxyType({}), ranks: int = 1,
-           hosts: int = 1) -> Tiling:
+           hosts: int = 1, device_type: str = "cpu") -> Tiling:
         """The tiling of a model. `dtype`: of all parameters; None: each has its own. `rows`: names that calls read which are
         shares of a parameter. `ranks`: the number of processes of a host, which share the tiles."""
         readers = _readers(calls)
@@ -100,12 +108,18 @@ class Tiling:
             streamed_at[parameter] = (*streamed_at.get(parameter, ()), at)
         ordered = {tile: layouts[tile] for tiles in tiles_of.values() for tile in tiles}
         homes = {layout.home or tile: host[layout.home or tile] for tile, layout in ordered.items()}
-        return cls(ordered, homes, tiles_of, position, streamed_at, read_at, hosts)
+        return cls(ordered, homes, tiles_of, position, streamed_at, read_at, hosts,
+                   process_bytes=host_margin_bytes(device_type))
 
     @property
     def ranks(self) -> int:
         """The number of processes of a host, which share the tiles."""
         return next(iter(self.layouts.values())).ranks
+
+    @property
+    def margin_bytes(self) -> int:
+        """Host memory that the processes of a host need in addition to tiles."""
+        return self.ranks * self.process_bytes
 
     @property
     def trains(self) -> bool:

@@ -90,7 +90,7 @@ def test_a_row_has_the_bytes_of_its_tiles_and_only_rows_that_clip_hold_gradients
         tiling = with_choice(schedule.tiling, row.choice)
         each = tiling.host_bytes(gradients=not row.choice.on_arrival) / sum(x.parameters for x in tiling.host.values())
         assert row.bytes_each == each
-        beside = row.host_bytes - ranks * HOST_MARGIN_BYTES
+        beside = row.host_bytes - schedule.tiling.margin_bytes
         if not row.choice.on_arrival:
             assert beside == tiling.host_bytes()
             continue
@@ -229,7 +229,7 @@ def test_the_command_plans_for_a_named_optimizer(arguments: tuple[str, ...], byt
 def least(tiling: Tiling, choice: StateChoice) -> int:
     """Bytes that training with this choice takes at the least."""
     found = with_choice(tiling, choice).host_bytes(gradients=not choice.on_arrival)
-    return found + tiling.ranks * (HOST_MARGIN_BYTES + choice.on_arrival * slab_bytes(tiling, 1, ()))
+    return found + tiling.margin_bytes + tiling.ranks * (choice.on_arrival * slab_bytes(tiling, 1, ()))
 
 
 @pytest.mark.parametrize("optim", ["adamw", "lion", "muon"])
