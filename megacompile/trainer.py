@@ -32,6 +32,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.padding_arguments import without_bounds
 from megacompile.inputs.token_counts import TokenRate
 from megacompile.losses import IGNORED
+from megacompile.streaming.expert_loads import imbalance
 from megacompile.streaming.handle import compiled_variants
 from megacompile.streaming.optimizer.hyper_parameters import checked_norm
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
@@ -283,10 +284,12 @@ class Trainer(transformers.Trainer):
     # ---------------------------------------------------------------- logs
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, and adds to each loss `tokens_per_second` (without padding) and `padding_share` (of the computed tokens) since
-        the last one. Waits for `grad_norm`, which is known once the update has begun; with `overlap="backward"` there is
-        none. Before it waits, it reads the batches of the next step, which the device would otherwise wait for."""
+        the last one, and of a mixture `expert_load_max` and `expert_idle` of the last step (`Handle.stats`). Waits for
+        `grad_norm`, which is known once the update has begun; with `overlap="backward"` there is none. Before it waits, it
+        reads the batches of the next step, which the device would otherwise wait for."""
         if "loss" in logs:
             logs.update(self._token_rate.since(check_model(self.model).step.tokens))
+            logs.update(imbalance(self.model.megacompile.expert_loads()))
         if "train_runtime" in logs:
             self._token_rate.end()
         if "grad_norm" in logs:

@@ -75,6 +75,8 @@ class Batch:
     output_gradients: Sequence[tuple[Tensor, ...]] = ()  # or of the outputs, by micro-batch
     results: dict[str, list[Activation]] = field(default_factory=dict)
     loss_known: Any = None  # the event after the losses in `results`
+    #: By call and number of its mixture: where each expert's pairs end, added up over micro-batches, int32 [experts].
+    ends_of_experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     useful_tokens: int = 0  # in the caller's batch, without padding
     computed_tokens: int = 0
 

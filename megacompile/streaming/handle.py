@@ -31,6 +31,7 @@ from megacompile.runtime.executor import Executed, Executor, Recorder
 from megacompile.streaming.call_lock import exclusive
 from megacompile.streaming.device_copy import DeviceCopy, Turns, original_class
 from megacompile.streaming.differentiable_results import StreamedResults, refuse_hooks
+from megacompile.streaming.expert_loads import imbalance, loads_of, move_biases
 from megacompile.streaming.generation.turns import turns_program
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.streaming.programs.editing import editable_text, load
@@ -437,8 +438,37 @@ class Handle:
             compiled_variants          variants of templates; variants_of_any_size: those that serve any rows, or any length
             useful_tokens              tokens of all training steps that no mask hides; computed_tokens: padding included
             packing_efficiency         useful_tokens / computed_tokens; step_...: the same three for the last step
+            expert_loads               `expert_loads()` as lists. Waits for the device if the model has experts
+            expert_load_max            the busiest expert's load over the mean; expert_idle: the share of experts without a
+                                       token. Means over layers, of the last step; only for a model with experts
         """
-        return stats_of(self.streamed)
+        loads = self.expert_loads()
+        return stats_of(self.streamed) | {
+            "expert_loads": {layer: load.tolist() for layer, load in loads.items()}, **imbalance(loads)}
+
+    @exclusive
+    def expert_loads(self) -> dict[str, Tensor]:
+        """For each layer of a mixture, the number of pairs of a token and an expert that each expert got in the last training
+        step, int64 [experts]. Padding counts as tokens. Each rank counts its own rows. Empty for a model without experts that
+        run as grouped products, and for layers that compute a chunk of tokens at a time. Waits for the device."""
+        if not any(counted := self.streamed.step.loads):
+            return {}
+        self.streamed.backend.synchronize()
+        return loads_of(counted, [call.name for call in self.streamed.captured.calls])
+
+    @exclusive
+    def balance_experts(self, rate: float = 1e-3) -> None:
+        """Moves the biases by which routers choose experts (`e_score_correction_bias` of DeepSeek-V3, GLM, Kimi and others):
+        up by `rate` for experts with less than the mean load of the last training step, down for those with more. Call it after
+        each step, on each rank; loads of all ranks count. Source: arXiv 2408.15664.
+
+        Raises `UnsupportedError` if the model has no such bias, or has not trained yet."""
+        loads, ranks = self.expert_loads(), self.streamed.rank_group.ranks
+        if ranks is not None:
+            flat = tuple(int(n) for load in loads.values() for n in load)
+            together = torch.tensor(ranks.agree("balance_experts", flat)).sum(0)
+            loads = dict(zip(loads, together.split([len(load) for load in loads.values()]), strict=True))
+        move_biases(self.streamed.model, loads, rate)
 
     def record(self) -> Recording:
         """A context that records the start and end of each instruction on the device's clock: see `Recording`."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megacompile.errors import MegacompileError, NonFiniteError, TornError
 from megacompile.inputs.token_counts import TokenCounts
@@ -167,6 +168,7 @@ class StepState:
         self._in_backward: Update | None = None
         self._half_loaded: set[str] = set()
         self._tokens, self._skipped = TokenCounts(), SkippedUpdates()
+        self._loads: tuple[Mapping[tuple[str, int], Tensor], ...] = ()
 
     # ---------------------------------------------------------------- what is known
     @property
@@ -183,6 +185,11 @@ class StepState:
     def tokens(self) -> TokenCounts:
         """Useful and computed tokens."""
         return self._tokens
+
+    @property
+    def loads(self) -> tuple[Mapping[tuple[str, int], Tensor], ...]:
+        """`Batch.ends_of_experts` of each batch of the last step."""
+        return self._loads
 
     @property
     def skipped(self) -> SkippedUpdates:
@@ -270,6 +277,7 @@ class StepState:
         self._version += 1
         self._count += 1
         self._tokens.end_step(self._batches)
+        self._loads = tuple(batch.ends_of_experts for batch in self._batches)
         update.batches = self._batches
         self._updating, self._unfinished = update, None
         update.begin()

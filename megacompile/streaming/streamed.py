@@ -203,7 +203,7 @@ class Streamed:
         """Adopts what was written to parameters and buffers from outside."""
         if self.writes.pending() or self.constants.stale():
             with self.guarded():
-                self.evict()
+                (self.evict if self.writes.pending() else self.settle)()  # buffers are in no tile
                 self.writes.adopt()
                 self.constants.refresh()
             self.step.weights_written()

@@ -125,8 +125,9 @@ def test_what_is_said_to_be_needed_is_what_the_tiles_take(optim: str, on_arrival
     assert needed <= tiles <= 1.3 * needed  # each parameter is padded
 
     def schedule(host_memory: int) -> Schedule:
-        return megacompile.schedule(model, batch=2, length=8, hardware="rtx3090", host_memory=CUDA_HOST_MARGIN_BYTES + host_memory,
-                                    optim=optim, update="arrival" if on_arrival else "step")
+        return megacompile.schedule(
+            model, batch=2, length=8, hardware="rtx3090", host_memory=CUDA_HOST_MARGIN_BYTES + host_memory, optim=optim,
+            update="arrival" if on_arrival else "step")
 
     with pytest.raises(InsufficientMemoryError, match=format_bytes(tiles + CUDA_HOST_MARGIN_BYTES)):
         schedule(tiles - 1)

@@ -193,8 +193,9 @@ def _results(graph: fx.GraphModule) -> int:
 class Variant:
     """One runnable graph: functional aten and megacompile ops, symbolic shapes in `meta["val"]`.
 
-    Its flat results are `outputs` outputs, `residuals` residuals, then what `gradients` names. `reads` are the indices
-    of the placeholders that the graph uses: any other argument may be None.
+    Its flat results are `outputs` outputs, `residuals` residuals, where each expert's pairs end (a forward of a mixture; int32
+    [experts]), then what `gradients` names. `reads` are the indices of the placeholders that the graph uses: any other argument
+    may be None.
     """
 
     name: str
@@ -345,7 +346,8 @@ class Template:
 
     def _forward(self, name: str, chunk: int, residuals: str) -> Variant:
         joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
-        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, kept, {}, residuals)
+        loads = joint.ends_of_experts() if not chunk and name != "outputs" else []
+        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, kept, {}, residuals, loads)
 
     def _backward(self, name: str, chunk: int, residuals: str) -> Variant:
         joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
@@ -363,11 +365,12 @@ class Template:
     def _lower(
         self, name: str, chunk: int, joint: JointGraph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node],
         residuals: Sequence[fx.Node], gradients: dict[int, fx.Node], kept: str = "all",
+        loads: Sequence[fx.Node] = (),
     ) -> Variant:
-        graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *gradients.values()])
+        graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *loads, *gradients.values()])
         if name == "loss":
             replace_unit_tangent(graph, len(joint.tangents))
-        first = len(outputs) + len(residuals)
+        first = len(outputs) + len(residuals) + len(loads)
         graph.meta["gradients"] = tuple((i, (first + k,)) for k, i in enumerate(gradients))
         graph.meta["parameters"] = tuple(i for i, x in enumerate(self.inputs) if x.role.kind == "parameter")
         graph.meta["symbols"], graph.meta["chunk"], graph.meta["targets"] = self._renaming, chunk, self.targets

@@ -1,0 +1,102 @@
+"""Loads of experts, and biases of routers that follow them: as a model without streaming would count and move them."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_expert_adapters import base, tokens
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.errors import UnsupportedError
+
+FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
+
+
+def counted(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The loads of native experts, by layer."""
+    found: dict[str, Tensor] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.experts"):
+            def count(module: Any, args: Any, kwargs: Any, layer: str = name.removesuffix(".mlp.experts")) -> None:
+                numbers = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dtype == torch.int64)
+                load = torch.bincount(numbers.flatten(), minlength=module.num_experts)
+                found[layer] = found.get(layer, 0) + load
+            hooks.append(module.register_forward_pre_hook(count, with_kwargs=True))
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loads_are_those_of_the_last_step_with_all_its_micro_batches(family: str, bf16: bool) -> None:
+    native = base(family).to(torch.bfloat16 if bf16 else torch.float32)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=2, saved_layers=1)
+    optimizer = megacompile.AdamW(model.parameters(), lr=0.0)
+    assert model.megacompile.expert_loads() == {}
+    batches = [tokens(native, rows=4, length=7 + i) for i in range(3)]
+    for batch in batches[:1]:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for batch in batches[1:]:  # two backwards before an update, and an evaluation that does not count
+        model(**batch).loss.backward()
+    with torch.no_grad():
+        model(**batches[0])
+    optimizer.step()
+    expected = counted(native, batches[1:])
+    loads = model.megacompile.expert_loads()
+    assert loads.keys() == expected.keys() and expected
+    for layer, load in loads.items():
+        assert int(load.sum()) == int(expected[layer].sum())
+        assert int((load - expected[layer]).abs().sum()) <= (4 if bf16 else 0), "bf16 may send a token elsewhere"
+    stats = model.megacompile.stats
+    assert stats["expert_loads"] == {layer: load.tolist() for layer, load in loads.items()}
+    assert stats["expert_load_max"] >= 1 and 0 <= stats["expert_idle"] < 1
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize("options", [{"expert_pieces": 2}, {"checkpoint_interval": 2}], ids=str)
+def test_whole_steps_count_every_token_once_under_other_plans(options: dict[str, Any]) -> None:
+    native = base("qwen3_moe")
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", **options)
+    optimizer = megacompile.AdamW(model.parameters(), lr=0.0)
+    for length in (6, 9):
+        batch = tokens(native, rows=4, length=length)
+        model.megacompile.train_step(batch, optimizer)
+        for layer, expected in counted(native, [batch]).items():
+            assert torch.equal(model.megacompile.expert_loads()[layer], expected)
+    model.megacompile.close()
+
+
+def test_biases_move_against_the_load_and_the_router_follows() -> None:
+    native = base("deepseek_v3")
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    optimizer = megacompile.AdamW(model.parameters(), lr=0.0)
+    batch = tokens(native, rows=8, length=16)
+    for _ in range(3):
+        model.megacompile.train_step(batch, optimizer)
+        expected = counted(native, [batch])
+        loads = model.megacompile.expert_loads()
+        assert all(torch.equal(loads[layer], expected[layer]) for layer in expected), "the biases that were moved choose"
+        model.megacompile.balance_experts(rate=0.05)
+        for layer, load in expected.items():
+            bias = native.get_submodule(layer).mlp.gate.e_score_correction_bias
+            bias.data += 0.05 * torch.sign(load.double().mean() - load).to(bias)
+            ours = model.get_submodule(layer).mlp.gate.e_score_correction_bias
+            assert torch.equal(ours, bias) and bias.abs().max() > 0
+    model.megacompile.close()
+
+
+def test_a_model_without_such_biases_is_refused_by_name() -> None:
+    model = megacompile.stream(base("qwen3_moe"), device="cpu")
+    with pytest.raises(UnsupportedError, match="no router of Qwen3MoeForCausalLM has a bias that chooses experts"):
+        model.megacompile.balance_experts()
+    model.megacompile.close()
