@@ -1,19 +1,22 @@
 """Bytes that a plan takes on the device at its peak, and on the host in addition to weights and optimizer state.
 
 Slots are counted as `passes/schedule/place.py` makes them, and values that outlive an op as the program keeps them. An op's own
-values take `cost.peak_bytes`.
+values take `cost.peak_bytes`. `tests/ir/test_memory.py` holds these formulas to programs of random plans, byte for byte, and
+`docs/decisions/0064-memory-estimates.md` says what is only a bound.
 """
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.ir.placement import Updated
+from megacompile.ir.places import Family
 from megacompile.ir.plan import SHARD_SLOTS, Plan
 from megacompile.ir.program import CallSpec
 from megacompile.predict import cost
@@ -41,11 +44,26 @@ class Estimate:
 
 def host_checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> list[int]:
     """Bytes of each checkpoint that one forward keeps in host memory, in the order in which they are stashed."""
+    return [rows * cost.activation_checkpoint_bytes(template, length)
+            for template in _on_host(captured, tiling, plan) for rows, length in _largest_wave(plan)]
+
+
+def _on_host(captured: CapturedModel, tiling: Tiling, plan: Plan) -> list[Template]:
+    """The templates of the calls whose outputs are checkpoints in host memory."""
+    if not plan.host_checkpoints:
+        return []
     layers = tiling.differentiated(captured.calls)
     begins = plan.from_host([call.name for call in layers])
-    templates = [captured.templates[before.template] for before, layer in pairwise(layers) if layer.name in begins]
-    return [rows * cost.activation_checkpoint_bytes(template, length)
-            for template in templates for rows, length in _largest_wave(plan)]
+    return [captured.templates[before.template] for before, layer in pairwise(layers) if layer.name in begins]
+
+
+def _fetched_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
+    """Bytes of the slots through which checkpoints return, in turn: for each block those of each micro-batch."""
+    templates = _on_host(captured, tiling, plan)
+    sizes = [max((rows * cost.activation_checkpoint_bytes(template, length) for template in templates), default=0)
+             for rows, length in plan.sizes]
+    fetched = [sizes[mb] for wave in range(plan.waves) for _ in templates for mb in plan.wave(wave)]
+    return sum(max(fetched[slot::plan.checkpoint_slots], default=0) for slot in range(plan.checkpoint_slots))
 
 
 def planned_calls(captured: CapturedModel, tiling: Tiling, plan: Plan) -> tuple[CallSpec, ...]:
@@ -102,22 +120,32 @@ def state_slab_bytes(tiling: Tiling, count: int) -> int:
 def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     """Bytes of the slots of weights, gradients and fetched checkpoints. They are allocated once and stay, so an evaluation
     counts all of them too."""
+    return sum(slot_parts(captured, tiling, plan).values())
+
+
+def slot_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[Family, int]:
+    """The bytes of `slot_bytes` by family, boundary tiles included."""
     layouts, boundary = tiling.layouts, tiling.boundary()
     kept = plan.resident_state if plan.update == "step" else ()  # tiles whose gradients have their own slots
     streamed = boundary.difference(plan.resident)
     by_call = [sorted((layouts[t].weight_bytes for t in streamed.intersection(tiling.tiles_of[call.name])), reverse=True)
-              for call in captured.calls]
-    fetched = host_checkpoint_bytes(captured, tiling, plan)
+               for call in captured.calls]
+    # How often a forward and a backward read each tile.
+    uses = Counter(tile for calls in (captured.calls, tiling.differentiated(captured.calls)) for call in calls
+                   for tile in tiling.tiles_of[call.name])
+    turns = [_turns(layers, plan, kept, uses) for layers in tiling.size_classes()]
     # A section takes an unused slot before it reuses one. A whole step has one forward and one backward per wave.
-    return (min(plan.checkpoint_slots, plan.waves * len(fetched)) * max(fetched, default=0)
-            + sum(_turns(layers, plan, kept, lambda tile: tiling.runs(tile))
-                  for layers in tiling.size_classes())
-            + sum(max(sizes) for sizes in zip_longest(*by_call, fillvalue=0))
-            + sum(layouts[t].weight_bytes for t in plan.resident)
-            + sum(layouts[t].shard_state_bytes for t in plan.resident_state) + sum(layouts[t].reduced_bytes for t in kept)
-            + _visiting(tiling, plan)
-            + max((layouts[t].reduced_bytes for t in boundary if layouts[t].trainable and t not in kept), default=0)
-            + (_shards(tiling, plan) if plan.ranks > 1 else 0))
+    return {
+        Family.FETCHED_CHECKPOINTS: _fetched_bytes(captured, tiling, plan),
+        Family.WEIGHTS: sum(weights for weights, _ in turns) + sum(max(sizes) for sizes in zip_longest(*by_call, fillvalue=0)),
+        Family.GRADIENTS: sum(gradients for _, gradients in turns) + max(
+            (layouts[t].reduced_bytes for t in boundary if layouts[t].trainable and t not in kept), default=0),
+        Family.RESIDENT: sum(layouts[t].weight_bytes for t in plan.resident if t not in plan.resident_state),
+        Family.UPDATED_WEIGHTS: sum(layouts[t].weight_bytes for t in plan.resident_state),
+        Family.UPDATED_STATE: sum(layouts[t].shard_state_bytes for t in plan.resident_state),
+        Family.UPDATED_GRADIENTS: sum(layouts[t].reduced_bytes for t in kept),
+        Family.VISITING: _visiting(tiling, plan),
+        Family.WEIGHT_SHARDS: _shards(tiling, plan, uses) if plan.ranks > 1 else 0}
 
 
 def _visiting(tiling: Tiling, plan: Plan) -> int:
@@ -128,24 +156,38 @@ def _visiting(tiling: Tiling, plan: Plan) -> int:
     return max(tiles[name].bytes_of("visiting", plan.ranks) for name in plan.visiting_state)
 
 
-def _shards(tiling: Tiling, plan: Plan) -> int:
+def _shards(tiling: Tiling, plan: Plan, uses: Mapping[str, int]) -> int:
     """Bytes of the slots through which shards pass before they are gathered: two for each size class of layers' tiles, and one
-    for the boundary. Tiles that are updated on the device arrive only in `load`, whole."""
-    arriving = [x for x in tiling.layouts.values() if plan.placement(x.name).updated is not Updated.ON_DEVICE]
+    for the boundary. Resident tiles arrive once, after their update on the host."""
+    arriving = [x for x in tiling.layouts.values() if not plan.placement(x.name).resident
+                or x.trainable and plan.placement(x.name).updated is not Updated.ON_DEVICE]
     boundary = tiling.boundary()
-    of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.size_classes()]
-    return SHARD_SLOTS * sum(of_layers) + max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
+    size = max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
+    for layers in tiling.size_classes():
+        here = [x for x in layers if x in arriving]
+        streamed = [x for x in here if not plan.placement(x.name).resident]
+        count = max(len(here) - len(streamed), _arrivals(layers, streamed, plan, uses))
+        size += min(SHARD_SLOTS, count) * max((x.shard_bytes for x in here), default=0)
+    return size
 
 
-def _turns(layers: Sequence[TileLayout], plan: Plan, kept: Sequence[str], runs: Callable[[str], int]) -> int:
-    """Bytes of the slots of weights and gradients that tiles of one size class take turns in. Excludes gradients of the `kept`
-    tiles. Weights arrive for each of the `runs` of a tile. Gradients leave once."""
+def _turns(layers: Sequence[TileLayout], plan: Plan, kept: Sequence[str], uses: Mapping[str, int],
+           ) -> tuple[int, int]:
+    """Bytes of the slots of weights, and of gradients, that tiles of one size class take turns in. Excludes gradients of the
+    `kept` tiles. Gradients leave once."""
     streamed = [x for x in layers if not plan.placement(x.name).resident]
     trained = [x for x in layers if x.trainable and x.name not in kept]
     sent = len(trained) + (plan.waves - 1) * sum(plan.placement(x.name).updated is Updated.FROM_HOST_SUMS for x in trained)
-    arrivals = 2 * plan.waves * sum(runs(x.name) for x in streamed)
-    return (min(plan.weight_slots, arrivals) * max((x.weight_bytes for x in streamed), default=0)
-            + min(plan.gradient_slots, sent) * max((x.reduced_bytes for x in trained), default=0))
+    arrivals = _arrivals(layers, streamed, plan, uses)
+    return (min(plan.weight_slots, arrivals) * max((x.weight_bytes for x in streamed), default=0),
+            min(plan.gradient_slots, sent) * max((x.reduced_bytes for x in trained), default=0))
+
+
+def _arrivals(layers: Sequence[TileLayout], streamed: Sequence[TileLayout], plan: Plan, uses: Mapping[str, int]) -> int:
+    """How often the `streamed` tiles of a size class arrive in a whole step. A tile alone in its class that several calls read
+    arrives once."""
+    alone = len(layers) == len(streamed) == 1 and uses[streamed[0].name] > 2
+    return 1 if alone else plan.waves * sum(uses[x.name] for x in streamed)
 
 
 @dataclass(frozen=True)
@@ -157,7 +199,7 @@ class _Stack:
     calls: Sequence[Call]  # those with a backward
     below: Sequence[Call]  # those without one, which come first
 
-    @property
+    @functools.cached_property
     def names(self) -> list[str]:
         return [call.template for call in self.calls]
 
@@ -166,12 +208,12 @@ class _Stack:
         """The layers that are recomputed, the first ones."""
         return self.plan.recomputed(self.names)
 
-    @property
+    @functools.cached_property
     def saving(self) -> list[str]:
         """The layers that keep their residuals, the last ones."""
         return self.names[len(self.recomputed):]
 
-    @property
+    @functools.cached_property
     def kinds(self) -> dict[str, Template]:
         return {call.template: self.captured.templates[call.template] for call in (*self.below, *self.calls)}
 
@@ -180,14 +222,20 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     """The peak of a forward and its backward. It is at one of these moments: the last forwards; the loss (or the outputs that
     the caller gets, and the epilogue's backward); the first backward of layers that keep their residuals, of layers that are
     recomputed, or of the prologue. `fused`: templates run compiled."""
+    moments = training_moments(captured, tiling, plan, fused)
+    slots = moments["forward"].slots
+    products = max((tiling.layouts[tile].product_bytes for tile in plan.resident_state), default=0)
+    return max([*moments.values(), Estimate(slots, 0, 0, products)], key=lambda moment: moment.total)
+
+
+def training_moments(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> dict[str, Estimate]:
+    """The device bytes of each of these moments."""
     calls = tiling.differentiated(captured.calls)
     stack = _Stack(captured, plan, calls, captured.calls[1:len(captured.calls) - 1 - len(calls)])
     outputs, joined = ([], 0) if plan.output == "loss" else _outputs(captured, plan)
     activations, workspace = _activations(stack, outputs, joined), _workspace(stack, outputs, joined, fused)
     slots, accumulators = slot_bytes(captured, tiling, plan), accumulator_bytes(tiling, plan, calls)
-    moments = [Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace]
-    products = max((tiling.layouts[tile].product_bytes for tile in plan.resident_state), default=0)
-    return max([*moments, Estimate(slots, 0, 0, products)], key=lambda moment: moment.total)
+    return {at: Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace}
 
 
 def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str, int]:
@@ -197,37 +245,47 @@ def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str
     hidden = {name: sum(cost.output_bytes(layer, *size) for size in sizes) for name, layer in stack.kinds.items()}
     residuals = {name: sum(cost.residual_bytes(layer, *size, plan.residuals) for size in sizes)
                  for name, layer in stack.kinds.items()}
-    # The inputs of the first layer: the batch and the prologue's output. `on_the_way`: the value between two layers.
+    # `on_the_way`: the value between two layers, or its gradient. `arriving`: without the micro-batch that an op makes.
     on_the_way = max(hidden.values())
-    first = (_given(stack.captured, plan) + on_the_way
-             + sum(cost.output_bytes(stack.captured.templates["prologue"], *size) for size in sizes))
-    block = plan.checkpoint_interval
-    checkpoints = first + sum(hidden[recomputed[i - 1]] for i in range(block, len(recomputed), block)[plan.host_checkpoints:])
-    if recomputed and stack.saving:  # the input of the layer after them, which keeps its residuals
-        checkpoints += hidden[recomputed[-1]]
+    arriving = on_the_way - min(max(cost.output_bytes(layer, *size) for layer in stack.kinds.values()) for size in sizes)
+    given = _given(stack.captured, plan)
+    starts = range(plan.checkpoint_interval, len(recomputed), plan.checkpoint_interval)[plan.host_checkpoints:]
+    checkpoints = (given + sum(cost.output_bytes(stack.captured.templates["prologue"], *size) for size in sizes)
+                   + sum(hidden[recomputed[i - 1]] for i in starts))
     if stack.below:  # the input of the first block
         checkpoints += hidden[stack.below[-1].template]
-    if outputs and not stack.saving:  # the epilogue's input
-        checkpoints += hidden[stack.captured.calls[-2].template]
-    # A layer that keeps its residuals also keeps its output, which the next layer's backward reads. They are freed before
-    # other layers are recomputed.
-    kept = checkpoints + sum(hidden[name] + residuals[name] for name in stack.saving)
     of_caller = 2 * (joined or sum(outputs))  # outputs and their gradient
-    before = {"outputs": kept} if outputs else {"loss": kept}
-    return {"forward": kept, **before, "epilogue": kept + of_caller, "backward": kept + of_caller,
-            "recompute": checkpoints + of_caller, "prologue": first + of_caller}
+    # A layer that keeps its residuals also keeps its output, which the next layer's backward reads, and the first of them its
+    # input. They are freed before other layers are recomputed.
+    kept = checkpoints + sum(hidden[name] + residuals[name] for name in stack.saving)
+    if stack.saving:
+        kept += hidden[recomputed[-1]] if recomputed else 0
+        last = stack.kinds[stack.saving[-1]]
+        forward = kept - min(cost.output_bytes(last, *size) + cost.residual_bytes(last, *size, plan.residuals)
+                             for size in sizes)
+    else:
+        kept += hidden[stack.captured.calls[-2].template] if outputs else 0  # the epilogue's input
+        forward = checkpoints + (arriving if len(recomputed) - 1 in (0, *starts) else on_the_way)
+    before = {"outputs": kept} if outputs else {"loss": kept + (arriving if stack.saving else on_the_way)}
+    return {"forward": forward, **before, "epilogue": kept + of_caller + arriving, "backward": kept + of_caller + on_the_way,
+            "recompute": checkpoints + of_caller + on_the_way, "prologue": given + of_caller + on_the_way}
 
 
 def _workspace(stack: _Stack, outputs: Sequence[int], joined: int, fused: bool) -> dict[str, int]:
     """Bytes of the op that needs the most, by moment."""
-    plan, block = stack.plan, stack.plan.checkpoint_interval
+    plan = stack.plan
     epilogue = stack.captured.calls_for(plan.output)[-1].template
 
     def peak(template: str, variant: str) -> int:
         return _peak(stack.captured, template, variant, plan, fused)
 
-    inside = max(cost.residual_bytes(layer, *size) + cost.output_bytes(layer, *size)
-                 for layer in stack.kinds.values() for size in _largest(plan))
+    def saved(name: str, size: tuple[int, int]) -> int:
+        layer = stack.kinds[name]
+        return cost.residual_bytes(layer, *size, plan.residuals) + cost.output_bytes(layer, *size)
+
+    # In a block, every layer but the last keeps its residuals and its output.
+    inside = max((sum(saved(name, size) for name in block[:-1]) for block in plan.blocks(stack.names)
+                  for size in _largest(plan)), default=0)
     last = ({"outputs": sum(outputs[:-1]) + max(peak(epilogue, "outputs"), joined and outputs[-1] + joined),
              "epilogue": peak(epilogue, "recompute_backward")} if outputs else {"loss": peak(epilogue, "loss")})
     return {
@@ -236,39 +294,46 @@ def _workspace(stack: _Stack, outputs: Sequence[int], joined: int, fused: bool) 
                         peak("prologue", "forward")]),
         **last,
         "backward": max((peak(name, "backward") for name in {*stack.saving}), default=0),
-        "recompute": max((
-            (block - 1) * inside + max(peak(name, "recompute_backward"), peak(name, "backward") if block > 1 else 0)
-            for name in {*stack.recomputed}), default=0),
+        "recompute": inside + max((peak(name, variant) for name in {*stack.recomputed} for variant in (
+            ("recompute_backward", "backward") if plan.checkpoint_interval > 1 else ("recompute_backward",))), default=0),
         "prologue": peak("prologue", "recompute_backward")}
 
 
 def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dict[str, int]:
     """Bytes of the FP32 accumulators of gradients at each of these moments. `layers`: those that have a backward."""
-    prologue, *_, epilogue = map(set, tiling.tiles_of.values())
-    # Accumulators of tiles that are added up on the device live until the last wave has added to them.
+    # Accumulators of tiles that are added up on the device live until the last wave has added to them. Those of other tiles
+    # live from the backward of the last call that reads the tile to that of the first.
     passing = set(tiling.layouts) if plan.waves == 1 else set(plan.host_sums)
-    # The accumulators of a tile that several calls read live from the backward of its last call to that of its first.
-    spanning = (prologue & epilogue) | {tile for tile in passing if tiling.runs(tile) > (tile not in prologue | epilogue)}
-    layer = max((_sum(tiling, passing.intersection(tiling.tiles_of[call.name]) - prologue - epilogue - spanning)
-                 for call in layers), default=0)
-    loss, first = _sum(tiling, epilogue & passing), _sum(tiling, prologue & passing)
-    inside = _sum(tiling, spanning & passing) + plan.checkpoint_interval * layer
-    staying = _sum(tiling, set(tiling.layouts) - passing)
-    live = {"forward": 0, "outputs": 0, "loss": loss, "epilogue": loss, "backward": inside, "recompute": inside,
-            "prologue": first}
-    if plan.processes > 1:
-        waiting = max(_sum(tiling, passing & tiles) for tiles in _complete(tiling))
-        live |= {moment: live[moment] + waiting for moment in ("backward", "recompute", "prologue")}
-    return {moment: staying + size for moment, size in live.items()}
+    calls = {name: at for at, name in enumerate(tiling.tiles_of)}
+    first, last = dict[str, int](), dict[str, int]()
+    for at, tiles in enumerate(tiling.tiles_of.values()):
+        for tile in passing.intersection(tiles):
+            first.setdefault(tile, at)
+            last[tile] = at
+    begun, ended = [0] * (len(calls) + 1), [0] * (len(calls) + 1)
+    for tile, at in first.items():
+        size = _sum(tiling, {tile})
+        ended[at] += size
+        begun[last[tile]] += size
+    # Several processes add up the accumulators that a backward has completed during the next one.
+    waiting = [*accumulate(reversed(ended), lambda above, here: here or above)][::-1]
+    begun, ended = ([*accumulate(reversed(each))][::-1] for each in (begun, ended))
 
+    def live(low: int, high: int) -> int:
+        """Those of all calls from `low` to `high`."""
+        return begun[low] - ended[high + 1] + (waiting[high + 1] if plan.processes > 1 else 0)
 
-def _complete(tiling: Tiling) -> list[set[str]]:
-    """The tiles whose gradients are complete after the backward of each call but the prologue. Several ranks and hosts add up
-    their accumulators during the backward of the next call."""
-    found: list[set[str]] = []
-    for tiles in tiling.tiles_of.values():
-        found.append(set(tiles).difference(*found))
-    return found[1:]
+    def most(spans: Iterable[Sequence[str]]) -> int:
+        return max((live(calls[span[0]], calls[span[-1]]) for span in spans), default=0)
+
+    blocks = plan.blocks([call.name for call in layers])
+    recomputed = [name for block in blocks for name in block]
+    # Of several micro-batches, each runs the backward of a whole block before the next one does.
+    spans = blocks if len(plan.wave(0)) > 1 else [(name,) for name in recomputed]
+    loss, staying = live(len(calls) - 1, len(calls) - 1), _sum(tiling, set(tiling.layouts) - passing)
+    return {moment: staying + size for moment, size in {
+        "forward": 0, "outputs": 0, "loss": loss, "epilogue": loss, "recompute": most(spans), "prologue": live(0, 0),
+        "backward": most((call.name,) for call in layers[len(recomputed):])}.items()}
 
 
 def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:

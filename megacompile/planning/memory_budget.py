@@ -8,7 +8,7 @@ from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.ir.plan import Plan
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.memory import Estimate, evaluation_bytes, host_parts, training_bytes
+from megacompile.planning.memory import Estimate, evaluation_bytes, host_parts, training_bytes, training_moments
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import Tiling
 
@@ -121,6 +121,10 @@ class MemoryBudget:
     def estimate(self, plan: Plan, training: bool = True) -> Estimate:
         """Device bytes of a training step (or of an evaluation) under a plan, without the margin."""
         return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan, self.fused)
+
+    def open_bytes(self, plan: Plan) -> int:
+        """Device bytes of the activations that a forward without residuals leaves for its backward."""
+        return training_moments(self.captured, self.tiling, plan, self.fused)["recompute"].checkpoints
 
     def too_small(self, batch: int, length: int, need: int, plan: Plan) -> NoFittingPlanError:
         """The error if the smallest plan, which needs `need` device bytes, does not fit the device or the host."""

@@ -254,8 +254,9 @@ class SearchSpace(MemoryBudget):
     def _bytes_for_residuals(self, plan: Plan) -> int:
         """Device bytes for a loop's step beside a second open forward, which takes its checkpoints and the slots that only they
         need."""
-        lean, full = (self.estimate(replace(plan, saved_layers=saved)) for saved in (0, len(self.layers)))
-        return self.device_bytes - self.margin_bytes - lean.checkpoints - max(0, lean.slots - full.slots)
+        lean = replace(plan, saved_layers=0)
+        slots, fewer = (self.estimate(each).slots for each in (lean, replace(plan, saved_layers=len(self.layers))))
+        return self.device_bytes - self.margin_bytes - self.open_bytes(lean) - max(0, slots - fewer)
 
     def residuals_either_way(self, plan: Plan, budget_bytes: int | None = None) -> list[Plan]:
         """A plan that keeps as many residuals as fit, and, if not all layers keep all residuals, plans that keep only

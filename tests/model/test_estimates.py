@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
-from machine import Instruction, instructions
 from plans import plan_of, schedules
-from test_memory import LENGTH, Loops, slots_stated, walk
+from test_memory import LENGTH, Loops, hold_slots, hold_values
 from torch import nn
 
 import megacompile
@@ -19,7 +18,7 @@ from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.placement import LISTS
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Program, argument, find, op_of, slot_family
-from megacompile.planning.memory import accumulator_bytes, host_parts, slot_bytes
+from megacompile.planning.memory import host_parts, slot_parts
 from megacompile.planning.planner import Planner
 
 
@@ -66,16 +65,6 @@ def templates_s(planner: Planner, program: Program, plan: Plan) -> float:
                for (template, op, rows), count in runs.items())
 
 
-def accumulators_needed(planner: Planner, program: Program) -> int:
-    """Bytes of the FP32 accumulators that live at once in a step, at their peak."""
-    def size(each: Instruction) -> int:
-        return 4 * planner.tiling.layouts[each.says["tile"]].elements if each.op == "zeros" else 0
-
-    alive: dict[tuple[Any, ...], int] = {}
-    return max(live + size(each) for name in ("train_step", "forward", "backward") if name in program.sections
-               for each, live in walk(instructions(program.section(name)), size, alive))
-
-
 def test_estimates_are_those_of_the_program(planner: Planner) -> None:
     """Templates run as often as counted, slots, accumulators and host memory take what is estimated, and no step is faster than
     its bound."""
@@ -88,9 +77,8 @@ def test_estimates_are_those_of_the_program(planner: Planner) -> None:
         program = simulator.program(plan, whole_step)
         assert math.isclose(simulator.compute_s(plan), templates_s(planner, program, plan)), plan
         assert simulator.at_least(plan, may_defer=False) <= simulator.cautious_s(plan, whole_step) * (1 + 1e-9), plan
-        assert sum(slots_stated(program)) <= slot_bytes(planner.captured, planner.tiling, plan)
-        layers = planner.tiling.differentiated(planner.captured.calls_for(plan.output))
-        assert accumulators_needed(planner, program) <= max(accumulator_bytes(planner.tiling, plan, layers).values()), plan
+        hold_slots(slot_parts(planner.captured, planner.tiling, plan), program, alike=False)
+        hold_values(planner, plan, program)
         stated = host_parts(planner.captured, planner.tiling, plan)
         stashed = sum(slot.bytes for name, slot in program.slots.items() if slot_family(name) == "H")
         assert stated["checkpoints"] == plan.ranks * stashed, plan
