@@ -316,7 +316,9 @@ def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dic
         ended[at] += size
         begun[last[tile]] += size
     # Several processes add up the accumulators that a backward has completed during the next one.
-    waiting = [*accumulate(reversed(ended), lambda above, here: here or above)][::-1]
+    waiting = [*ended]
+    for at in reversed(range(len(calls))):
+        waiting[at] = ended[at] or waiting[at + 1]
     begun, ended = ([*accumulate(reversed(each))][::-1] for each in (begun, ended))
 
     def live(low: int, high: int) -> int:
