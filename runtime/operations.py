@@ -459,11 +459,11 @@ def _forward(frame: Frame, node: fx.Node) -> Activation:
     outputs = results[:kernel.outputs]
     if any(op_of(user).name == "stash" for user in node.users):
         outputs = tuple(map(dense, outputs))  # here, in compute: a copying lane runs no kernels
-    residuals, loads = results[kernel.outputs:][:kernel.residuals], results[kernel.outputs + kernel.residuals:]
-    so_far = frame.batch.ends_of_experts
-    for key, ends in (((argument(node, "call"), number), ends) for number, ends in enumerate(loads)):
+    so_far, first = frame.batch.ends_of_experts, kernel.outputs + kernel.residuals
+    for number, ends in enumerate(results[first:]):
+        key = argument(node, "call"), number
         so_far[key] = so_far[key] + ends if key in so_far else ends
-    return Activation(outputs, [*residuals])
+    return Activation(outputs, [*results[kernel.outputs:first]])
 
 
 def _loss(frame: Frame, node: fx.Node) -> Activation:

@@ -17,7 +17,7 @@ def loads_of(counted: Iterable[Mapping[tuple[str, int], Tensor]], calls: Collect
     `Batch.ends_of_experts` of each batch, which the device must have computed. `calls`: the names of the model's calls."""
     ends: dict[tuple[str, int], Tensor] = {}
     for batch in counted:
-        for key, each in batch.items():
+        for key, each in dict(batch).items():  # a copy: a lane may be adding to it
             ends[key] = ends.get(key, 0) + each.cpu().long()
     found: dict[str, Tensor] = {}
     for (call, _), each in ends.items():

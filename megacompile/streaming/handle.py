@@ -446,7 +446,6 @@ class Handle:
         return stats_of(self.streamed) | {
             "expert_loads": {layer: load.tolist() for layer, load in loads.items()}, **imbalance(loads)}
 
-    @exclusive
     def expert_loads(self) -> dict[str, Tensor]:
         """For each layer of a mixture, the number of pairs of a token and an expert that each expert got in the last training
         step, int64 [experts]. Padding counts as tokens. Each rank counts its own rows. Empty for a model without experts that

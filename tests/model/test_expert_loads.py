@@ -100,3 +100,13 @@ def test_a_model_without_such_biases_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="no router of Qwen3MoeForCausalLM has a bias that chooses experts"):
         model.megacompile.balance_experts()
     model.megacompile.close()
+
+
+def test_loads_are_known_after_the_model_is_closed() -> None:
+    native = base("qwen3_moe")
+    model = megacompile.stream(native, device="cpu")
+    handle, batch = model.megacompile, tokens(native, rows=4, length=6)
+    handle.train_step(batch, megacompile.AdamW(model.parameters(), lr=0.0))
+    before = handle.expert_loads()
+    handle.close()
+    assert before and all(torch.equal(load, before[layer]) for layer, load in handle.expert_loads().items())
