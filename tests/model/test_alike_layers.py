@@ -250,6 +250,20 @@ def test_layers_with_adapters_are_alike(stored: str | None, removed: list[Mappin
     assert list(removed[0]) == ["base_model.model.model.layers.2"]
 
 
+@pytest.mark.parametrize("stored", ["nf4", pytest.param("int8", marks=pytest.mark.nightly(
+    held_by="tests/model/test_alike_layers.py::test_layers_with_experts_in_codes_are_alike"))])
+def test_layers_with_experts_in_codes_are_alike(stored: str, removed: list[Mapping[str, str]]) -> None:
+    """A layer's experts in codes remember the shapes of their values in objects of their own."""
+    peft = pytest.importorskip("peft")
+    model = of_transformers("Qwen3MoeConfig", num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, hidden_size=64,
+                            moe_intermediate_size=64).bfloat16()
+    model = peft.get_peft_model(model, peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"], task_type="CAUSAL_LM"))
+    model = megacompile.quantize(model, stored)
+    assert described(capture(model)) == described(whole(model))
+    assert list(removed[0]) == ["base_model.model.model.layers.2"]
+
+
 @pytest.mark.nightly(held_by="tests/model/test_alike_layers.py::test_layers_are_removed_that_are_like_others")
 def test_experts_in_pieces_are_repeated_piece_by_piece(removed: list[Mapping[str, str]]) -> None:
     model = of_transformers(

@@ -46,7 +46,9 @@ def test_adapters_train_over_codes_as_over_the_codes_values(family: str, stored:
             loss.backward()
         assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
         gradients = [{name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (model, native)]
-        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+        assert gradients[0].keys() == gradients[1].keys()
+        for name, exact in gradients[1].items():
+            assert float((gradients[0][name] - exact).norm()) <= 1e-4 * float(exact.norm()) + 1e-7, name
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

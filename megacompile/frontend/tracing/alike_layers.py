@@ -204,6 +204,8 @@ def _same(one: Any, two: Any, names: _Names) -> bool:
         return len(one) == len(two) and all(map(_same, one, two, itertools.repeat(names)))
     if isinstance(one, functools.partial):
         return all(_same(getattr(one, part), getattr(two, part), names) for part in ("func", "args", "keywords"))
+    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+        return all(_same(getattr(one, field.name), getattr(two, field.name), names) for field in dataclasses.fields(one))
     if type(one) is int:
         return bool(one in (two, two + names.distance))
     if isinstance(one, str):
