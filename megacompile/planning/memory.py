@@ -24,7 +24,7 @@ from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.weights.tiling import Tiling
 
 #: An allocator's blocks are larger than requested, by one part in this many.
-ROUNDING = 64
+ROUNDING = 56
 
 
 @dataclass(frozen=True)
