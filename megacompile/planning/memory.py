@@ -171,8 +171,7 @@ def _shards(tiling: Tiling, plan: Plan, uses: Mapping[str, int]) -> int:
     return size
 
 
-def _turns(layers: Sequence[TileLayout], plan: Plan, kept: Sequence[str], uses: Mapping[str, int],
-           ) -> tuple[int, int]:
+def _turns(layers: Sequence[TileLayout], plan: Plan, kept: Sequence[str], uses: Mapping[str, int]) -> tuple[int, int]:
     """Bytes of the slots of weights, and of gradients, that tiles of one size class take turns in. Excludes gradients of the
     `kept` tiles. Gradients leave once."""
     streamed = [x for x in layers if not plan.placement(x.name).resident]

@@ -18,7 +18,7 @@ from typing import Self
 from megacompile.ir.options import planned
 from megacompile.ir.placement import LISTS_OF_UPDATED, Placement, Placements, Updated
 from megacompile.ir.plan import FULL_TOKENS, STATE_SLABS, Plan, split
-from megacompile.planning.memory import slab_bytes, state_slab_bytes
+from megacompile.planning.memory import slab_bytes, slot_bytes, state_slab_bytes
 from megacompile.planning.memory_budget import MemoryBudget, PinnedMemory
 from megacompile.planning.step_time import StepSimulator
 from megacompile.runtime.memory.tiles import TileLayout
@@ -255,7 +255,8 @@ class SearchSpace(MemoryBudget):
         """Device bytes for a loop's step beside a second open forward, which takes its checkpoints and the slots that only they
         need."""
         lean = replace(plan, saved_layers=0)
-        slots, fewer = (self.estimate(each).slots for each in (lean, replace(plan, saved_layers=len(self.layers))))
+        slots, fewer = (slot_bytes(self.captured, self.tiling, each) for each in (
+            lean, replace(plan, saved_layers=len(self.layers))))
         return self.device_bytes - self.margin_bytes - self.open_bytes(lean) - max(0, slots - fewer)
 
     def residuals_either_way(self, plan: Plan, budget_bytes: int | None = None) -> list[Plan]:

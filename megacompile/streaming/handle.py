@@ -459,7 +459,7 @@ class Handle:
     def balance_experts(self, rate: float = 1e-3) -> None:
         """Moves the biases by which routers choose experts (`e_score_correction_bias` of DeepSeek-V3, GLM, Kimi and others):
         up by `rate` for experts with less than the mean load of the last training step, down for those with more. Call it after
-        each step, on each rank; loads of all ranks count. Source: arXiv 2408.15664.
+        each step, on each rank; loads of all ranks count, and of padding as in `expert_loads`. Source: arXiv 2408.15664.
 
         Raises `UnsupportedError` if the model has no such bias, or has not trained yet."""
         loads, ranks = self.expert_loads(), self.streamed.rank_group.ranks

@@ -201,9 +201,10 @@ class Streamed:
 
     def adopt_writes(self) -> None:
         """Adopts what was written to parameters and buffers from outside."""
-        if self.writes.pending() or self.constants.stale():
+        written = self.writes.pending()
+        if written or self.constants.stale():
             with self.guarded():
-                (self.evict if self.writes.pending() else self.settle)()  # buffers are in no tile
+                (self.evict if written else self.settle)()  # buffers are in no tile
                 self.writes.adopt()
                 self.constants.refresh()
             self.step.weights_written()

@@ -84,7 +84,8 @@ class Tiling:
            rows: Mapping[str, Rows] = MappingProxyType({}), ranks: int = 1,
            hosts: int = 1, device_type: str = "cpu") -> Tiling:
         """The tiling of a model. `dtype`: of all parameters; None: each has its own. `rows`: names that calls read which are
-        shares of a parameter. `ranks`: the number of processes of a host, which share the tiles."""
+        shares of a parameter. `ranks`: the number of processes of a host, which share the tiles. `device_type`: of the device
+        that computes."""
         readers = _readers(calls)
         group = _groups(calls, readers)
         shares = {name: share for name, share in rows.items() if name in readers}
@@ -367,10 +368,9 @@ def _weightless(template: Template) -> tuple[str, ...]:
     return tuple(n for n in names if not parameters & set(template.variant(n).reads))
 
 
-def require_host_memory(needed: int, budget: int | None = None) -> None:
+def require_host_memory(needed: int) -> None:
     """Raises `InsufficientMemoryError` unless `needed` bytes are available, and `HOST_MARGIN_BYTES` in addition."""
     needed, available = needed + HOST_MARGIN_BYTES, available_host_bytes()
-    available = min(available, budget or available)
     if needed > available:
         raise InsufficientMemoryError(
             f"training needs {format_bytes(needed)} of host memory and {format_bytes(available)} are available: "

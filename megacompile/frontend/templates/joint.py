@@ -72,8 +72,8 @@ _LEAN = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
 }
-#: Names of the ops for products of a mixture: transformers multiplies weights that are not bfloat16 by an op of its own.
-_GROUPED_PRODUCTS = (["_grouped_mm"], ["grouped_mm_fallback"])
+#: The ops for products of a mixture: transformers multiplies weights that are not bfloat16 by an op of its own.
+_GROUPED_PRODUCTS = ("._grouped_mm.", ".grouped_mm_fallback.")
 #: A value is small if the largest weight that it is computed from has at least this many times its bytes.
 _SMALL_RATIO = 64
 
@@ -102,7 +102,7 @@ class JointGraph:
 
     def ends_of_experts(self) -> list[fx.Node]:
         """For each mixture, where each expert's pairs end: the third operand of its grouped products."""
-        products = (n for n in self.graph.graph.nodes if str(n.target).split(".")[1:2] in _GROUPED_PRODUCTS)
+        products = (n for n in self.graph.graph.nodes if any(op in str(n.target) for op in _GROUPED_PRODUCTS))
         return list(dict.fromkeys(n.args[2] for n in products))
 
 

@@ -346,8 +346,8 @@ class Template:
 
     def _forward(self, name: str, chunk: int, residuals: str) -> Variant:
         joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
-        loads = joint.ends_of_experts() if not chunk and name != "outputs" else []
-        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, kept, {}, residuals, loads)
+        ends = joint.ends_of_experts() if not chunk and name != "outputs" else []
+        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, kept, {}, residuals, ends)
 
     def _backward(self, name: str, chunk: int, residuals: str) -> Variant:
         joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
@@ -365,12 +365,12 @@ class Template:
     def _lower(
         self, name: str, chunk: int, joint: JointGraph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node],
         residuals: Sequence[fx.Node], gradients: dict[int, fx.Node], kept: str = "all",
-        loads: Sequence[fx.Node] = (),
+        ends: Sequence[fx.Node] = (),
     ) -> Variant:
-        graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *loads, *gradients.values()])
+        graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *ends, *gradients.values()])
         if name == "loss":
             replace_unit_tangent(graph, len(joint.tangents))
-        first = len(outputs) + len(residuals) + len(loads)
+        first = len(outputs) + len(residuals) + len(ends)
         graph.meta["gradients"] = tuple((i, (first + k,)) for k, i in enumerate(gradients))
         graph.meta["parameters"] = tuple(i for i, x in enumerate(self.inputs) if x.role.kind == "parameter")
         graph.meta["symbols"], graph.meta["chunk"], graph.meta["targets"] = self._renaming, chunk, self.targets
