@@ -145,6 +145,11 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
     others: OtherBatches
     seconds: float
 
+    @functools.cached_property
+    def has_experts(self) -> bool:
+        """True if some layer multiplies each token with the weights of chosen experts."""
+        return any(template.inputs_of_experts() for template in self.templates.values())
+
     @property
     def guards(self) -> list[str]:
         """The conditions as text."""

@@ -13,8 +13,8 @@ from megacompile.sizes import check_micro_batches, check_whole
 UPDATES = ("step", "arrival")
 #: Tokens of a micro-batch beyond which a larger one is not faster, since kernels are full.
 FULL_TOKENS = 16384
-#: `FULL_TOKENS` in float8, where each micro-batch rounds the weights again.
-FULL_TOKENS_FLOAT8 = 32768
+#: `FULL_TOKENS` where larger micro-batches gain more: in float8 each rounds the weights again, and each expert gets few rows.
+MORE_TOKENS = 32768
 #: Residuals that layers keep: everything that their backward reads, or only attention's results. The rest is recomputed.
 RESIDUALS = ("all", "attention")
 #: Slabs for moments on disk: one is read into, one is updated, one is written from.

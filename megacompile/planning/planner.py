@@ -14,7 +14,7 @@ from typing import Any, Self
 from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
 from megacompile.ir.options import rows
 from megacompile.ir.placement import Updated
-from megacompile.ir.plan import FULL_TOKENS, FULL_TOKENS_FLOAT8, Plan
+from megacompile.ir.plan import FULL_TOKENS, MORE_TOKENS, Plan
 from megacompile.ir.program import Lane
 from megacompile.planning import plan_cache
 from megacompile.planning.plan_cache import free_memory, question
@@ -205,12 +205,13 @@ class Planner(SearchSpace):
         return [plan, *(visited.placed(Updated.VISITING, tiles[:count]) for count in range(1, len(tiles) + 1))]
 
     def _with_each_state(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int]) -> list[Plan]:
-        """The plans that fit, for each number in `counts` of tiles that the device updates, and in float8 also with larger
-        micro-batches. Raises `InsufficientMemoryError` if none fits."""
+        """The plans that fit, for each number in `counts` of tiles that the device updates, and for a model in float8 or with
+        experts also with larger micro-batches. Raises `InsufficientMemoryError` if none fits."""
         found: dict[Plan, None] = {}
         refusal: InsufficientMemoryError | None = None
-        larger = self.config.recipe is not None and self.config.micro_batch_size is None and batch * length > FULL_TOKENS
-        for count, full_tokens in itertools.product(counts, (FULL_TOKENS, FULL_TOKENS_FLOAT8) if larger else (FULL_TOKENS,)):
+        gains = self.config.recipe is not None or self.captured.has_experts
+        larger = gains and self.config.micro_batch_size is None and batch * length > FULL_TOKENS
+        for count, full_tokens in itertools.product(counts, (FULL_TOKENS, MORE_TOKENS) if larger else (FULL_TOKENS,)):
             try:
                 planner = replace(self.with_state(count), full_tokens=full_tokens)
                 plans = (planner.step_plans(batch, length, update) if whole_step
