@@ -55,6 +55,7 @@ _PROFILE = schema.record({
     "attention_overhead": _both_ways, "peer_bandwidth": _rate, "network_bandwidth": _rate, "disk": _disk,
     "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
     "adam_formats": schema.record(dict.fromkeys(("bfloat16", "8bit"), _rate)),
+    "adam_rounded": schema.record(dict.fromkeys(("float32", "bfloat16", "8bit"), _rate)),
 })
 
 #: The profile of one device, which the profile of a host with several such devices adds to.
@@ -90,6 +91,8 @@ class Hardware:
             1.3 and 1.66 on a Xeon.)
         adam_formats: the rates with moments in "bfloat16" and in "8bit", over `adam`, which is with moments in float32. (They
             move 18 and 14 bytes; 1.29 and 1.03 to 1.10 on Xeons with 16 cores, whose arithmetic limits 8 bits.)
+        adam_rounded: the rates with bf16 weights that are their own masters, over `adam`, by the format of the moments. (They
+            move 4 bytes less, and random bits for the rounding take arithmetic.)
         beside: for sets of lanes that are busy together ("d2h h2d"), the share of each lane's rate that remains, 0 to 1.
         peer_bandwidth: bytes/s that each device receives from the other devices of the host while all of them do; None: devices
             have no link of their own, and what they exchange crosses the host's memory twice.
@@ -123,6 +126,7 @@ class Hardware:
     grouped_overhead: float = 0.0
     adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.3))
     adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.10})
+    adam_rounded: Mapping[str, float] = field(default_factory=lambda: {"float32": 1.0, "bfloat16": 1.2, "8bit": 0.73})
     peer_bandwidth: float | None = None
     network_bandwidth: float | None = None
     disk: Mapping[str, float] = field(default_factory=lambda: dict(DISK))
@@ -130,7 +134,7 @@ class Hardware:
     def __post_init__(self) -> None:
         rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
                  *self.flash_efficiency.values(), *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
-                 *self.adam_formats.values(),
+                 *self.adam_formats.values(), *self.adam_rounded.values(),
                  *self.disk.values(),
                  *(left for lanes in self.beside.values() for left in lanes.values()),
                  *(rate for rate in (self.peer_bandwidth, self.network_bandwidth) if rate is not None)]

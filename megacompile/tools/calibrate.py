@@ -140,14 +140,14 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
     say("measuring host memory")
     host_copy = _host_copy(SHORT_S * scale, host_bytes // 2)
     say("measuring AdamW for weights only, for moments only, and with smaller moments")
-    adam_parts, adam_formats = _adam_parts(SHORT_S * scale, host_bytes)
+    adam_parts, adam_formats, adam_rounded = _adam_shares(SHORT_S * scale, host_bytes)
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
         gemm_flops=gemm, grouped_efficiency=grouped / gemm["bfloat16"], grouped_overhead=grouped_overhead, **attention,
         memory_bandwidth=memory_bandwidth, launch_s=launch,
         link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=host_copy, adam=alone[Lane.CPU], beside=beside, adam_parts=adam_parts,
-        adam_formats=adam_formats,
+        adam_formats=adam_formats, adam_rounded=adam_rounded,
         host_memory=system_host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else system_host_bytes())
 
@@ -344,22 +344,23 @@ def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
     return _Activity(call, size, lambda: backend.unpin(host))
 
 
-def _adam_parts(seconds: float, host_bytes: int) -> tuple[dict[str, float], dict[str, float]]:
-    """The rates of updating only weights and only moments, and of updating both with moments in other formats, relative to
-    updating both in float32."""
+def _adam_shares(seconds: float, host_bytes: int) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """The rates of updating only weights and only moments, of updating both with moments in other formats, and of updating
+    weights that are rounded at random, relative to updating both in float32."""
     elements = host_bytes // ADAM_BYTES
 
-    def rate(part: Part = Part.WHOLE, stored: StateFormat = FLOAT32) -> float:
-        return _rate(_updating(elements, part, stored).call, 1.0, seconds, lambda: None, in_flight=1)
+    def rate(part: Part = Part.WHOLE, stored: StateFormat = FLOAT32, rounded: bool = False) -> float:
+        return _rate(_updating(elements, part, stored, rounded).call, 1.0, seconds, lambda: None, in_flight=1)
 
     whole = rate()
     return ({"weights": rate(Part.WEIGHTS) / whole, "moments": rate(Part.MOMENTS) / whole},
-            {stored.name: rate(stored=stored) / whole for stored in FORMATS.values() if stored != FLOAT32})
+            {stored.name: rate(stored=stored) / whole for stored in FORMATS.values() if stored != FLOAT32},
+            {stored.name: rate(stored=stored, rounded=True) / whole for stored in FORMATS.values()})
 
 
-def _updating(elements: int, part: Part = Part.WHOLE, stored: StateFormat = FLOAT32) -> _Activity:
+def _updating(elements: int, part: Part = Part.WHOLE, stored: StateFormat = FLOAT32, rounded: bool = False) -> _Activity:
     weights, gradient = (host_memory(2 * elements).view(torch.bfloat16).fill_(0.01) for _ in range(2))
-    remainder = host_memory(2 * elements).view(torch.int16).fill_(0)
+    remainder = None if rounded else host_memory(2 * elements).view(torch.int16).fill_(0)
     values = tuple(host_memory(stored.value_bytes * elements).view(stored.dtype).fill_(0) for _ in range(2))
     scales = tuple(host_memory(4 * stored.scales(elements)).view(torch.float32).fill_(0) for _ in values if stored.scaled)
     moments = Moments(stored, values, scales)
