@@ -4,7 +4,8 @@
 
 Times are medians. AdamW moves 26 bytes per parameter on bf16 weights (reads hi, remainder, gradient, m, v; writes all except
 the gradient) and 28 on fp32 weights. Updating only the weights, or only the moments, moves 18. With bf16 moments it moves 18
-bytes, and with 8-bit ones 14. Weights that are rounded at random have no remainder, which takes 4 bytes less. Choose a working set well beyond the processor's caches, as in training.
+bytes, and with 8-bit ones 14. Weights that are rounded at random have no remainder, which takes 4 bytes less. Choose a working
+set well beyond the processor's caches, as in training.
 """
 from __future__ import annotations
 

@@ -38,10 +38,21 @@ SHAPES: dict[str, dict[str, Any]] = {
                          num_key_value_heads=8, head_dim=64, sliding_window=128),
     "mistral-7b": dict(model_type="mistral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                        num_attention_heads=32, num_key_value_heads=8, sliding_window=4096),
-    # Convolutions over tokens in ten of its layers, so that rows of uneven length are not packed.
     "lfm2-1b": dict(model_type="lfm2", vocab_size=65536, hidden_size=2048, intermediate_size=12288, num_hidden_layers=16,
                     num_attention_heads=32, num_key_value_heads=8, block_auto_adjust_ff_dim=True,
                     layer_types=["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)]),
+    # Hybrids: three of four layers have a gated delta rule; or state spaces, MLPs and attention are layers of their own.
+    "qwen3.5-9b": dict(model_type="qwen3_5_text", vocab_size=248320, hidden_size=4096, intermediate_size=12288,
+                       num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, head_dim=256,
+                       linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128),
+    "qwen3.5-moe-35b": dict(model_type="qwen3_5_moe_text", vocab_size=248320, hidden_size=2048, moe_intermediate_size=512,
+                            shared_expert_intermediate_size=512, num_experts=256, num_experts_per_tok=8, num_hidden_layers=40,
+                            num_attention_heads=16, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
+                            linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128),
+    "nemotron-h-8b": dict(model_type="nemotron_h", vocab_size=131072, hidden_size=4096, intermediate_size=21504,
+                          layers_block_type=(["linear_attention", "mlp"] * 3 + ["full_attention", "mlp"]) * 7,
+                          num_hidden_layers=52, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+                          mamba_num_heads=128, mamba_head_dim=64, ssm_state_size=128, n_groups=8),
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
                  num_key_value_heads=2),
     # Layers of the 7B shape, 1 to 5 times as wide. The vocabulary is small, so that the layers dominate.
@@ -54,8 +65,8 @@ ORIGINAL_BYTES = 2
 
 def config(shape: str, layers: int | None = None) -> Any:
     sizes = dict(SHAPES[shape]) | ({"num_hidden_layers": layers} if layers else {})
-    if "layer_types" in sizes:
-        sizes["layer_types"] = sizes["layer_types"][:sizes["num_hidden_layers"]]
+    for kinds in {"layer_types", "layers_block_type"} & sizes.keys():
+        sizes[kinds] = sizes[kinds][:sizes["num_hidden_layers"]]
     return AutoConfig.for_model(sizes.pop("model_type", "qwen2"), **sizes, max_position_embeddings=2**20,
                                 tie_word_embeddings=False)
 

@@ -13,12 +13,12 @@ from megacompile.passes.schedule import (
     shard,
     synchronize,
 )
-from megacompile.passes.template import accumulate_in_gemm, attention, chunk_tokens, float8, fuse_loss
+from megacompile.passes.template import accumulate_in_gemm, attention, chunk_tokens, float8, fuse_loss, recurrence
 
 __all__ = ["PIPELINE", "TEMPLATE_PIPELINE", "insert_after", "insert_before", "replace_pass"]
 
 #: Over graphs of templates. Each is `run(graph, target) -> graph`.
-TEMPLATE_PIPELINE = (attention, fuse_loss, float8, chunk_tokens, accumulate_in_gemm)
+TEMPLATE_PIPELINE = (attention, recurrence, fuse_loss, float8, chunk_tokens, accumulate_in_gemm)
 
 #: Over programs. Each is `run(program, plan) -> program`.
 PIPELINE = (micro_batch, partition, differentiate, prefetch, offload, optimizer, shard, place, synchronize)

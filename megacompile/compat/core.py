@@ -1,6 +1,8 @@
 """Private parts of PyTorch that `import torch` loads in any case: engine, dispatcher, fake tensors, generated code."""
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -19,10 +21,9 @@ from torch.utils import _pytree as pytree  # flattens what models and functions 
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every op of a plain run on fakes
 
 __all__ = [
-    "DispatchKey", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "LazyGraphModule", "OpOverload",
-    "OpOverloadPacket", "SetExcludeDispatchKeyGuard", "TorchDispatchMode", "TracingContext", "builtin_linear",
-    "clear_cublas_workspaces", "enable_python_dispatcher", "foreach_norm", "generated_code", "get_decompositions",
-    "get_signature_for_torch_op",
+    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "LazyGraphModule", "OpOverload",
+    "OpOverloadPacket", "TorchDispatchMode", "TracingContext", "builtin_linear", "clear_cublas_workspaces", "differentiating",
+    "enable_python_dispatcher", "foreach_norm", "generated_code", "get_decompositions", "get_signature_for_torch_op",
     "graph_is_kept", "grouped_mm", "lazy_graph_modules", "make_fx", "node_will_run", "parse_to", "pytree",
     "reported_as_export", "set_allocator_settings", "set_grad_enabled", "sleep_on_device", "torch_check", "tracing",
     "unset_fake_temporarily", "without_cache",
@@ -46,9 +47,15 @@ parse_to: Any = torch._C._nn._parse_to
 #: True if the current backward was called with retain_graph; true if it will run a node. Call both only within a backward.
 graph_is_kept: Any = torch._C._autograd._get_current_graph_task_keep_graph
 node_will_run: Any = torch._C._will_engine_execute_node
-#: Let an op differentiate in its own implementation, where autograd is switched off.
-DispatchKey: Any = torch._C.DispatchKey
-SetExcludeDispatchKeyGuard: Any = torch._C._SetExcludeDispatchKeyGuard
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[None]:
+    """Lets an op differentiate in its own implementation, where PyTorch switches autograd off."""
+    below = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+    with (torch._C._SetExcludeDispatchKeyGuard(below[0], False), torch._C._SetExcludeDispatchKeyGuard(below[1], False),
+          torch.enable_grad()):
+        yield
 
 
 def without_cache(fakes: FakeTensorMode) -> FakeTensorMode:

@@ -26,7 +26,7 @@ from megacompile.frontend.batches.tables import counts_positions as computes_wit
 from megacompile.frontend.captured import AttentionFacts, BatchFacts, LayerFacts, LossFacts
 from megacompile.frontend.graph.attention_calls import (
     adopt_masked_attention,
-    all_layers_call_attention,
+    all_layers_call_mixers,
     is_eager,
     masks_pairs,
     says_causal,
@@ -289,8 +289,8 @@ def describe_layers(layers: tuple[str, ...], layer_names: tuple[str, ...], rows:
 
 def describe_attention(graph: ModelGraph, batch: dict[str, Tensor], stack: LayerStack, plain: nn.Module,
                        masks_added: bool) -> AttentionFacts:
-    """The facts about attention: whether all layers call our op, and what masks do."""
-    fused = all_layers_call_attention(graph)
+    """The facts about attention: whether all layers call our ops, and what masks do."""
+    fused = all_layers_call_mixers(graph)
     causal = not pairs_of(batch) and not masks_pairs(graph) and (fused or says_causal(stack))
     return AttentionFacts(fused_attention=fused, causal=causal, masks_hide=_of_transformers(plain), masks_added=masks_added)
 

@@ -77,6 +77,40 @@ def _masks_of_heads(segments: Sequence[Any], size: Callable[[Any], int]) -> int:
     return heads if heads > 1 else 0
 
 
+#: Tokens of a chunk of a recurrence's kernel. It keeps the state before each.
+RECURRENCE_CHUNK = 64
+
+
+def _recurrence_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
+    """Bytes of what a recurrence's kernel makes for each chunk: a state [K, V] for each head, products of pairs of tokens, and
+    the values and keys that the delta rule corrects. The backward runs the forward again and has the gradients of all these."""
+    query, _, value, decay, beta = (argument and argument.meta["val"] for argument in node.args[backward:backward + 5])
+    batch, length, heads, width = map(size, value.shape)
+    channels = size(query.shape[3])
+    tokens = batch * -(-length // RECURRENCE_CHUNK) * RECURRENCE_CHUNK * heads
+    states = channels * width // RECURRENCE_CHUNK
+    if node.args[backward + 6] == "fla":
+        delta = 0 if beta is None else channels + 2 * width + RECURRENCE_CHUNK
+        wide = channels if decay.dim() == 4 else 0  # decayed keys and queries
+        expanded = 0 if beta is not None or size(query.shape[2]) == heads else 2 * channels
+        forward = delta + expanded + 2 * wide + (1 if beta is not None else 1 + backward) * states
+        more = 2 * states + 4 * channels + 3 * width + 2 * wide + delta if backward else 0
+        return tokens * (forward + more) * value.element_size()
+    pairs = RECURRENCE_CHUNK * (channels if decay.dim() == 4 else 1)
+    values = 4 * (5 * channels + 4 * width + states) + 8 * (channels if decay.dim() == 4 else 1)
+    return tokens * (values + (16 * pairs + 24 * (channels + width + states) if backward else pairs // 8))
+
+
+def _conv_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
+    """Bytes of float32 copies of the values that a short convolution shifts. A kernel of CUDA has none, but its backward sums
+    the weights' gradients for each block of tokens."""
+    x, weight = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
+    count, taps = size(x.numel()), size(weight.shape[1])
+    if node.args[backward + 4] == "fla":
+        return count * (taps + 1) * 4 // RECURRENCE_CHUNK * 2 + (count * x.element_size() if backward else 0) if backward else 0
+    return count * 4 * (3 * taps + 4 if backward else 4)
+
+
 #: Bytes for each token while tokens are sorted by whether they have a target: keys and numbers, each twice.
 ORDER_BYTES = 20
 
@@ -123,6 +157,10 @@ def _emulated_bytes(rows: int, summed: int, columns: int) -> int:
 WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
     torch.ops.megacompile.attention.default: partial(_attention_workspace, backward=False),
     torch.ops.megacompile.attention_backward.default: partial(_attention_workspace, backward=True),
+    torch.ops.megacompile.recurrence.default: partial(_recurrence_workspace, backward=False),
+    torch.ops.megacompile.recurrence_backward.default: partial(_recurrence_workspace, backward=True),
+    torch.ops.megacompile.causal_conv.default: partial(_conv_workspace, backward=False),
+    torch.ops.megacompile.causal_conv_backward.default: partial(_conv_workspace, backward=True),
     torch.ops.megacompile.linear_cross_entropy.default: _cross_entropy_workspace,
     torch.ops.megacompile.scaled_mm.default: _scaled_workspace,
     torch.ops.megacompile.encode_patches.default: partial(_encoder_workspace, backward=False),

@@ -20,7 +20,7 @@ from megacompile.ir.plan import Plan
 from megacompile.ir.program import Op, Program, argument, op_of, operands
 from megacompile.ir.token_loop import TokenLoop, Tokens, token_loops
 from megacompile.predict import cost
-from megacompile.predict.cost import GEMMS, NARROW, computes, fuse, inputs, kernel_of, tensor_of
+from megacompile.predict.cost import GEMMS, NARROW, RECURRENCE_CHUNK, computes, fuse, inputs, kernel_of, tensor_of
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline, simulate
 from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
@@ -51,13 +51,14 @@ class Attention(NamedTuple):
 class Work:
     """FLOPs and bytes in B and T. `grouped_row`: FLOPs of one more row for each group of grouped GEMMs. `gemm_bytes`: of the
     operands and results of GEMMs, including grouped ones and those in float8; a large GEMM hides them. `narrow_bytes`: of GEMMs
-    that do not. `bytes`: all others. `kernels`: the number of launches. `attention`: by kernel and direction, such as ("cudnn",
-    "backward")."""
+    that do not. `bytes`: all others. `kernels`: the number of launches. `recurrence_flops`: of linear recurrences. `attention`:
+    by kernel and direction, such as ("cudnn", "backward")."""
 
     gemm_flops: sympy.Expr = _ZERO
     float8_flops: sympy.Expr = _ZERO
     grouped_flops: sympy.Expr = _ZERO
     grouped_row: sympy.Expr = _ZERO
+    recurrence_flops: sympy.Expr = _ZERO
     gemm_bytes: sympy.Expr = _ZERO
     narrow_bytes: sympy.Expr = _ZERO
     bytes: sympy.Expr = _ZERO
@@ -66,7 +67,8 @@ class Work:
 
     @property
     def flops(self) -> sympy.Expr:
-        return sum((each.flops for each in self.attention.values()), self.gemm_flops + self.float8_flops + self.grouped_flops)
+        return sum((each.flops for each in self.attention.values()),
+                   self.gemm_flops + self.float8_flops + self.grouped_flops + self.recurrence_flops)
 
     def repeated(self, length: sympy.Symbol, chunk: int) -> Work:
         """The work for `length` positions, a chunk at a time, if this is the work of one pass over `length`."""
@@ -169,9 +171,27 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             forward = _attention(node.args[1], node.args[3], node.args[7], sizes)
             backward = Attention(*(sympy.Rational(5, 2) * flops for flops in forward))
             return Work(attention={(str(node.args[9]), "backward"): backward}, kernels=3)
+        case "recurrence":
+            return Work(recurrence_flops=_recurrence(node.args, sizes), kernels=6)
+        case "recurrence_backward":
+            return Work(recurrence_flops=3 * _recurrence(node.args[1:], sizes), kernels=14)
+        case "causal_conv":
+            return Work(bytes=sizes.bytes(node.args[0], node), kernels=1)
+        case "causal_conv_backward":  # the result is computed again
+            return Work(bytes=2 * sizes.bytes(*node.args[:2]), kernels=4)
         case "linear_cross_entropy":
             return _linear_cross_entropy(node, sizes)
     return Work()
+
+
+def _recurrence(arguments: Sequence[Any], sizes: _Sizes) -> sympy.Expr:
+    """FLOPs of a recurrence: products of pairs of tokens within a chunk, and with the states. A delta rule has products of keys
+    with keys, and corrects values and keys by a triangular system."""
+    query, _, value, _, beta = arguments[:5]
+    batch, length, heads, width = sizes.shape(value)
+    channels, chunk = sizes.shape(query)[3], RECURRENCE_CHUNK
+    pairs = chunk * (channels + width) + (0 if beta is None else chunk * (2 * channels + width + chunk))
+    return 2 * batch * length * heads * (pairs + (2 if beta is None else 3) * channels * width)
 
 
 def _attention(query: Any, value: Any, window: Any, sizes: _Sizes) -> Attention:
@@ -260,8 +280,8 @@ def _fused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
 
 
 #: At one batch and length: (FLOPs of GEMMs, of products in float8, of grouped GEMMs, of one more row for each of their groups,
-#: bytes of GEMMs, other bytes, kernels), and for each attention kernel its FLOPs and those of one additional key.
-_Numbers = tuple[tuple[float, float, float, float, float, float, int], tuple[tuple[float, float], ...]]
+#: of recurrences, bytes of GEMMs, other bytes, kernels), and for each attention kernel its FLOPs and those of one additional key.
+_Numbers = tuple[tuple[float, float, float, float, float, float, float, int], tuple[tuple[float, float], ...]]
 
 
 class Seconds(NamedTuple):
@@ -281,8 +301,8 @@ MATRIX_STEPS = 5
 #: The duration of each op in words; `Durations._node` computes it. The others take no time, or move a few bytes.
 COSTS: dict[str, str] = {
     **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones and those in float8 over "
-                    "theirs), or their bytes over memory bandwidth where that is longer; attention over its rate; other bytes "
-                    "over memory bandwidth; at least its launches"),
+                    "theirs), or their bytes over memory bandwidth where that is longer; attention and recurrences over their "
+                    "rates; other bytes over memory bandwidth; at least its launches"),
     "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
     **dict.fromkeys(("gather", "gather_resident"), "weight bytes of the other ranks' shards / peer bandwidth"),
     "reduce_scatter": "accumulators (FP32) of the other ranks' shards / peer bandwidth",
@@ -363,7 +383,7 @@ class Durations:
         key = cut, batch, length
         if key not in self._seconds:
             work, numbers = self._known(found, cut)
-            (gemm, float8, grouped, row, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
+            (gemm, float8, grouped, row, recurrence, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
             rates = self.hardware
             rate = self.gemm_rate(found)
             experts = (grouped + rates.grouped_overhead * row) / rates.grouped_efficiency / rate
@@ -371,7 +391,7 @@ class Durations:
             waiting = max(0.0, gemm_bytes / rates.memory_bandwidth - products - experts)  # for operands
             attention = sum((flops + rates.attention_overhead[way] * per_key) / rates.attention_share(kernel, way)
                             for (kernel, way), (flops, per_key) in zip(work.attention, attentions, strict=True)) / rate
-            rest = products + waiting + other_bytes / rates.memory_bandwidth
+            rest = products + recurrence / rates.recurrence_efficiency / rate + waiting + other_bytes / rates.memory_bandwidth
             self._seconds[key] = Seconds(experts, attention, max(rest, kernels * rates.launch_s - experts - attention))
         return self._seconds[key]
 
@@ -405,8 +425,8 @@ class Durations:
         if variant not in self._work:
             work = variant_work(template, variant, self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
-                (work.gemm_flops, work.float8_flops, work.grouped_flops, work.grouped_row, work.gemm_bytes,
-                 work.bytes + work.narrow_bytes, work.kernels),
+                (work.gemm_flops, work.float8_flops, work.grouped_flops, work.grouped_row, work.recurrence_flops,
+                 work.gemm_bytes, work.bytes + work.narrow_bytes, work.kernels),
                 tuple(map(tuple, work.attention.values()))), modules=[_SIZE_FUNCTIONS, "math"])
             self._work[variant] = work, numbers
         return self._work[variant]

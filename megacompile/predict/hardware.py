@@ -50,7 +50,7 @@ _PROFILE = schema.record({
     "host_copy": _rate, "adam": _rate, "device_memory": _size, "host_memory": _size,
 }, optional={
     "beside": schema.table(_lanes, schema.table(schema.one_of(tuple(Lane)), _rate)), "grouped_efficiency": _rate,
-    "grouped_overhead": schema.finite(least=0),
+    "grouped_overhead": schema.finite(least=0), "recurrence_efficiency": _rate,
     "fused_attention": schema.one_of(("flash", "cudnn")), "flash_efficiency": schema.table(schema.text(), _rate),
     "attention_overhead": _both_ways, "peer_bandwidth": _rate, "network_bandwidth": _rate, "disk": _disk,
     "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
@@ -76,6 +76,7 @@ class Hardware:
         grouped_efficiency: FLOP/s of grouped products (those of experts) with many rows for each expert, over that of GEMMs.
         grouped_overhead: what each expert of a grouped product costs beside its rows, as a number of rows: kernels multiply
             whole blocks of rows.
+        recurrence_efficiency: FLOP/s of linear recurrences, counted in chunks of 64 tokens, over that of GEMMs.
         attention_efficiency: FLOP/s of causal attention on long sequences (half of the square counts) over that of GEMMs,
             "forward" and "backward", for the kernel `fused_attention`.
         flash_efficiency: the same for the flash kernel, which attention with windows uses even if `fused_attention` is another
@@ -124,6 +125,7 @@ class Hardware:
     attention_overhead: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward"), 0.0))
     grouped_efficiency: float = 1.0
     grouped_overhead: float = 0.0
+    recurrence_efficiency: float = 0.15
     adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.3))
     adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.10})
     adam_rounded: Mapping[str, float] = field(default_factory=lambda: {"float32": 1.0, "bfloat16": 1.2, "8bit": 0.73})
@@ -132,7 +134,7 @@ class Hardware:
     disk: Mapping[str, float] = field(default_factory=lambda: dict(DISK))
 
     def __post_init__(self) -> None:
-        rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
+        rates = [*self.gemm_flops.values(), self.grouped_efficiency, self.recurrence_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
                  *self.flash_efficiency.values(), *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
                  *self.adam_formats.values(), *self.adam_rounded.values(),
                  *self.disk.values(),
@@ -192,6 +194,7 @@ class Hardware:
         """A row for each rate, in readable units."""
         rows = [(f"GEMM {dtype}", f"{rate / 1e12:.3g} TFLOPS") for dtype, rate in self.gemm_flops.items()]
         rows += [("grouped products", f"{self.grouped_efficiency:.0%} of GEMM, {self.grouped_overhead:.0f} rows over")]
+        rows += [("recurrences", f"{self.recurrence_efficiency:.0%} of GEMM")]
         for kernel, shares in (("attention", self.attention_efficiency), ("flash attention", self.flash_efficiency)):
             rows += [(f"{kernel} {way}", f"{left:.0%} of GEMM, {self.attention_overhead[way]:.0f} keys over")
                      for way, left in shares.items()]

@@ -10,8 +10,13 @@ import torch.nn.functional as F
 from torch import fx
 
 from megacompile.frontend.tracing.layers import LayerStack
-from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.frontend.tracing.model_graph import ModelGraph, called_name
 from megacompile.ir.token_loop import example_of
+
+#: Our ops that exchange values between tokens.
+MIXERS = ("attention", "recurrence", "causal_conv")
+#: Functions without which a layer has no attention of its own.
+_OWN = ("matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -32,8 +37,15 @@ def says_causal(stack: LayerStack) -> bool:
     return all(bool(each) and all(each) for each in said.values())
 
 
-def all_layers_call_attention(model: ModelGraph) -> bool:
-    return all(map(_attentions, _regions(model)))
+def all_layers_call_mixers(model: ModelGraph) -> bool:
+    """True if every layer calls our attention or our other mixers, or has no attention."""
+    return all(_mixers(region) or not any(called_name(node) in _OWN for node in region.graph.nodes)
+               for region in _regions(model))
+
+
+def _mixers(region: fx.GraphModule) -> list[fx.Node]:
+    ours = [getattr(torch.ops.megacompile, name) for name in MIXERS]
+    return [node for node in region.graph.nodes if node.target in ours or node.target in [each.default for each in ours]]
 
 
 def masks_pairs(model: ModelGraph) -> bool:

@@ -15,13 +15,12 @@ import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.compat.core import DispatchKey, SetExcludeDispatchKeyGuard
+from megacompile.compat.core import differentiating
 
 #: Images are encoded in groups of at most this many patches in all; an image with more is a group of its own.
 PATCHES_AT_ONCE = 8192
@@ -121,15 +120,6 @@ def encoder_of(number: int) -> PatchEncoder:
     return _encoders[number]
 
 
-@contextmanager
-def _differentiating() -> Iterator[None]:
-    """Enables autograd, which torch disables within an op."""
-    below = (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView)
-    with (SetExcludeDispatchKeyGuard(below[0], False), SetExcludeDispatchKeyGuard(below[1], False),
-          torch.enable_grad()):
-        yield
-
-
 def _encode(patches: Tensor, sizes: Tensor, trained: list[Tensor], fixed: list[Tensor], encoder: int, width: int) -> Tensor:
     """The features of rows' images at their positions, zeros elsewhere: [B, T, width], in the dtype of the patches.
 
@@ -159,7 +149,7 @@ def _encode_backward(gradient: Tensor, patches: Tensor, sizes: Tensor, trained: 
     given, sizes_there, of_features = patches[there], sizes[there], gradient[there]
     total: list[Tensor] = []
     for part, firsts in found.groups(sizes_there):
-        with _differentiating():
+        with differentiating():
             new = found.gradients(of_features[part], found.patches(given[part]), sizes_there[firsts], trained, fixed)
         total = [a.float() + b for a, b in zip(total, new, strict=True)] if total else new
     if not total:

@@ -193,11 +193,11 @@ def _values(node: fx.Node) -> Iterator[Tensor]:
 # --------------------
 # Finds the inputs from which attention's segments are computed. Some models do not pass position_ids to their mask functions.
 # Their attention runs across the sequences of a packed row, as it does natively.
-_SEGMENTS = 7  # the position of the op's argument
+_SEGMENTS = {"attention": 7, "recurrence": 7, "causal_conv": 5}  # the position of the argument of each op
 
 
 def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Template]) -> list[str]:
-    """The calls with an attention whose segments do not depend on the batch argument `name`. `calls`: all calls of a model.
+    """The calls with an attention, a recurrence or a convolution whose segments do not depend on the batch argument `name`. `calls`: all calls of a model.
     The prologue comes first; later calls share its results."""
     prologue = calls[0]
     results = _results(templates[prologue.template])
@@ -240,9 +240,9 @@ def _comes_from(name: str, source: Source, prologue: Call, results: Sequence[obj
 
 
 def _segments(graph: fx.Graph) -> list[object]:
-    """The segments argument of each attention in a graph: the sequence of each token. None: it has no segments."""
-    calls = graph.find_nodes(op="call_function", target=torch.ops.megacompile.attention.default)
-    return [call.args[_SEGMENTS] if len(call.args) > _SEGMENTS else None for call in calls]
+    """The segments argument of each of our mixers in a graph: the sequence of each token. None: it has no segments."""
+    return [call.args[position] if len(call.args) > position else None for name, position in _SEGMENTS.items()
+            for call in graph.find_nodes(op="call_function", target=getattr(torch.ops.megacompile, name).default)]
 
 
 def _sources(call: Call, node: object) -> list[Source]:

@@ -94,11 +94,12 @@ class JointGraph:
     reached: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
     def attention_results(self) -> list[fx.Node]:
-        """The results of our attention in the forward. If `forward_saving` only keeps these, everything else is computed
-        again."""
+        """The results of our attention and of recurrences in the forward. If `forward_saving` only keeps these, everything else
+        is computed again."""
         attention = torch.ops.megacompile.attention.default
-        return [n for n in self.graph.graph.find_nodes(op="call_function", target=operator.getitem)
-                if n.args[0].target is attention]
+        return [*(n for n in self.graph.graph.find_nodes(op="call_function", target=operator.getitem)
+                  if n.args[0].target is attention),
+                *self.graph.graph.find_nodes(op="call_function", target=torch.ops.megacompile.recurrence.default)]
 
     def ends_of_experts(self) -> list[fx.Node]:
         """For each mixture, where each expert's pairs end: the third operand of its grouped products."""

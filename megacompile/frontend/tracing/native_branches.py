@@ -15,14 +15,15 @@ from torch import nn
 
 from megacompile.compat.core import reported_as_export
 from megacompile.compat.hugging_face import replaced
+from megacompile.frontend.tracing.mixers import mixers_as_ops
 
 
 @contextlib.contextmanager
 def native_branches(model: nn.Module) -> Iterator[None]:
-    """A context in which the code of `model`'s modules sees that it is not exported, as in a native run. Functions of
-    transformers that it calls, such as masks and kernels, query this separately."""
+    """A context in which the code of `model`'s modules sees that it is not exported, as in a native run, and its recurrent
+    mixers call our ops. Functions of transformers that it calls, such as masks and kernels, query this separately."""
     own = {type(module).__module__ for module in model.modules()}
-    with contextlib.ExitStack() as patches:
+    with mixers_as_ops(model), contextlib.ExitStack() as patches:
         for name in own:
             # What a module calls to ask whether it is exported.
             if hasattr(sys.modules.get(name), "is_torchdynamo_exporting"):

@@ -19,7 +19,7 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.batches.images import model_arguments
 from megacompile.frontend.batches.pair_masks import masks_of
 from megacompile.frontend.batches.split_rows import images_of, join_rows, traced_apart
-from megacompile.frontend.graph.attention_calls import all_layers_call_attention
+from megacompile.frontend.graph.attention_calls import MIXERS, all_layers_call_mixers
 from megacompile.frontend.ops.attention import implementation_for
 from megacompile.frontend.tracing.alike_layers import Shortened, shorten
 from megacompile.frontend.tracing.explained import TRACING_ERRORS
@@ -48,37 +48,40 @@ from megacompile.system.progress import under_way
 # separately (see `trace.py`). Without this run, both would only be known at the end of a first trace.
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """Observations from a run. `without_attention`: a layer ran without calling our attention, or our attention refused its
+    """Observations from a run. `without_attention`: a layer ran attention of its own, or our attention refused its
     arguments. `again`: a layer ran more than once. Both are False if the run cannot tell."""
 
     without_attention: bool = False
     again: bool = False
 
 
-class _AttentionCalls(TorchDispatchMode):
-    """State: the number of calls of our attention."""
+class _MixerCalls(TorchDispatchMode):
+    """State: how many calls of our mixers there were, and of ops of a mixer that is the model's own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.ours = self.own = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
-        self.count += function is torch.ops.megacompile.attention.default
+        name = function.overloadpacket.__name__
+        self.ours += function.namespace == "megacompile" and name in MIXERS
+        self.own += name in ("bmm", "baddbmm", "convolution") or "scaled_dot_product" in name
         return function(*args, **(kwargs or {}))
 
 
 def rehearse(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> Rehearsal:
     """Runs `model(**batch, **options)`, all fakes; `stack` is the model's."""
-    calls, before, visits = _AttentionCalls(), Counter[nn.Module](), Counter[nn.Module]()
+    calls, before, visits = _MixerCalls(), dict[nn.Module, tuple[int, int]](), Counter[nn.Module]()
     idle: set[nn.Module] = set()
 
     def enter(layer: nn.Module, args: Any) -> None:
-        before[layer] = calls.count
+        before[layer] = calls.ours, calls.own
 
     def leave(layer: nn.Module, args: Any, result: Any) -> None:
         visits[layer] += 1
-        if calls.count == before[layer]:
+        ours, own = before[layer]
+        if calls.ours == ours and calls.own > own:
             idle.add(layer)
 
     handles = [handle for layer in stack.layers
@@ -138,7 +141,7 @@ def trace(
             raise CaptureError(f"{type(model).__name__} does more than join the list of its images' features, so a graph "
                                "would only hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
-        if attention is None or all_layers_call_attention(graph):
+        if attention is None or all_layers_call_mixers(graph):
             return found
     raise AssertionError("the last trace is always returned")
 
