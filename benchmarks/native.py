@@ -11,7 +11,9 @@ its recipes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import importlib.util
 import os
 import time
 from typing import Any
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from megacompile.codegen.scaled_products import ALIGNMENT
+from megacompile.compat import fla
 from megacompile.errors import MegacompileError
 from megacompile.ir.precision import Float8
 
@@ -83,7 +86,9 @@ def measure(given: argparse.Namespace) -> rows.Row:
             torch.cuda.synchronize()
         return total.item()
 
-    found = rows.timed(step, given)
+    # Recurrent layers run flash-linear-attention's kernels if it is installed, as ours do.
+    with fla.repaired() if importlib.util.find_spec("fla") else contextlib.nullcontext():
+        found = rows.timed(step, given)
     return dict(
         layers=model.config.num_hidden_layers, micro_batch=given.micro_batch_size or given.batch, compiled=given.compile,
         float8=given.float8, checkpointing=given.checkpointing, checkpoint_layers=given.checkpoint_layers, keep=given.keep,

@@ -84,7 +84,8 @@ RECURRENCE_CHUNK = 64
 def _recurrence_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
     """Bytes of what a recurrence's kernel makes for each chunk: a state [K, V] for each head, products of pairs of tokens, and
     the values and keys that the delta rule corrects. The backward runs the forward again and has the gradients of all these."""
-    query, _, value, decay, beta = (argument and argument.meta["val"] for argument in node.args[backward:backward + 5])
+    given: Any = node.args[backward:backward + 5]
+    query, _, value, decay, beta = (argument and argument.meta["val"] for argument in given)
     batch, length, heads, width = map(size, value.shape)
     channels = size(query.shape[3])
     tokens = batch * -(-length // RECURRENCE_CHUNK) * RECURRENCE_CHUNK * heads

@@ -280,7 +280,7 @@ def _fused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
 
 
 #: At one batch and length: (FLOPs of GEMMs, of products in float8, of grouped GEMMs, of one more row for each of their groups,
-#: of recurrences, bytes of GEMMs, other bytes, kernels), and for each attention kernel its FLOPs and those of one additional key.
+#: of recurrences, bytes of GEMMs, other bytes, kernels), and for each attention kernel its FLOPs and those of one more key.
 _Numbers = tuple[tuple[float, float, float, float, float, float, float, int], tuple[tuple[float, float], ...]]
 
 

@@ -134,7 +134,8 @@ class Hardware:
     disk: Mapping[str, float] = field(default_factory=lambda: dict(DISK))
 
     def __post_init__(self) -> None:
-        rates = [*self.gemm_flops.values(), self.grouped_efficiency, self.recurrence_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
+        rates = [*self.gemm_flops.values(), self.grouped_efficiency, self.recurrence_efficiency,
+                 *self.attention_efficiency.values(), self.memory_bandwidth,
                  *self.flash_efficiency.values(), *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
                  *self.adam_formats.values(), *self.adam_rounded.values(),
                  *self.disk.values(),

@@ -127,4 +127,5 @@ def test_a_short_convolution_begins_anew_with_each_sequence() -> None:
 def test_ops_and_their_fakes_agree() -> None:
     tensors = [x.requires_grad_() for x in arguments("delta", 2, 70)]
     torch.library.opcheck(recurrence.recurrence, (*tensors, 0.3, "neutral", None))
-    torch.library.opcheck(recurrence.causal_conv, (torch.randn(2, 9, 4, requires_grad=True), torch.randn(4, 3), None, "", "neutral"))
+    x = torch.randn(2, 9, 4, requires_grad=True)
+    torch.library.opcheck(recurrence.causal_conv, (x, torch.randn(4, 3), None, "", "neutral"))

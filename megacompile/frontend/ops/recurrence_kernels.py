@@ -6,6 +6,7 @@ products of pairs of tokens give the same results.
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacompile.compat import fla
 from megacompile.compat.core import differentiating
 from megacompile.frontend.ops.segmented_attention import sequence_bounds
 
@@ -99,7 +101,7 @@ _NOWHERE = -2
 
 
 # ------------------------------------------------------------------ flash-linear-attention on CUDA
-def _as_one_row(tensors: Sequence[Tensor | None], segments: Tensor | None) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+def _as_one_row(tensors: Sequence[Tensor | None], segments: Tensor | None) -> tuple[list[Any], dict[str, Tensor]]:
     """The tensors [B, T, ...] as [1, B x T, ...], and the bounds of their sequences, if rows hold several."""
     if segments is None:
         return list(tensors), {}
@@ -109,26 +111,20 @@ def _as_one_row(tensors: Sequence[Tensor | None], segments: Tensor | None) -> tu
 def fla_recurrence(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, scale: float, segments: Tensor | None,
 ) -> Tensor:
-    """See `recurrence`. A query width of at most 256; bf16 or fp16."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.kda import chunk_kda
-    from fla.ops.simple_gla import chunk_simple_gla
-
+    """See `recurrence`. In bf16 or fp16; at most 256 query channels; decays of channels only with `beta`."""
     heads = value.shape[2]
     if beta is None and query.shape[2] < heads:
         query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
-    given, bounds = _as_one_row((query, key, value, decay, beta), segments)
-    call: Any = chunk_simple_gla if beta is None else chunk_kda if decay.dim() == 4 else chunk_gated_delta_rule
-    out, _ = call(*(x for x in given if x is not None), scale=scale, **bounds)
+    (*given, beta), bounds = _as_one_row((query, key, value, decay, beta), segments)
+    kind = "recurrence" if beta is None else "delta_rule_of_channels" if decay.dim() == 4 else "delta_rule"
+    out, _ = fla.functions()[kind](*given, *(() if beta is None else (beta,)), scale=scale, **bounds)
     return out.view(value.shape)  # type: ignore[no-any-return]
 
 
 def fla_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, segments: Tensor | None) -> Tensor:
     """See `causal_conv`."""
-    from fla.modules.causal_conv1d import causal_conv1d
-
     (row,), bounds = _as_one_row((x,), segments)
-    out, _ = causal_conv1d(row, weight, bias, activation=activation or None, **bounds)
+    out, _ = fla.functions()["conv"](row, weight, bias, activation=activation or None, **bounds)
     return out.view(x.shape)  # type: ignore[no-any-return]
 
 
@@ -140,7 +136,7 @@ CONV: dict[str, Callable[..., Tensor]] = {"neutral": reference_conv, "reference"
 def gradients(kernel: Callable[..., Tensor], grad_out: Tensor, tensors: Sequence[Tensor | None], *rest: Any) -> list[Tensor]:
     """The gradients of the `tensors` that `kernel(*tensors, *rest)` reads, empty for None. The kernel runs again, and PyTorch
     differentiates it."""
-    with differentiating():
+    with differentiating(), fla.repaired() if kernel is fla_recurrence else contextlib.nullcontext():
         leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
         found = iter(torch.autograd.grad(kernel(*leaves, *rest), [x for x in leaves if x is not None], grad_out))
     return [grad_out.new_empty(0) if x is None else next(found).contiguous() for x in leaves]

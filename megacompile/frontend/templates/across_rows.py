@@ -197,8 +197,8 @@ _SEGMENTS = {"attention": 7, "recurrence": 7, "causal_conv": 5}  # the position 
 
 
 def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Template]) -> list[str]:
-    """The calls with an attention, a recurrence or a convolution whose segments do not depend on the batch argument `name`. `calls`: all calls of a model.
-    The prologue comes first; later calls share its results."""
+    """The calls with an attention, a recurrence or a convolution whose segments do not depend on the batch argument `name`.
+    `calls`: all calls of a model. The prologue comes first; later calls share its results."""
     prologue = calls[0]
     results = _results(templates[prologue.template])
 

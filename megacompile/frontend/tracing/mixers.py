@@ -60,19 +60,20 @@ def _delta_rule(
 
 
 def _state_space_dual(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    hidden_states: Tensor, dt: Tensor, rate: Tensor, key: Tensor, query: Tensor, chunk_size: int = 64, *,
     z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: object = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: object = False, seq_idx: Tensor | None = None,
-    **_: object,
+    **more: Any,
 ) -> Tensor:
-    """`mamba_chunk_scan_combined`: hidden_states [B, T, H, P], dt [B, T, H], A [H], B and C [B, T, groups, N]."""
+    """`mamba_chunk_scan_combined`: hidden_states [B, T, H, P], dt [B, T, H], its A [H], B and C [B, T, groups, N], and D."""
     _refuse_state(initial_states, return_final_states)
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
     values = (hidden_states.float() * step[..., None]).to(hidden_states.dtype)
-    out = recurrence(C, B, values, step * A.float(), None, 1.0, "neutral", seq_idx)
-    if D is not None:
-        out = out + hidden_states * (D if D.dim() > 1 else D[:, None])
+    out = recurrence(query, key, values, step * rate.float(), None, 1.0, "neutral", seq_idx)
+    passed = more.get("D")
+    if passed is not None:
+        out = out + hidden_states * (passed if passed.dim() > 1 else passed[:, None])
     return out if z is None else out * F.silu(z)
 
 
@@ -80,8 +81,8 @@ def _no_shortcut(*_: object, **__: object) -> None:
     """A fused kernel for a whole mixer, which transformers' own code has not either."""
 
 
-#: Functions of transformers' models -> what they are in a trace. Their arguments are those of the packages `causal_conv1d`, `fla`
-#: and `mamba_ssm`, which transformers calls if they are installed.
+#: Functions of transformers' models -> what they are in a trace. Their arguments are those of the packages `causal_conv1d`,
+#: `fla` and `mamba_ssm`, which transformers calls if they are installed.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_conv, "torch_chunk_gated_delta_rule": _delta_rule, "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _state_space_dual, "mamba2_split_conv1d_scan_combined": _no_shortcut,
@@ -132,9 +133,11 @@ def mixers_as_ops(model: nn.Module) -> Iterator[None]:
 
 def _replacements(code: ModuleType) -> dict[str, Callable[..., Any]]:
     found = {name: function for name, function in FUNCTIONS.items() if hasattr(code, name)}
-    for name, wrapped in {"create_recurrent_attention_mask": _recurrent_mask, "apply_mask_to_padding_states": _masked}.items():
+    wrappers: dict[str, Callable[..., Any]] = {
+        "create_recurrent_attention_mask": _recurrent_mask, "apply_mask_to_padding_states": _masked}
+    for name, wrapper in wrappers.items():
         if hasattr(code, name):
-            found[name] = functools.partial(wrapped, getattr(code, name))
+            found[name] = functools.partial(wrapper, getattr(code, name))
     return found
 
 
