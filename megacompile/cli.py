@@ -131,8 +131,8 @@ def train(
                               "start from random weights.")],
     data: Annotated[list[str], typer.Option(
         "--data", "--dataset", "--dataset-name", rich_help_panel=DATA_PANEL,
-        help="A text file, a file of rows (.jsonl, .json, .csv, .parquet), a folder of such files, or a data set id on the "
-             "Hugging Face Hub. Repeat for more.")],
+        help="A text file, a file of rows (.jsonl, .json, .csv, .tsv, .parquet), a folder of such files, or a data set id on "
+             "the Hugging Face Hub. Repeat for more.")],
     settings: Settings,
     lora: Lora,
     knobs: Knobs,

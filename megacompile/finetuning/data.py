@@ -119,8 +119,10 @@ def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
 #
 # One strict reader serves a file, a folder and a data set on the Hugging Face Hub: a folder is what its files are. An invalid
 # row is refused with its file and number. No value is guessed: what a file has as text is text.
-#: Maximum size of a field in a CSV file, in characters. Python's own limit is 128 Ki.
+#: Maximum size of a field in a table, in characters. Python's own limit is 128 Ki.
 _LARGEST_FIELD = 1 << 30
+#: What stands between the fields of a table.
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 #: The form of a file name on the Hub in `datasets`.
 _HUB_FILE = re.compile(r"hf://datasets/(?P<name>[^/]+/[^/@]+)@(?P<revision>[^/]+)/(?P<file>.+)")
@@ -129,6 +131,8 @@ _OF_EVERY_CONFIG = ("name", "version", "data_dir", "data_files", "description", 
 #: Names of files, or of their folders, that belong to a split.
 _TRAINED, _HELD_OUT = (re.compile(rf"(^|[^a-z])({names})([^a-z]|$)", re.IGNORECASE) for names in (
     "train|training", "test|testing|eval|evaluation|validation|valid|val|dev"))
+#: Names of files that describe the rows beside them.
+_DESCRIPTION = re.compile(r"(readme|license)(\.(md|txt|rst))?", re.IGNORECASE)
 
 
 @contextmanager
@@ -157,7 +161,8 @@ def is_text(source: str) -> bool:
 
 def files_of(source: str) -> list[Path]:
     """The files of a source: the file itself, all files of a folder and its subfolders in the order of their names, or those of
-    the training split of a data set on the Hugging Face Hub. Hidden files of a folder are left out.
+    the training split of a data set on the Hugging Face Hub. Hidden files of a folder are left out, and a README or LICENSE
+    beside rows.
 
     Raises `ArgumentError` for a folder that is not clear: one with rows and other files, or with a training split and another.
     Raises `MegacompileError` for a data set that cannot be fetched or whose files cannot be read."""
@@ -173,6 +178,8 @@ def _local_files(path: Path) -> list[Path]:
         return files
     if not files:
         raise ArgumentError(f"folder {path} has no files: put data there, or give another --data")
+    if any(_kind(file) in _READERS for file in files):
+        files = [file for file in files if not _DESCRIPTION.fullmatch(file.name)]
     names = [str(file.relative_to(path)) for file in files]
     rows = [name for name, file in zip(names, files, strict=True) if _kind(file) in _READERS]
     others = [name for name in names if name not in rows]
@@ -235,16 +242,17 @@ def _checked(source: str, config: Any, splits: Mapping[str, Sequence[str]]) -> l
             raise MegacompileError(f"data set {source} has {file}, whose format is none of {', '.join(_READERS)}: {remedy}")
         found.append(name)
     plain = type(config)(name=config.name)
+    separators = [_SEPARATORS[kind] for kind in {_kind(Path(file)) for file in splits["train"]} if kind in _SEPARATORS]
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in _OF_EVERY_CONFIG and value != getattr(plain, field.name):
+        value, here = getattr(config, field.name), separators if field.name == "sep" else [getattr(plain, field.name)]
+        if field.name not in _OF_EVERY_CONFIG and [value] != here:
             raise MegacompileError(f"data set {source} is to be read with {field.name}={value!r}, which is not supported: "
                                    f"{remedy}")
     return found
 
 
 def read_rows(source: str) -> Iterator[Row]:
-    """The rows of a source, file by file (.jsonl, .json, .csv, .parquet; all but the last also compressed, as in .jsonl.gz).
+    """The rows of a source, file by file (.jsonl, .json, .csv, .tsv, .parquet; all but the last also compressed: .jsonl.gz).
 
     Raises what `files_of` raises, and `MegacompileError` if a file cannot be read, with the reason and the row number if there
     is one, or if it has no rows."""
@@ -338,10 +346,10 @@ def _json(path: Path) -> Iterator[Any]:
     yield from _json_lines(path)
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _table(path: Path) -> Iterator[Row]:
     csv.field_size_limit(_LARGEST_FIELD)
     with _opened(path, newline="") as file:
-        rows = csv.DictReader(file, strict=True)
+        rows = csv.DictReader(file, strict=True, delimiter=_SEPARATORS[_kind(path)])
         names = [utf8(name) for name in rows.fieldnames or ()]
         _refuse_twice(path, names)
         for row in rows:
@@ -383,7 +391,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
-    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+    ".jsonl": _json_lines, ".json": _json, ".csv": _table, ".tsv": _table, ".parquet": _parquet}
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from megacompile.tools.recipe import default_length
 def generate(
     model: Source,
     prompts: Annotated[str, typer.Option(
-        help="A file of rows with a column prompt (text), messages or instruction (.jsonl, .json, .csv, .parquet), or a text "
-             "file with a prompt in each line.")],
+        help="A file of rows with a column prompt (text), messages or instruction (.jsonl, .json, .csv, .tsv, .parquet), or a "
+             "text file with a prompt in each line.")],
     opening: Opening,
     sampling: Sampling,
     output: Annotated[Path | None, typer.Option(

@@ -18,7 +18,7 @@ import torch
 from megacompile.corpus import ByteTokenizer, PretrainedTokenizer
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import Encoded
-from megacompile.finetuning.data import check_sources, is_text, join, pack, pack_conversations, read, read_rows
+from megacompile.finetuning.data import check_sources, files_of, is_text, join, pack, pack_conversations, read, read_rows
 from megacompile.finetuning.formats import Format
 from megacompile.finetuning.training_sequences import Order, Padding, Rows, collate, in_order, split
 
@@ -49,20 +49,21 @@ def test_rows_that_are_read_as_text_for_their_names_sake_are_noticed(tmp_path: P
 @pytest.mark.parametrize(("name", "content"), [
     ("a.jsonl", lines(ALPACA)), ("a.jsonl", "\ufeff" + lines(ALPACA).replace("\n", "\r\n\r\n")),
     ("a.json", json.dumps(ALPACA, indent=1)), ("a.json", lines(ALPACA)),
-    ("a.csv", "instruction,input,output\none,,1\n\"two\",NA,2\n")])
+    ("a.csv", "instruction,input,output\none,,1\n\"two\",NA,2\n"),
+    ("a.TSV", "instruction\tinput\toutput\none\t\t1\ntwo\tNA\t2\n")])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str, content: str) -> None:
     assert list(read_rows(write(tmp_path / name, content))) == ALPACA
 
 
 def saved(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
-    """Rows in a file of a kind, in the folder. Columns of CSV files are texts."""
+    """Rows in a file of a kind, in the folder. Columns of tables are texts."""
     path = folder / f"a{kind}"
     if kind == ".parquet":
         parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
         parquet.write_table(arrow.Table.from_pylist(rows), path)
-    elif kind == ".csv":
+    elif kind in (".csv", ".tsv"):
         with path.open("w", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, list(rows[0]))
+            table = csv.DictWriter(file, list(rows[0]), delimiter="," if kind == ".csv" else "\t")
             table.writeheader()
             table.writerows(rows)
     else:
@@ -71,7 +72,8 @@ def saved(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
 
 
 #: Texts that readers which guess types would change.
-GUESSED = ["NA", "None", "null", "nan", "", "2024-01-31", "2024-01-31T10:00:00Z", "1", "1.50", "007", "true", " x ", "a\nb"]
+GUESSED = ["NA", "None", "null", "nan", "", "2024-01-31", "2024-01-31T10:00:00Z", "1", "1.50", "007", "true", " x ", "a\nb",
+           "a\tb"]
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return serve
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".parquet"])
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
 def test_a_folder_and_a_data_set_have_the_rows_of_their_files_to_the_letter(
         tmp_path: Path, hub: Callable[..., None], kind: str) -> None:
     rows = [{"instruction": f"q{number}", "input": text, "output": text} for number, text in enumerate(GUESSED)]
@@ -121,12 +123,23 @@ def test_a_folder_is_read_whole_in_the_order_of_names_or_refused_by_name(tmp_pat
     (tmp_path / "b" / "train.jsonl").write_text('{"text": ""}')
     with pytest.raises(ArgumentError, match=r"has a training split and another \(b/train.jsonl, b/test.jsonl\): give"):
         list(read_rows(str(tmp_path)))
-    (tmp_path / "b" / "train.jsonl").rename(tmp_path / "README.md")
-    with pytest.raises(ArgumentError, match=r"has rows and other files \(a.csv, README.md\): give the files"):
+    (tmp_path / "b" / "train.jsonl").rename(tmp_path / "notes.md")
+    with pytest.raises(ArgumentError, match=r"has rows and other files \(a.csv, notes.md\): give the files"):
         is_text(str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArgumentError, match=r"folder .*empty has no files"):
         is_text(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "more/license.txt"])
+def test_a_description_beside_rows_is_left_out_and_alone_it_is_a_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / "more").mkdir()
+    described = write(tmp_path / name, "what the rows are")
+    assert is_text(str(tmp_path))
+    rows = write(tmp_path / "a.jsonl", lines(ALPACA))
+    assert not is_text(str(tmp_path)) and list(read_rows(str(tmp_path))) == ALPACA
+    Path(rows).rename(tmp_path / "a.txt")
+    assert {str(each) for each in files_of(str(tmp_path))} == {described, str(tmp_path / "a.txt")}
 
 
 def test_a_data_set_is_read_whole_or_what_is_left_out_is_named(tmp_path: Path, hub: Callable[..., None]) -> None:
@@ -146,7 +159,7 @@ def test_a_data_set_is_read_whole_or_what_is_left_out_is_named(tmp_path: Path, h
     for each in folder.glob("*.jsonl"):
         each.unlink()
     write(folder / "train.txt", "one\ntwo\n")
-    with pytest.raises(MegacompileError, match=r"has .*train.txt, whose format is none of .jsonl, .json, .csv, .parquet"):
+    with pytest.raises(MegacompileError, match=r"has .*train.txt, whose format is none of .jsonl, .json, .csv, .tsv, .parquet"):
         list(read_rows("owner/name"))
     (folder / "train.txt").unlink()
     write(folder / "a.csv", "text;more\n1;2\n")
