@@ -177,6 +177,20 @@ def test_sgd_is_that_of_pytorch(options: sgd.Options) -> None:
     torch.testing.assert_close(ours.weights.double(), theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_whose_momentum_is_changed_between_steps_is_that_of_pytorch(nesterov: bool) -> None:
+    theirs = torch.nn.Parameter(random(1000, 1).double())
+    reference = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=nesterov)
+    ours = Parameter(sgd.RULE, FLOAT32, torch.float32, True, count=1000)
+    for step, momentum in enumerate((0.0, 0.0, 0.9, 0.8, 0.0, 0.9, 0.9), 1):
+        gradient = random(1000, step)
+        theirs.grad, reference.param_groups[0]["momentum"] = gradient.double(), momentum
+        reference.step()
+        options = sgd.Options(0.1, momentum, 0.0, 0.0, nesterov)
+        host_update.update(sgd.RULE, ours.weights, None, gradient, [ours.segment(options, step)])
+        torch.testing.assert_close(ours.weights.double(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_lion_is_that_of_its_paper() -> None:
     """Algorithm 2 of Chen et al. 2023, in double precision."""
     lr, beta1, beta2, decay = 1e-2, 0.9, 0.99, 0.1

@@ -1,6 +1,7 @@
 """Muon: `torch.optim.Muon` for matrices and AdamW for everything else, with the same bits wherever matrices are updated."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,32 @@ def test_it_is_muon_of_torch_for_matrices_and_adamw_for_the_rest(options: dict[s
     found = weights_of(model)
     for name, parameter in plain.named_parameters():
         assert torch.allclose(found[name], parameter, rtol=0, atol=1e-5), name
+    model.megacompile.close()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ratio", [None, "original", "match_rms_adamw"])
+def test_a_state_that_torch_has_saved_trains_on_as_there(ratio: str | None) -> None:
+    """`eps` of torch, which is `ns_eps` here, among its options."""
+    native = Decoder()
+    model = megacompile.stream(copy.deepcopy(native), layers="layers", device="cpu")
+    theirs = torch.optim.Muon([native.get_parameter(name) for name in LINEAR], lr=0.02, eps=0.5, adjust_lr_fn=ratio)
+    for seed in range(2):
+        native(**batch(seed)).backward()
+        theirs.step()
+        native.zero_grad()
+    model.load_state_dict(native.state_dict())
+    ours = megacompile.Muon([model.get_parameter(name) for name in LINEAR], eps=1e-3)
+    ours.load_state_dict(theirs.state_dict())
+    assert (ours.param_groups[0]["eps"], ours.param_groups[0]["ns_eps"]) == (1e-3, 0.5)
+    for seed in (3, 4):
+        for each, optimizer in ((native, theirs), (model, ours)):
+            each(**batch(seed)).backward()
+            optimizer.step()
+            each.zero_grad()
+    found = weights_of(model)
+    for name in LINEAR:
+        torch.testing.assert_close(found[name], native.get_parameter(name).detach(), rtol=0, atol=1e-5, msg=name)
     model.megacompile.close()
 
 

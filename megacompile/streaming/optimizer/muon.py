@@ -216,6 +216,13 @@ class Muon(StreamedOptimizer):
         beta1, beta2 = map(float, group["betas"])
         return adamw.Options(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
 
+    @staticmethod
+    def options_of_torch(saved: dict[str, Any]) -> dict[str, Any]:
+        if "ns_eps" in saved or "eps" not in saved:
+            return saved
+        return {"ns_eps" if option == "eps" else option: value for option, value in saved.items()} | {
+            "adjust_lr_fn": saved.get("adjust_lr_fn") or "original"}
+
     @classmethod
     def states_of(cls, group: Mapping[str, Any], names: Iterable[str], model: nn.Module,
                   tiling: Tiling) -> dict[str, ElementState]:

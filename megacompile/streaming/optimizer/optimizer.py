@@ -215,7 +215,7 @@ def check_saved(optimizer: Any, state_dict: dict[str, Any]) -> tuple[list[dict[s
 
     Raises `MegacompileError` for other groups, parameters or shapes, and for invalid options."""
     others = ("params", "decoupled_weight_decay")  # also in a state that torch.optim.Adam saved
-    groups = [{option: deepcopy(value) for option, value in group.items() if option not in others}
+    groups = [optimizer.options_of_torch({option: deepcopy(value) for option, value in group.items() if option not in others})
               for group in state_dict["param_groups"]]
     indices = [group["params"] for group in state_dict["param_groups"]]
     if [len(each) for each in indices] != [len(group["params"]) for group in optimizer.param_groups]:
@@ -396,6 +396,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
     matrix_rule: ClassVar[MatrixRule | None] = None
     more: ClassVar[Mapping[str, Any]] = {}
     checks: ClassVar[Mapping[str, Check]]
+
+    @staticmethod
+    def options_of_torch(saved: dict[str, Any]) -> dict[str, Any]:
+        """Saved options of a group with our names, if torch.optim's optimizer of the same name has others."""
+        return saved
 
     @torch.inference_mode(False)  # moments and weights outlive the call: no inference tensors
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, state_dtype: str, master: str,

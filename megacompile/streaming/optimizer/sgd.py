@@ -25,28 +25,32 @@ class Options:
 
 
 def _values(options: Options, step: int) -> tuple[float, ...]:
-    """The scalars of torch.optim.SGD. Its first buffer is the undampened gradient. Without momentum, so is every buffer."""
-    momentum, gradient = (options.momentum, 1 - options.dampening) if step > 1 and options.momentum else (0.0, 1.0)
-    return options.lr, momentum, gradient, options.momentum if options.nesterov else 0.0, options.weight_decay
+    """The scalars of torch.optim.SGD. Its first buffer is the undampened gradient, and steps without momentum leave the buffer
+    as it is. (Momentum that begins later than the first step dampens its first gradient too, unlike in torch.)"""
+    if not options.momentum:
+        return options.lr, 1.0, 0.0, 1.0, 0.0, options.weight_decay
+    momentum, gradient = (options.momentum, 1 - options.dampening) if step > 1 else (0.0, 1.0)
+    ahead = options.momentum if options.nesterov else 0.0
+    return options.lr, momentum, gradient, float(options.nesterov), ahead, options.weight_decay
 
 
 def _reference(master: Tensor, gradient: Tensor, moments: list[Tensor], options: Options, step: int) -> None:
-    lr, momentum, weight, ahead, decay = _values(options, step)
+    lr, momentum, weight, from_gradient, ahead, decay = _values(options, step)
     (buffer,) = moments
     gradient = gradient.add(master, alpha=decay)
     buffer.mul_(momentum).add_(gradient, alpha=weight)
-    master.add_(gradient.add(buffer, alpha=ahead) if options.nesterov else buffer, alpha=-lr)
+    master.add_(gradient.add(buffer, alpha=ahead) if from_gradient else buffer, alpha=-lr)
 
 
 RULE = Rule(
     name="sgd",
     moments=(Moment("momentum_buffer", signed=True),),
-    scalars=("lr", "momentum", "gradient_weight", "ahead", "weight_decay"),
+    scalars=("lr", "momentum", "gradient_weight", "from_gradient", "ahead", "weight_decay"),
     # torch adds a multiple by a fused multiply-add.
     code="""\
   const Exact g = FMA(Exact(s.weight_decay), Exact(master), Exact(gradient));
   const Exact buffer = FMA(Exact(s.gradient_weight), g, Exact(moments[0]) * Exact(s.momentum));
-  const Exact direction = s.ahead != 0.0f ? FMA(Exact(s.ahead), buffer, g) : buffer;
+  const Exact direction = s.from_gradient != 0.0f ? FMA(Exact(s.ahead), buffer, g) : buffer;
   moments[0] = VALUE(buffer);
   master = VALUE(FMA(Exact(-s.lr), direction, Exact(master)));""",
     values=_values, reference=_reference,
