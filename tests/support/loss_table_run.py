@@ -5,6 +5,7 @@ Arguments: cases, each `trainer/loss/even|uneven/all|each`: whether rows have on
 tokens of all processes or of each. A loss that ends in "@1" has no gradient accumulation."""
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -21,18 +22,22 @@ import torch
 import trained
 import transformers
 import trl
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForCausalLM, MixtralConfig
+from trl.experimental import online_dpo as online_dpo_of_trl
+from trl.trainer import kto_trainer
 from trl_run import RANK, tokenizer
 
 import megacompile
 import megacompile.dpo
 import megacompile.grpo
+import megacompile.online_dpo
 import megacompile.rloo
 import megacompile.sft
 import megacompile.trainer
+from megacompile.trainers.fused_head import streamed_heads
 
 NUMBERS = tiny_models.VOCABULARY - 3
 SHARED = {**trained.ARGUMENTS, "bf16": False, "max_steps": 2, "per_device_train_batch_size": 2, "warmup_steps": 0,
@@ -141,6 +146,19 @@ def dpo(streamed: bool, model: Any, loss: str, uneven: bool, settings: dict[str,
                 processing_class=tokenizer())
 
 
+def kto(streamed: bool, model: Any, loss: str, uneven: bool, settings: dict[str, Any]) -> Any:
+    rows = Dataset.from_list([{"prompt": count(row, row + 3), "completion": " " + count(row + 3, row + 3 + length),
+                               "label": row % 3 > 0} for row, length in enumerate(lengths(uneven))])
+    folder = Path(os.environ["RESULTS"], f"rows-{streamed}-{loss}-{uneven}-{settings['average_tokens_across_devices']}")
+    given = trl.KTOConfig(**settings, loss_type=loss, precompute_ref_log_probs=True)
+    with given.main_process_first():  # it computes the reference's log-probabilities, and the others read them beside the rows
+        if not folder.exists():
+            rows.save_to_disk(folder)
+    kind = type("KTOTrainer", (megacompile.trainer.Trainer, trl.KTOTrainer), {}) if streamed else trl.KTOTrainer
+    with streamed_heads(kto_trainer) if streamed else contextlib.nullcontext():
+        return kind(model=model, args=given, train_dataset=load_from_disk(folder), processing_class=tokenizer())
+
+
 def reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(sum(int(word) % 2 == 0 for word in text.split() if word.isdigit())) for text in completions]
 
@@ -159,6 +177,14 @@ def online(name: str, streamed: bool, model: Any, loss: str, uneven: bool, setti
                                           processing_class=tokenizer())
 
 
+def online_dpo(streamed: bool, model: Any, loss: str, uneven: bool, settings: dict[str, Any]) -> Any:
+    rows = Dataset.from_list([{"prompt": count(row, row + length)} for row, length in enumerate(lengths(uneven))])
+    kind = megacompile.online_dpo.OnlineDPOTrainer if streamed else online_dpo_of_trl.OnlineDPOTrainer
+    return kind(model=model, reward_funcs=reward, args=online_dpo_of_trl.OnlineDPOConfig(
+        **settings, loss_type=loss, max_new_tokens=4, gradient_checkpointing=False), train_dataset=rows,
+        processing_class=tokenizer())
+
+
 def run(streamed: bool, case: str) -> list[list[float]]:
     name, loss, rows, averaged = case.split("/")
     model = router_model() if loss.startswith("router") else tiny_models.build(num_hidden_layers=1)
@@ -174,6 +200,10 @@ def run(streamed: bool, case: str) -> list[list[float]]:
             made = sft(streamed, model, loss, rows == "uneven", settings)
         case "dpo":
             made = dpo(streamed, model, loss, rows == "uneven", settings)
+        case "kto":
+            made = kto(streamed, model, loss, rows == "uneven", settings)
+        case "online_dpo":
+            made = online_dpo(streamed, model, loss, rows == "uneven", settings)
         case _:
             made = online(name, streamed, model, loss, rows == "uneven", settings)
     made.train()

@@ -20,6 +20,8 @@ LOSSES = {
             "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", "sigmoid+sft"),
     "grpo": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
     "rloo": ("rloo",),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "online_dpo": ("sigmoid", "ipo"),
 }
 
 
