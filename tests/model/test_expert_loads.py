@@ -63,7 +63,7 @@ def test_loads_are_those_of_the_last_step_with_all_its_micro_batches(family: str
     model.megacompile.close()
 
 
-@pytest.mark.parametrize("options", [{"expert_pieces": 2}, {"checkpoint_interval": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"expert_pieces": 2}, {"expert_pieces": 4}, {"checkpoint_interval": 2}], ids=str)
 def test_whole_steps_count_every_token_once_under_other_plans(options: dict[str, Any]) -> None:
     native = base("qwen3_moe")
     model = megacompile.stream(copy.deepcopy(native), device="cpu", **options)

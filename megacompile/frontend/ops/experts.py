@@ -131,8 +131,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     numbers, order = torch.sort(top_k_index.reshape(-1))
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
-    counts = torch.histc(numbers.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
-    ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    # A bin more than experts, for pairs elsewhere: of one bin, histc would take the range from its input.
+    counts = torch.histc(numbers.float(), bins=self.num_experts + 1, min=0, max=self.num_experts)
+    ends = torch.cumsum(counts[:-1], dim=0, dtype=torch.int32)
     elsewhere = (numbers >= self.num_experts)[:, None] if getattr(self, "_is_expert_parallel", False) else None
     numbers = numbers.clamp(max=self.num_experts - 1)
 
