@@ -75,14 +75,17 @@ class Batch:
     output_gradients: Sequence[tuple[Tensor, ...]] = ()  # or of the outputs, by micro-batch
     results: dict[str, list[Activation]] = field(default_factory=dict)
     loss_known: Any = None  # the event after the losses in `results`
-    #: By call and number of its mixture: where each expert's pairs end, added up over micro-batches, int32 [experts].
+    #: By micro-batch: which positions are padding, bool [rows, length]. Empty if none is.
+    padding: Sequence[Tensor] = ()
+    #: By call and number of its mixture: where each expert's pairs end, added up over micro-batches, int32 [experts]. Pairs of
+    #: padding are left out.
     ends_of_experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     useful_tokens: int = 0  # in the caller's batch, without padding
     computed_tokens: int = 0
 
     def release(self) -> None:
         """Drops all tensors."""
-        self.micro_batches = self.totals = self.output_gradients = ()
+        self.micro_batches = self.totals = self.output_gradients = self.padding = ()
         self.constants, self.results = {}, {}
         self.loss_denominator = self.shares = self.random = self.scale = None
 

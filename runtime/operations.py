@@ -460,10 +460,23 @@ def _forward(frame: Frame, node: fx.Node) -> Activation:
     if any(op_of(user).name == "stash" for user in node.users):
         outputs = tuple(map(dense, outputs))  # here, in compute: a copying lane runs no kernels
     so_far, first = frame.batch.ends_of_experts, kernel.outputs + kernel.residuals
-    for number, ends in enumerate(results[first:]):
+    for number, (ends, experts) in enumerate(zip(results[first::2], results[first + 1::2], strict=True)):
+        if frame.batch.padding:
+            padding = frame.batch.padding[argument(node, "mb")]
+            if experts.numel() % padding.numel():
+                continue  # of other tokens than the batch's
+            ends = _ends_without(padding, experts, len(ends))
         key = argument(node, "call"), number
         so_far[key] = so_far[key] + ends if key in so_far else ends
     return Activation(outputs, [*results[kernel.outputs:first]])
+
+
+def _ends_without(padding: Tensor, experts: Tensor, count: int) -> Tensor:
+    """Where the pairs of each of `count` experts end, int32 [count], if those of padding are left out. `padding`: bool [rows,
+    length]; `experts`: the number of each pair's expert, int64 [pairs], token by token, `count` for an expert elsewhere."""
+    counted = experts.view(padding.numel(), -1).masked_fill(padding.view(-1, 1), count)
+    counts = torch.histc(counted.float(), bins=count + 1, min=0, max=count)
+    return counts[:-1].cumsum(0, dtype=torch.int32)
 
 
 def _loss(frame: Frame, node: fx.Node) -> Activation:

@@ -121,7 +121,9 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
     inputs = _with_implied(given, captures, key)
     own = given.rows, given.length
     inputs = {name: _padded(name, tensor, own, (rows, length), captured) for name, tensor in inputs.items()}
-    alike = _with_all_counts(replace(given, inputs=inputs, rows=rows, length=length, key=key), all_ranks, captured)
+    present = torch.nn.functional.pad(given.present, (0, length - given.length, 0, rows - given.rows))
+    alike = _with_all_counts(replace(given, inputs=inputs, rows=rows, length=length, present=present, key=key), all_ranks,
+                             captured)
     read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
     parts = ranks.agree(doing, {name: inputs[name].cpu() for name in read}) if captured.totals else []
     whole = {name: torch.cat([part[name] for part in parts]) for name in read}
@@ -183,7 +185,7 @@ def _shared_out(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
         rows = torch.cat([RightPadding(tuple(each[name].shape[:2]), longest).pack(each[name]) for each in found])
         inputs[name] = layout.positions if name == POSITIONS else layout.pack(rows, IGNORED if name in labels else 0)
     count, length = layout.source.shape
-    return replace(given, inputs=inputs, rows=count, length=length, layout=None)
+    return replace(given, inputs=inputs, rows=count, length=length, present=layout.source >= 0, layout=None)
 
 
 def _common_key(all_ranks: list[_Summary]) -> CaptureKey | None:

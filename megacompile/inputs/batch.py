@@ -103,7 +103,8 @@ class BatchArguments:
     """The arguments of one call of the model, read and checked.
 
     `inputs`: the batch arguments that were passed, in the model's order, tensors [rows, length, ...]; those of the packed
-    batch if the batch was packed. `rows`, `length`: their sizes. `key`: the capture that serves them. `has_labels`: whether
+    batch if the batch was packed. `rows`, `length`: their sizes. `present`: which of their positions hold a token of the
+    caller that is not padding, bool [rows, length]. `key`: the capture that serves them. `has_labels`: whether
     all labels were passed. `loss_denominator`: the number of target tokens that the loss is divided by, or None without labels.
     `logits_to_keep`: the number of last positions to return logits for, 0 for all. `hidden_states`: whether the hidden states
     of all layers were requested. `layout`: how the caller's batch was packed, padded or grouped, or None.
@@ -115,6 +116,7 @@ class BatchArguments:
     inputs: Mapping[str, Tensor]
     rows: int
     length: int
+    present: Tensor
     key: CaptureKey
     has_labels: bool
     loss_denominator: Tensor | None
@@ -347,8 +349,10 @@ def _result(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
               if argument in inputs and (has_labels or argument not in captured.labels)}
     size = next(tensor.shape for argument, tensor in inputs.items() if not _is_per_row(types.get(argument)))
     loss_denominator = _loss_denominator(name, captured, inputs, options.loss_denominator) if has_labels else None
-    return BatchArguments(inputs, size[0], size[1], key, has_labels, loss_denominator, kept, options.hidden_states, rows.layout,
-                          int(rows.present.sum()), rows.not_packed, options.loss_denominator is None)
+    present = torch.from_numpy(rows.present)
+    return BatchArguments(inputs, size[0], size[1], rows.layout.pack(present) if rows.layout else present, key, has_labels,
+                          loss_denominator, kept, options.hidden_states, rows.layout, int(rows.present.sum()), rows.not_packed,
+                          options.loss_denominator is None)
 
 
 def _loss_denominator(name: str, captured: CapturedModel, inputs: Mapping[str, Tensor], given: Any) -> Tensor | None:

@@ -45,11 +45,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: Mapping[str, Tensor],
-             inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, seed: int | None,
+             inputs: Mapping[str, Tensor], present: Tensor, loss_denominator: Tensor | None, seed: int | None,
              all_rows: AllRows | None = None) -> Batch:
     """Copies a batch to the device, outside of the program. It is a few kilobytes per step, except for images and masks of
-    pairs of tokens. `seed`: for dropout. `all_rows`: the rows of all ranks, if this batch is only a part of them; None: it is
-    whole."""
+    pairs of tokens. `present`: which positions hold a token, bool [rows, length]. `seed`: for dropout. `all_rows`: the rows of
+    all ranks, if this batch is only a part of them; None: it is whole."""
     all_rows = all_rows or AllRows(0, plan.batch, inputs)
     # Copies tensors that are on the device too: the caller may refill its batch before the backward.
     moved = {name: tensor.to(backend.device, copy=True) for name, tensor in inputs.items()}
@@ -61,8 +61,10 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
     targets = _target_tokens(captured, plan, inputs, loss_denominator is not None)
     micro_batches = _cut(plan, moved)
     read = [tensor for inputs in micro_batches for tensor in inputs.values()] if plan.lengths else [*moved.values()]
-    backend.enter([*read, *(t for t in (loss_denominator, random, shares, *totals) if t is not None)])
-    return Batch(micro_batches, constants, loss_denominator, targets, shares, totals, random)
+    counts = not present.all() and any(template.has_experts for template in captured.templates.values())
+    padding = [part[0] for part in _cut(plan, {0: (~present).to(backend.device)})] if counts else []
+    backend.enter([*read, *padding, *(t for t in (loss_denominator, random, shares, *totals) if t is not None)])
+    return Batch(micro_batches, constants, loss_denominator, targets, shares, totals, random, padding=padding)
 
 
 def _target_tokens(captured: CapturedModel, plan: Plan, inputs: Mapping[str, Tensor], with_loss: bool) -> Sequence[int]:

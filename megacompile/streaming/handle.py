@@ -448,8 +448,9 @@ class Handle:
 
     def expert_loads(self) -> dict[str, Tensor]:
         """For each layer of a mixture, the number of pairs of a token and an expert that each expert got in the last training
-        step, int64 [experts]. Padding counts as tokens. Each rank counts its own rows. Empty for a model without experts that
-        run as grouped products, and for layers that compute a chunk of tokens at a time. Waits for the device."""
+        step, int64 [experts]. Tokens are those of `useful_tokens`, without padding. Each rank counts the rows that it computes.
+        Empty for a model without experts that run as grouped products on the batch's tokens, and for layers that compute a
+        chunk of tokens at a time. Waits for the device."""
         if not any(counted := self.streamed.step.loads):
             return {}
         self.streamed.backend.synchronize()
@@ -459,7 +460,7 @@ class Handle:
     def balance_experts(self, rate: float = 1e-3) -> None:
         """Moves the biases by which routers choose experts (`e_score_correction_bias` of DeepSeek-V3, GLM, Kimi and others):
         up by `rate` for experts with less than the mean load of the last training step, down for those with more. Call it after
-        each step, on each rank; loads of all ranks count, and of padding as in `expert_loads`. Source: arXiv 2408.15664.
+        each step, on each rank; loads of all ranks count. Source: arXiv 2408.15664.
 
         Raises `UnsupportedError` if the model has no such bias, or has not trained yet."""
         loads, ranks = self.expert_loads(), self.streamed.rank_group.ranks

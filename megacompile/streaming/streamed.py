@@ -448,8 +448,8 @@ class Streamed:
         captured, constants = self.captures.serve(executable.spec.capture).captured, self.constants.on_device
         loss_denominator = given.loss_denominator if executable.spec.labels else None
         seed = self.rank_group.seed(captured, all_rows)
-        batch = batch_io.batch_of(self.backend, captured, executable.plan, constants, given.inputs, loss_denominator, seed,
-                                  all_rows)
+        batch = batch_io.batch_of(self.backend, captured, executable.plan, constants, given.inputs, given.present,
+                                  loss_denominator, seed, all_rows)
         batch.useful_tokens = given.useful_tokens
         batch.computed_tokens = executable.plan.tokens * self.rank_group.size  # of all ranks, like useful_tokens
         return batch

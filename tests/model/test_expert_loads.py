@@ -2,32 +2,37 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import uneven_models
 from test_expert_adapters import base, tokens
 from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import UnsupportedError
+from megacompile.ir.plan import BatchSpec
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
 def counted(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The loads of native experts, by layer."""
+    """The loads of native experts without those of padding, by layer."""
     found: dict[str, Tensor] = {}
-    hooks = []
+    hooks, batch = [], {}
     for name, module in model.named_modules():
-        if name.endswith(".mlp.experts"):
-            def count(module: Any, args: Any, kwargs: Any, layer: str = name.removesuffix(".mlp.experts")) -> None:
+        if name.endswith(".experts"):
+            def count(module: Any, args: Any, kwargs: Any, layer: str = name.rsplit(".", 2)[0]) -> None:
                 numbers = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dtype == torch.int64)
-                load = torch.bincount(numbers.flatten(), minlength=module.num_experts)
+                shown = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten().bool()
+                load = torch.bincount(numbers.view(len(shown), -1)[shown].flatten(), minlength=module.num_experts)
                 found[layer] = found.get(layer, 0) + load
             hooks.append(module.register_forward_pre_hook(count, with_kwargs=True))
     with torch.no_grad():
-        for batch in batches:
+        for each in batches:
+            batch = each
             model(**batch)
     for hook in hooks:
         hook.remove()
@@ -73,6 +78,44 @@ def test_whole_steps_count_every_token_once_under_other_plans(options: dict[str,
         model.megacompile.train_step(batch, optimizer)
         for layer, expected in counted(native, [batch]).items():
             assert torch.equal(model.megacompile.expert_loads()[layer], expected)
+    model.megacompile.close()
+
+
+def padded(model: Any, lengths: Sequence[int], left: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    """Rows of these lengths."""
+    given = tokens(model, seed, rows=len(lengths), length=max(lengths))
+    shown = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    given["attention_mask"] = (shown.flip(1) if left else shown).long()
+    given["labels"] = given["labels"].masked_fill(given["attention_mask"] == 0, -100)
+    return given
+
+
+#: How rows of uneven length are computed, by name: a family, options, and what is true of the program of their batch.
+WAYS: dict[str, tuple[str, dict[str, Any], Callable[[BatchSpec, tuple[int, int]], bool]]] = {
+    "packed": ("qwen3_moe", {}, lambda spec, size: "position_ids" in spec.capture.further),
+    "as they are": ("qwen3_moe", {"repack": False}, lambda spec, size: (spec.batch, spec.length) == size),
+    "in groups": ("lfm2_moe", {"repack": 64}, lambda spec, size: len(spec.group_rows) > 1),
+    "padded further": ("lfm2_moe", {"repack": 512}, lambda spec, size: spec.length > size[1] and not spec.group_rows)}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("way", WAYS)
+def test_padding_is_no_load(way: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the caller, and that which is added to have other lengths of rows."""
+    family, options, holds = WAYS[way]
+    if way == "in groups":
+        uneven_models.lower_the_cost(monkeypatch)
+    native = base(family)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=2, **options)
+    optimizer = megacompile.AdamW(model.parameters(), lr=0.0)
+    batches = [padded(native, lengths, left, seed) for seed, lengths in enumerate(([30, 3, 9, 5], [7, 40, 2, 11]))]
+    for batch in batches:
+        assert left or holds(model.megacompile.compiled(batch).spec, tuple(batch["input_ids"].shape))
+        model(**batch).loss.backward()
+    optimizer.step()
+    expected, loads = counted(native, batches), model.megacompile.expert_loads()
+    assert expected.keys() == loads.keys() and all(torch.equal(load, loads[layer]) for layer, load in expected.items())
     model.megacompile.close()
 
 

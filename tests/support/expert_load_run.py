@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_expert_adapters import base, tokens
+from test_expert_adapters import base
+from test_expert_loads import padded
 
 import megacompile
 
@@ -15,7 +16,9 @@ STEPS, RATE = 2, 0.01
 
 
 def rows_of(model: Any, step: int, rank: int) -> dict[str, torch.Tensor]:
-    return tokens(model, 10 * step + rank, rows=2, length=8)  # as long on each rank: padding would count
+    """Ranks pad each other's rows in the first step, and share their sequences in the second."""
+    batch = padded(model, ((8, 8), (5, 5), (3, 9), (4, 6, 2))[2 * step + rank], seed=10 * step + rank)
+    return batch if step else {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
 
 
 def main() -> None:

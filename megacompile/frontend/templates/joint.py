@@ -101,10 +101,17 @@ class JointGraph:
                   if n.args[0].target is attention),
                 *self.graph.graph.find_nodes(op="call_function", target=torch.ops.megacompile.recurrence.default)]
 
-    def ends_of_experts(self) -> list[fx.Node]:
-        """For each mixture, where each expert's pairs end: the third operand of its grouped products."""
-        products = (n for n in self.graph.graph.nodes if any(op in str(n.target) for op in _GROUPED_PRODUCTS))
-        return list(dict.fromkeys(n.args[2] for n in products))
+    def pairs_of_experts(self) -> list[tuple[fx.Node, fx.Node]]:
+        """For each mixture, where each expert's pairs end, int32 [experts], which is the third operand of its grouped products;
+        and the number of each pair's expert, int64 [pairs], token by token, by whose sorting these ends are known."""
+        found: dict[fx.Node, fx.Node] = {}
+        for product in (n for n in self.graph.graph.nodes if any(op in str(n.target) for op in _GROUPED_PRODUCTS)):
+            node = ends = product.args[2]
+            while node.all_input_nodes and node.target is not torch.ops.aten.sort.default:
+                node = node.all_input_nodes[0]
+            if node.all_input_nodes:
+                found[ends] = node.args[0]
+        return list(found.items())
 
 
 def example_values(graph: fx.GraphModule) -> list[Any]:

@@ -193,9 +193,9 @@ def _results(graph: fx.GraphModule) -> int:
 class Variant:
     """One runnable graph: functional aten and megacompile ops, symbolic shapes in `meta["val"]`.
 
-    Its flat results are `outputs` outputs, `residuals` residuals, where each expert's pairs end (a forward of a mixture; int32
-    [experts]), then what `gradients` names. `reads` are the indices of the placeholders that the graph uses: any other argument
-    may be None.
+    Its flat results are `outputs` outputs, `residuals` residuals, `JointGraph.pairs_of_experts` of each mixture in a forward,
+    then what `gradients` names. `reads` are the indices of the placeholders that the graph uses: any other argument may be
+    None.
     """
 
     name: str
@@ -243,6 +243,11 @@ class Template:
             self._recipes = {"loss": self._loss, "evaluate": self._evaluate}
             if len(inference.outputs) > 1:
                 self._recipes["outputs"] = self._evaluate
+
+    @functools.cached_property
+    def has_experts(self) -> bool:
+        """True if it runs experts as grouped products."""
+        return bool(self._joint.pairs_of_experts())
 
     @property
     def variant_names(self) -> tuple[str, ...]:
@@ -346,8 +351,8 @@ class Template:
 
     def _forward(self, name: str, chunk: int, residuals: str) -> Variant:
         joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
-        ends = joint.ends_of_experts() if not chunk and name != "outputs" else []
-        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, kept, {}, residuals, ends)
+        pairs = [each for pair in joint.pairs_of_experts() for each in pair] if not chunk and name != "outputs" else []
+        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, kept, {}, residuals, pairs)
 
     def _backward(self, name: str, chunk: int, residuals: str) -> Variant:
         joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
@@ -365,12 +370,12 @@ class Template:
     def _lower(
         self, name: str, chunk: int, joint: JointGraph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node],
         residuals: Sequence[fx.Node], gradients: dict[int, fx.Node], kept: str = "all",
-        ends: Sequence[fx.Node] = (),
+        pairs: Sequence[fx.Node] = (),
     ) -> Variant:
-        graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *ends, *gradients.values()])
+        graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *pairs, *gradients.values()])
         if name == "loss":
             replace_unit_tangent(graph, len(joint.tangents))
-        first = len(outputs) + len(residuals) + len(ends)
+        first = len(outputs) + len(residuals) + len(pairs)
         graph.meta["gradients"] = tuple((i, (first + k,)) for k, i in enumerate(gradients))
         graph.meta["parameters"] = tuple(i for i, x in enumerate(self.inputs) if x.role.kind == "parameter")
         graph.meta["symbols"], graph.meta["chunk"], graph.meta["targets"] = self._renaming, chunk, self.targets
