@@ -25,7 +25,7 @@ from megacompile.predict.simulate import Item, Timeline
 LANES = (Lane.PACK, Lane.H2D, Lane.COLLECTIVE, Lane.COMPUTE, Lane.D2H, Lane.DISK_READ, Lane.CPU, Lane.DISK_WRITE)
 #: The purpose of an instruction, by op. Ops that are not listed only order or keep values and take no significant time.
 KINDS: dict[str, str] = {
-    **dict.fromkeys(("pack", "prefetch", "pack_shard", "prefetch_shard"), "weights to the device"),
+    **dict.fromkeys(("pack", "prefetch", "prefetch_routed", "pack_shard", "prefetch_shard"), "weights to the device"),
     **dict.fromkeys(("gather", "gather_resident"), "weights from all GPUs"),
     "forward": "forward", "forward_saving": "forward, residuals kept", "evaluate": "forward", "outputs": "forward",
     "loss": "loss and its gradient",

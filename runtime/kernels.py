@@ -17,11 +17,12 @@ from megacompile.runtime.memory.arena import Accumulators, Weights
 @dataclass(frozen=True)
 class Activation:
     """The result of a compute op: outputs (in a backward, the gradients of its carried inputs), residuals, a loss. Residuals
-    may be cleared before outputs."""
+    may be cleared before outputs. `experts`: the numbers of those that a router has chosen, in order."""
 
     outputs: tuple[Tensor, ...]
     residuals: list[Any] = field(default_factory=list)
     loss: Tensor | None = None
+    experts: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megacompile.runtime.kernels import Activation, Kernel, bind
 from megacompile.runtime.kernels import accumulate as accumulate_gradients
 from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from megacompile.runtime.memory.arena import Accumulators, Gradients, State, Weights
-from megacompile.runtime.memory.shards import Pair, Share, at_home, in_slot, moments_at_home
+from megacompile.runtime.memory.shards import Pair, Share, at_home, in_slot, moments_at_home, rows_with
 from megacompile.runtime.memory.state_layout import aligned_bytes
 from megacompile.runtime.memory.tiles import MomentFile
 from megacompile.runtime.optimizer import host_update
@@ -422,6 +422,14 @@ def _prefetch(frame: Frame, node: fx.Node) -> Weights:
     return _fetched(frame, node, frame.store.whole(argument(node, "tile")))
 
 
+def _prefetch_routed(frame: Frame, node: fx.Node) -> Weights:
+    tile = frame.store.whole(argument(node, "tile"))
+    weights = frame.arena.weights(argument(node, "into"), tile.layout)
+    for here, there in rows_with(tile, weights.memory, frame.read(node, "router").experts):
+        frame.backend.copy(here, there, Lane.H2D)
+    return weights
+
+
 def _prefetch_shard(frame: Frame, node: fx.Node) -> Weights:
     return _fetched(frame, node, frame.store[argument(node, "tile")])
 
@@ -595,7 +603,8 @@ def _release(frame: Frame, node: fx.Node) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
-    pack=_pack, pack_shard=_pack_shard, prefetch=_prefetch, prefetch_shard=_prefetch_shard, resident=_resident,
+    pack=_pack, pack_shard=_pack_shard, prefetch=_prefetch, prefetch_routed=_prefetch_routed,
+    prefetch_shard=_prefetch_shard, resident=_resident,
     forward=_forward, forward_saving=_forward, evaluate=_forward, outputs=_forward, output_gradient=_output_gradient,
     loss=_loss, recompute_backward=_backward, backward=_backward, zeros=_zeros, scale=_scale,
     reduce=_reduce, offload=_offload, offload_norms=_offload_norms, offload_weights=_offload_weights,

@@ -75,6 +75,8 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "copies a tile's weights into a pinned slab"),
     Op("prefetch", Lane.H2D, ("tile", "staging", "into"), ("staging", "into"), ("weights[tile]", "staging"), ("result",),
        "weights", "a tile's weights, host -> a weight slot (from the tile, or from the slab `staging`)"),
+    Op("prefetch_routed", Lane.H2D, ("tile", "router", "into"), ("into",), ("weights[tile]", "router"), ("result",), "weights",
+       "the weights of the experts that `router` has chosen, host -> a weight slot, whose others are stale"),
     # With several ranks each rank copies its share of a tile, and the ranks exchange shares.
     Op("pack_shard", Lane.PACK, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "packed_shard",
        "copies this rank's shard of a tile's weights into a pinned slab"),

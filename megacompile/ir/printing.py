@@ -32,8 +32,8 @@ OPENING_OPTIONAL = ("ranks", "hosts")  # 1 if absent
 DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "tile": ({"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
               "trainable": "flag", "state_bytes": "number", "visit_bytes": "number", "disk_bytes": "number",
-              "rule": "text"},
-             ("state_bytes", "visit_bytes", "disk_bytes", "rule")),
+              "rule": "text", "routed_bytes": "number"},
+             ("state_bytes", "visit_bytes", "disk_bytes", "rule", "routed_bytes")),
     "call": ({"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
               "output_bytes": "number", "bytes_of_each": "numbers"},
              ("weightless", "output_bytes", "bytes_of_each")),

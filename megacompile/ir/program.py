@@ -95,7 +95,8 @@ class Tile:
     """The host memory of one layer, of the prologue, of the epilogue or of a tied weight. Bytes are per transfer over the link.
     `state_bytes`: of the optimizer's state. `visit_bytes`: the device memory for the tile's largest matrix, with its state and
     products, if whole matrices are updated. `disk_bytes`: of each rank's share of its moments, if they are on disk. `rule`: the
-    optimizer that updates it, such as "lion", or "adamw+muon" for a tile of two; empty: AdamW."""
+    optimizer that updates it, such as "lion", or "adamw+muon" for a tile of two; empty: AdamW. `routed_bytes`: of a tile of
+    experts, most bytes of those that a router chooses in a call, if only these are copied; 0: all are."""
 
     name: str
     parameters: int
@@ -106,6 +107,7 @@ class Tile:
     visit_bytes: int = 0
     disk_bytes: int = 0
     rule: str = ""
+    routed_bytes: int = 0
 
     def bytes_of(self, kind: str, ranks: int = 1) -> int:
         """Bytes that a value of this kind takes in a slot of one of `ranks` ranks."""
@@ -127,6 +129,8 @@ class Tile:
         """Bytes that a copy moves."""
         if op.name == "offload_norms":
             return 0  # a few
+        if op.name == "prefetch_routed":
+            return self.routed_bytes
         return self.weight_bytes // ranks if op.name == "offload_weights" else self.bytes_of(op.result or "", ranks)
 
 

@@ -304,6 +304,7 @@ COSTS: dict[str, str] = {
                     "theirs), or their bytes over memory bandwidth where that is longer; attention and recurrences over their "
                     "rates; other bytes over memory bandwidth; at least its launches"),
     "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
+    "prefetch_routed": "most bytes of chosen experts / h2d rate",
     **dict.fromkeys(("gather", "gather_resident"), "weight bytes of the other ranks' shards / peer bandwidth"),
     "reduce_scatter": "accumulators (FP32) of the other ranks' shards / peer bandwidth",
     "all_reduce": "2 x (hosts - 1) / hosts x accumulators (FP32) of a shard / network bandwidth",
@@ -446,7 +447,7 @@ class Durations:
         ranks = program.ranks
         others = (ranks - 1) / ranks
         match op:
-            case "prefetch" | "prefetch_shard" | "fetch_gradients" | "fetch":
+            case "prefetch" | "prefetch_routed" | "prefetch_shard" | "fetch_gradients" | "fetch":
                 return program.moved_bytes(node) / hardware.link["h2d"]
             case "offload" | "offload_weights" | "offload_norms" | "stash":
                 return program.moved_bytes(node) / hardware.link["d2h"]

@@ -21,8 +21,9 @@ _BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_ste
 
 
 def supplied(program: Program) -> Iterator[Fault]:
-    """Each compute node has the weights of its call's tiles, in their order, or none where its variant reads none. A checkpoint
-    in host memory is fetched before it is read."""
+    """Each compute node has the weights of its call's tiles, in their order, or none where its variant reads none. Experts that
+    are copied by choice are those that the call before it has chosen. A checkpoint in host memory is fetched before it is
+    read."""
     calls = {call.name: call for call in program.calls}
     for graph in program.sections.values():
         for node in find(graph, *_FORWARD, *_BACKWARD):
@@ -32,6 +33,11 @@ def supplied(program: Program) -> Iterator[Fault]:
             if given != needed:
                 yield Fault(f"{describe(node)} has weights of {given or 'nothing'}, but reads {needed or 'nothing'}",
                             "prefetch what the call reads, in the order of its tiles", node)
+            for value in operands(node, "weights"):
+                for router in operands(value, "router"):
+                    if router not in operands(node, "inputs")[:1]:
+                        yield Fault(f"{describe(node)} reads experts that {describe(router)} has chosen",
+                                    "copy those that the call before it has chosen", node, value)
             for value in operands(node, "inputs"):
                 if op_of(value).result == "stashed":
                     yield Fault(f"{describe(node)} reads {value.name}, which is in host memory", "fetch it", node, value)

@@ -34,7 +34,7 @@ _TAKES = {
     "saved": {"activation"},
     "reduced": {"reduced", "gradients"}, "resident": {"weights"},
     "state": {"state"}, "slab": {"slab"}, "stashed": {"stashed"}, "staging": {"staging", "packed_shard"}, "shard": {"shard"},
-    "clip": {"clip"}, "moments": {"moments"},
+    "clip": {"clip"}, "moments": {"moments"}, "router": {"activation"},
     "event": {"event"}, "values": {"activation", "gradient"}}
 _SEVERAL = (tuple, list)
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -170,7 +170,8 @@ _BACKWARDS = ("backward", "backward_accumulate", "train_step")
 _UPDATES = ("update", "backward", "train_step")
 #: Op -> the sections in which it may stand. Other ops may stand in any section.
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "loss": ("forward", "train_step"), "evaluate": ("evaluate",), "outputs": ("forward", "evaluate"),
+    "loss": ("forward", "train_step"), **dict.fromkeys(("evaluate", "prefetch_routed"), ("evaluate",)),
+    "outputs": ("forward", "evaluate"),
     "lease": ("forward",), **dict.fromkeys(("leased", "scale", "output_gradient"), ("backward", "backward_accumulate")),
     **dict.fromkeys(("backward", "recompute_backward", "reduce", "offload", "accumulate"), _BACKWARDS),
     "stash": ("forward", "train_step"), "fetch": _BACKWARDS, "stashed": ("backward", "backward_accumulate"),
@@ -187,7 +188,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("total_loss", "share_loss"), ("forward", "train_step"))}
 _RESULTS = ("loss", "evaluate", "outputs")
 #: Ops that copy weights from the host, the whole tile or a shard.
-_FETCHES = ("pack", "prefetch", "pack_shard", "prefetch_shard")
+_FETCHES = ("pack", "prefetch", "prefetch_routed", "pack_shard", "prefetch_shard")
 _GRADIENTS = ("gradient", "accumulators")
 
 

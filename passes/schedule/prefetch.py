@@ -12,6 +12,12 @@ micro-batches all use the block's weights while they are on the device. Layers s
 several tiles, each size class has that many. The boundary tiles (prologue, epilogue, tied weights: the largest) are held for
 one call at a time. A tile that several layers' calls read stays until another tile of its size class is needed.
 
+    h5_0 = forward("native", "layers.2", mb=0, weights=(w5,))          # up to the router
+    w6 = prefetch_routed("layers.2.experts", router=h5_0)              # of this tile the experts that it has chosen
+    h6_0 = forward("native", "layers.2.mlp.experts", mb=0, weights=(w5, w6), inputs=(h5_0, s))
+
+Of a tile with `routed_bytes` only the experts that the call before has chosen are copied, so it arrives right before its use.
+
     c4_1 = fetch("layers.3", mb=1, stashed=x4_1)           # while micro-batch 0 is computed
     g5_0 = recompute_backward("decoder", "layers.4", mb=0, inputs=(c4_0, s_0), ...)
 
@@ -148,7 +154,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     build = Builder(graph, name)
     _fetch(program, plan, graph)
     stays = _stays(program, plan, graph)
-    pending = deque(s for s in stays if not plan.placement(s.tile).resident)
+    pending = deque(s for s in stays if not plan.placement(s.tile).resident and not program.tiles[s.tile].routed_bytes)
     present: list[_Stay] = []
     classes = layer_size_classes(program)
     first = next(iter(nodes(graph)), None)
@@ -178,6 +184,9 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
         issue(node)
         here = used.get(node, [])
         for stay in here:
+            if program.tiles[stay.tile].routed_bytes and node is stay.uses[0]:
+                stay.weights = build.before(node, "prefetch_routed", f"w{program.number(stay.tile)}", tile=stay.tile,
+                                            router=operands(node, "inputs")[0])
             if stay.weights is None:
                 raise MegacompileError(
                     f"{plan.weight_slots} weight slots do not hold the weights that {argument(node, 'call')} needs at once; "

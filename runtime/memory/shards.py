@@ -74,6 +74,21 @@ class TilePart(CopiedInRuns):
         return [(slice(s.start, s.stop), self.layout.at_home(i)) for i, s in enumerate(self.layout.slices)]
 
 
+def rows_with(tile: HostTile | TilePart, memory: Tensor, rows: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Bytes of a slot, and the matching bytes of the host's weights, of some rows (along the first dimension) of each
+    parameter. `rows` are in order; consecutive ones are one run."""
+    runs: list[slice] = []
+    for row in rows:
+        joined = bool(runs) and runs[-1].stop == row
+        runs.append(slice(runs.pop().start if joined else row, row + 1))
+    size = tile.layout.dtype.itemsize
+    for position, s in enumerate(tile.layout.slices):
+        each, at, home = size * s.count // s.shape[0], size * s.start, size * tile.layout.at_home(position).start
+        for run in runs:
+            here, there = (slice(start + run.start * each, start + run.stop * each) for start in (at, home))
+            yield memory[here], tile.home.weights[there]
+
+
 @dataclass(frozen=True)
 class ShardLayout(TileLayout):
     """The layout of a shard in a slot. It has a slice for each parameter of the whole tile, which is empty if the shard has

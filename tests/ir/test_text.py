@@ -30,7 +30,7 @@ GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "golden"
 EVERY_OP = '''# megacompile program, stage model
 program = Program(stage="model", micro_batches=(2, 1))
 program.tile("layers.0", parameters=16, weight_bytes=32, gradient_bytes=32, trainable=True, state_bytes=160)
-program.tile("frozen", parameters=16, weight_bytes=32, gradient_bytes=0, trainable=False)
+program.tile("frozen", parameters=16, weight_bytes=32, gradient_bytes=0, trainable=False, routed_bytes=8)
 program.call("layers.0", role="layer", template="decoder", tiles=("layers.0",), weightless=("backward",), output_bytes=64)
 program.call("head", role="epilogue", template="head", tiles=())
 program.slot("W0", bytes=4096)
@@ -44,6 +44,7 @@ def forward(p):
     w_1 = p.gather("layers.0", shard=n, into="W0")                                     # collective
     v = p.resident("layers.0", into="R0")
     h = p.forward("decoder", "layers.0", mb=0, weights=(w,), inputs=())                # compute
+    w_2 = p.prefetch_routed("frozen", router=h, into="W0")                             # h2d
     r = p.forward_saving("decoder", "layers.0", mb=1, weights=(w, v), inputs=(h, h))   # compute
     a = p.zeros("layers.0")                                                            # compute
     l = p.loss("head", "head", mb=0, inputs=(h,), accumulators=(a,))                   # compute
