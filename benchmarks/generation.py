@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import statistics
 import time
@@ -32,7 +33,7 @@ from torch import Tensor
 import megacompile
 from megacompile.errors import MegacompileError
 from megacompile.streaming.device_copy import Turns
-from megacompile.streaming.generation.turns import LayerTurns, copied_bytes
+from megacompile.streaming.generation.turns import LayerTurns, copied_bytes, spared_bytes
 from megacompile.streaming.generation.ways import Finished, Way, ways_to_generate
 from megacompile.streaming.streamed_module import generate_by, generate_streamed
 
@@ -87,7 +88,9 @@ def measure(given: argparse.Namespace) -> rows.Row:
     found["parts"] = parts = _part_count(model, given) if given.through == "user" else 1
     if turns is not None:
         link = _link_rate(turns)
-        bound = parts * given.new_tokens * copied_bytes(turns.program) / link
+        whole, tokens = copied_bytes(turns.program), math.ceil(given.batch / max(1, parts))
+        spared = (given.new_tokens - 1) * spared_bytes(tuple(turns.layers.values()), tokens)  # all but the prompts' call
+        bound = parts * (given.new_tokens * whole - spared) / link
         found |= dict(turns=len(turns.layers), link_gb_s=round(link / 1e9, 1), of_link_bound=rows.significant(bound / seconds))
     if native is not None:
         native_s = found.pop("beside_s")

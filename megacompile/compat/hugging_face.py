@@ -52,7 +52,7 @@ PARTS = (
     Part("transformers.TrainingArguments", "_n_gpu", "keep Trainer from putting replicas on other GPUs"),
     # transformers: models and their configs.
     Part(_CONFIG, "_attn_implementation", "trace encoders with their own attention; tell eager attention"),
-    Part(_CONFIG, "_experts_implementation", "refuse experts that cannot be traced"),
+    Part(_CONFIG, "_experts_implementation", "refuse experts that cannot be traced; tell those that read only what is chosen"),
     Part(_CONFIG, "_name_or_path", "give an adapter's files the name of the model"),
     Part(_MODEL, "_hf_peft_config_loaded", "tell whether saving a model writes an adapter alone"),
     Part(_MODEL, "_is_hf_initialized", "initialize a module as in a new model"),

@@ -27,6 +27,7 @@ from megacompile.streaming.generation.turns import (
     TurningLayer,
     copied_bytes,
     slot_bytes,
+    spared_bytes,
     staying_layers,
     turning_layers,
     turns_program,
@@ -103,12 +104,16 @@ class Turns(Enum):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A copy that fits: the most bytes of device memory that it takes, and the bytes that cross the link for each call.
-    `turning`: the layers that take turns."""
+    """A copy that fits: the most bytes of device memory that it takes, and the bytes of the layers that take turns (`turning`),
+    which cross the link for each call."""
 
     device_bytes: int
     copied_bytes: int
     turning: tuple[TurningLayer, ...] = ()
+
+    def bytes_for(self, tokens: int | None) -> int:
+        """Bytes that cross the link for a call of so many tokens, whose routers may choose few experts. None: unknown."""
+        return self.copied_bytes - spared_bytes(self.turning, tokens)
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
@@ -305,7 +310,7 @@ class DeviceCopy:
         """A copy of the model's structure with parameters and buffers on the device. `turning`: the layers that take turns."""
         model = self._streamed.model
         streamed = self._streamed
-        self.turns = LayerTurns(turns_program(turning), streamed.backend, streamed.store) if turning else None
+        self.turns = LayerTurns(turning, streamed.backend, streamed.store) if turning else None
         in_slots = {} if self.turns is None else self.turns.views(model)
         memo: dict[int, Any] = {}
         for tensor in _tensors(model):

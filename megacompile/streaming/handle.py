@@ -355,11 +355,13 @@ class Handle:
                                              Turns.SOME if in_turns else Turns.NONE)
 
     # ---------------------------------------------------------------- looking
-    def generation_program(self) -> Program:
+    def generation_program(self, tokens: int | None = None) -> Program:
         """The program of one call of the plain model in which all layers take turns on the device: prefetches of their weights,
         and the model's own layers as calls, computed in the caller's thread. `generate` and `on_device(in_turns=True)` run it,
-        or one of fewer layers, where the weights do not fit."""
-        return turns_program(self.device_copy.layers())
+        or one of fewer layers, where the weights do not fit. `tokens`: of the call, of all sequences; where they are too few to
+        choose all experts, only chosen experts are copied. None: all are."""
+        layers = self.device_copy.layers()
+        return turns_program(layers) if tokens is None else turns_program(layers, tokens)
 
     @exclusive
     def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,

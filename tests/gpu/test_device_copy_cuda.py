@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import device_copies
+import mixtures
 import pytest
 import torch
 from test_cuda import batch, build
 
 import megacompile
+from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.streaming.device_copy import Turns, original_class
+from megacompile.streaming.generation import turns as generation_turns
 from megacompile.trainers.sent_weights import sent_weights
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +56,23 @@ def test_layers_that_take_turns_generate_natives_tokens_after_every_step(turns: 
         plain = build(layers=7)
         plain.load_state_dict(model.state_dict())
         assert torch.equal(found, plain.cuda().generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0))
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mixture_copies_the_experts_that_it_chooses_with_the_logits_of_whole_copies(
+        rows: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = mixtures.Copies(monkeypatch, CudaBackend)
+    model = megacompile.stream(mixtures.build(family, torch.bfloat16), device="cuda", compile=False)
+    with mixtures.in_turns(model) as native:
+        tokens, logits = mixtures.generated(native, rows, do_sample=False)
+    assert copies.routed()
+    model.megacompile.device_copy.release()
+    monkeypatch.setattr(generation_turns, "most_tokens", lambda layers: 0)
+    with mixtures.in_turns(model) as native:
+        whole = mixtures.generated(native, rows, do_sample=False)
+    assert torch.equal(tokens, whole[0]) and torch.equal(logits, whole[1])
     model.megacompile.close()
 
 

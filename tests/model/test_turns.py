@@ -2,7 +2,7 @@
 it in whatever order the model runs its layers."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import device_copies
@@ -11,25 +11,40 @@ import engine
 import pytest
 import torch
 from tiny_models import batch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from megacompile.errors import LaneError, ProgramError
-from megacompile.ir.program import Lane, Program, Tile, op_of
+from megacompile.ir.program import Lane, Program, Tile, copy_section, find, op_of
 from megacompile.ir.text import parse
 from megacompile.predict.simulate import simulate
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.streaming.device_copy import Turns, original_class
-from megacompile.streaming.generation.turns import LayerTurns, TurningLayer, slot_bytes, turns_program
+from megacompile.streaming.generation.turns import (
+    LayerTurns,
+    RoutedExperts,
+    TurningLayer,
+    copied_bytes,
+    slot_bytes,
+    turns_program,
+)
 from megacompile.verify.verifier import verify
 
 LAYERS = 6
 
 
 def program_of(layers: int = LAYERS) -> Program:
-    """A layer with a tile of its experts among layers with one tile."""
-    tiles = [(Tile(f"layers.{n}", 100, 200, 200, False), *([Tile(f"layers.{n}.experts", 50, 100, 100, False)] * (n == 1)))
+    """A layer with a tile of its adapters among layers with one tile."""
+    tiles = [(Tile(f"layers.{n}", 100, 200, 200, False), *([Tile(f"layers.{n}.adapters", 50, 100, 100, False)] * (n == 1)))
              for n in range(layers)]
     return turns_program(tuple(TurningLayer(f"layers.{n}", tiles[n]) for n in range(layers)))
+
+
+def program_of_experts(tokens: int | None = 1) -> Program:
+    """A dense layer, then layers of 8 experts, of which 2 are chosen for each token."""
+    dense = TurningLayer("layers.0", (Tile("layers.0", 100, 200, 200, False),))
+    layers = [TurningLayer(f"layers.{n}", (Tile(f"layers.{n}.rest", 50, 100, 100, False),), RoutedExperts(
+        f"layers.{n}.experts", (Tile(f"layers.{n}.experts", 400, 800, 800, False),), 8, 2)) for n in range(1, LAYERS)]
+    return turns_program((dense, *layers), tokens)
 
 
 streamed = device_copies.streamed_in_module(LAYERS)
@@ -38,7 +53,7 @@ streamed = device_copies.streamed_in_module(LAYERS)
 @pytest.fixture
 def turns(streamed: Any) -> Iterator[LayerTurns]:
     layers = streamed.megacompile.device_copy.layers()
-    found = LayerTurns(turns_program(layers), engine.backend(streamed), engine.store(streamed))
+    found = LayerTurns(layers, engine.backend(streamed), engine.store(streamed))
     yield found
     found.close()
 
@@ -66,14 +81,53 @@ def test_the_program_is_its_own_text_and_takes_two_slots_of_each_size() -> None:
     assert slot_bytes(program) == 2 * 200 + 100 and set(program.sections) == {"evaluate"}
 
 
-def test_a_program_without_one_of_its_waits_is_refused() -> None:
-    program, refused = program_of(), 0
+@pytest.mark.parametrize(("tokens", "copied"), [(1, 200), (3, 600), (4, 800), (None, 800)])
+def test_as_many_bytes_of_experts_are_copied_as_tokens_choose_at_most(tokens: int | None, copied: int) -> None:
+    program = program_of_experts(tokens)
+    assert parse(program.text()) == program and slot_bytes(program) == 200 + 100 + 2 * 800
+    assert copied_bytes(program) == 200 + (LAYERS - 1) * (100 + copied)
+    by_choice = sum(1 for node in find(program.section("evaluate"), "prefetch_routed"))
+    assert by_choice == (LAYERS - 1 if copied < 800 else 0)
+
+
+@pytest.mark.parametrize("program", [program_of(), program_of_experts(), program_of_experts(None)],
+                         ids=["dense", "chosen experts", "all experts"])
+def test_a_program_without_one_of_its_waits_is_refused(program: Program) -> None:
+    refused = 0
     for edit in edits.single(program):
         if edit.kind == "wait removed":
             with pytest.raises(ProgramError):
                 verify(edit.apply(program))
             refused += 1
     assert refused > 2 * LAYERS
+
+
+def _late(copy: fx.Node) -> None:
+    """The experts run before they are copied."""
+    next(user for user in copy.users if op_of(user).name == "forward").append(copy)
+
+
+def _of_another_layer(copy: fx.Node) -> None:
+    copy.kwargs = {**copy.kwargs, "router": next(find(copy.graph, "forward"))}
+
+
+def _left_out(copy: fx.Node) -> None:
+    """The experts run with the weights of the rest of the layer alone."""
+    for user in find(copy.graph, "forward"):
+        user.kwargs = {name: tuple(each for each in value if each is not copy) if name == "weights" else value
+                       for name, value in user.kwargs.items()}
+
+
+@pytest.mark.parametrize(("edit", "message"), [
+    (_late, "before it is defined"), (_of_another_layer, "reads experts that forward before mb 0 has chosen"),
+    (_left_out, "has weights of")])
+def test_a_program_whose_experts_run_before_those_chosen_are_copied_is_refused(
+        edit: Callable[[fx.Node], None], message: str) -> None:
+    program = program_of_experts()
+    graph = copy_section(program.section("evaluate"))
+    edit(next(find(graph, "prefetch_routed")))
+    with pytest.raises(ProgramError, match=message):
+        verify(program.evolve(sections={"evaluate": graph}))
 
 
 @pytest.mark.parametrize("link_s", [0.5, 2.0])

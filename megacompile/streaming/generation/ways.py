@@ -314,7 +314,9 @@ class _Call:
                 options = chunks | ({"cache_implementation": "offloaded"} if offloaded else {})
                 if turns != Turns.NONE:  # copies of layers are issued between them, which compiled code does not know
                     options["disable_compile"] = True
-                seconds = max(arrangement.copied_bytes / _LINK, self.layers * _LAYER_S)
+                prompt = prompt_of(part)
+                tokens = None if prompt is None else sequence_count(self.model, prompt, part)
+                seconds = max(arrangement.bytes_for(tokens) / _LINK, self.layers * _LAYER_S)
                 if offloaded:  # the cache crosses the link in both directions for each token
                     seconds += 2 * cache / _LINK
                 return Way(turns, more, with_options(self.given, **options), parts, arrangement.device_bytes + more,
