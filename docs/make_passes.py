@@ -35,7 +35,7 @@ SHOWN = {
     "prefetch": ("forward", "forward", ""), "offload": ("backward", "backward", "p.scale(a3)"),
     "optimizer": ("update", "update", "c = "), "shard": ("backward", "backward", "d2 = "),
     "place": ("forward", "forward", "w1 = "), "synchronize": ("forward", "forward", "w1 = "),
-    "chunk_tokens": ("", "", "tokens_0")}
+    "chunk_tokens": ("", "", "tokens_0"), "recurrence": ("", "", "megacompile.recurrence")}
 
 HEAD = """# Passes
 
@@ -178,6 +178,7 @@ def _template_passes() -> list[str]:
     for chunk in (0, 4):
         captured.templates["decoder"].variant("recompute_backward", chunk)
     capture(_decoder(), pipeline=watched, target=low)  # a pass that has changed a graph shows that one
+    capture(_recurrent(), pipeline=watched, target=plain)
     parts = []
     for number, each in enumerate(watched, 1):
         assert each.seen is not None, f"{each.name} changes nothing here"
@@ -192,6 +193,13 @@ def _decoder() -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(Qwen2Config(
             vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1))
+
+
+def _recurrent() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, Mamba2Config
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(Mamba2Config(
+            vocab_size=64, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=8, n_groups=1))
 
 
 if __name__ == "__main__":

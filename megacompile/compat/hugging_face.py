@@ -24,6 +24,7 @@ _TRAINER, _ACCELERATOR = "transformers.Trainer", "accelerate.Accelerator"
 _CONFIG, _MODEL = "transformers.PreTrainedConfig", "transformers.PreTrainedModel"
 _LOADING, _OUTPUTS = "transformers.core_model_loading", "transformers.utils.output_capturing"
 _EXPERTS, _MASKS = "transformers.integrations.moe", "transformers.masking_utils"
+_QWEN3_NEXT, _BAMBA = "transformers.models.qwen3_next.modeling_qwen3_next", "transformers.models.bamba.modeling_bamba"
 _QWEN3_VL = "transformers.models.qwen3_vl.modeling_qwen3_vl"
 _SFT, _ONLINE_DPO = "trl.trainer.sft_trainer", "trl.experimental.online_dpo.online_dpo_trainer"
 _ONLINE = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
@@ -106,7 +107,15 @@ PARTS = (
     Part(_OUTPUTS, "maybe_install_capturing_hooks", "install the hooks before a trace", "model"),
     Part(_OUTPUTS, "output_capturing_hook", "recognize the hooks, by their module and what they close over"),
     Part("transformers.modeling_utils", "make_inputs_require_grads", "remove the hook, recognized by its name"),
-    Part("transformers.models.qwen3_next.modeling_qwen3_next", "is_torchdynamo_exporting", "trace the branches of native runs"),
+    Part(_QWEN3_NEXT, "is_torchdynamo_exporting", "trace the branches of native runs"),
+    Part(_QWEN3_NEXT, "causal_conv1d_fn", "call our op in a trace, here and in each row until Bamba's"),
+    Part(_QWEN3_NEXT, "torch_chunk_gated_delta_rule", "the same"),
+    Part("transformers.models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention", "the same"),
+    Part(_BAMBA, "mamba2_chunk_scan", "the same"),
+    Part(_BAMBA, "mamba2_split_conv1d_scan_combined", "trace the parts of a mixer, not a kernel for all of it"),
+    Part(_BAMBA, "create_recurrent_attention_mask", "give mixers the sequences of packed rows"),
+    Part(_BAMBA, "apply_mask_to_padding_states", "leave packed rows as they are", "hidden_states attention_mask"),
+    Part(f"{_BAMBA}.BambaMixer", "forward", "pass the sequences of packed rows to the functions that it calls"),
     Part("transformers.utils.import_utils", "TRANSFORMERS_DISABLE_TORCH_CHECK", "trace models without checks of values"),
     # TRL: trainers.
     Part("trl.trainer.base_trainer", "_BaseTrainer", "know that its evaluations log no more than Trainer's"),

@@ -148,7 +148,7 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
     @functools.cached_property
     def has_experts(self) -> bool:
         """True if some layer multiplies each token with the weights of chosen experts."""
-        return any(template.inputs_of_experts() for template in self.templates.values())
+        return any(template.has_experts for template in self.templates.values())
 
     @property
     def guards(self) -> list[str]:

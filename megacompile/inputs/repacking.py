@@ -343,4 +343,5 @@ def present_tokens(inputs: Mapping[str, Tensor], mask: Tensor | None, labels: Se
 def _until_last_target(labels: Sequence[Tensor]) -> BoolArray:
     """A mask of the positions up to and including the last target of their row, bool [rows, length]."""
     counts: BoolArray = np.logical_or.reduce([array_of(each) != IGNORED for each in labels])
-    return np.ascontiguousarray(np.logical_or.accumulate(counts[:, ::-1], axis=1)[:, ::-1])
+    # Copied, since torch takes no array with negative strides, which `ascontiguousarray` leaves in one of a single element.
+    return np.logical_or.accumulate(counts[:, ::-1], axis=1)[:, ::-1].copy()

@@ -61,7 +61,7 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
     targets = _target_tokens(captured, plan, inputs, loss_denominator is not None)
     micro_batches = _cut(plan, moved)
     read = [tensor for inputs in micro_batches for tensor in inputs.values()] if plan.lengths else [*moved.values()]
-    counts = not present.all() and any(template.has_experts for template in captured.templates.values())
+    counts = captured.has_experts and not present.all()
     padding = [part[0] for part in _cut(plan, {0: (~present).to(backend.device)})] if counts else []
     backend.enter([*read, *padding, *(t for t in (loss_denominator, random, shares, *totals) if t is not None)])
     return Batch(micro_batches, constants, loss_denominator, targets, shares, totals, random, padding=padding)

@@ -1,6 +1,6 @@
 """Makes the recurrent mixers of transformers call our ops in a trace.
 
-Their modules call module-level functions for convolutions and scans, which are replaced by name (`FUNCTIONS`). transformers
+Their modules call module-level functions for convolutions and scans, which are replaced by name (`FUNCTIONS`); transformers
 itself replaces them by kernels where those are installed. In batches of packed rows, the mask of a recurrent layer holds the
 sequence of each token, and the mixer passes it on as `seq_idx`.
 """
@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -42,8 +43,12 @@ def _causal_conv(
         hidden_states.transpose(1, 2), weight, bias, "silu" if activation else "", "neutral", seq_idx).transpose(1, 2)
 
 
+def _exact(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _unit(x: Tensor) -> Tensor:
-    exact = x.float()
+    exact = _exact(x)
     return (exact * torch.rsqrt((exact * exact).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
@@ -56,7 +61,7 @@ def _delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = _unit(query), _unit(key)
     return recurrence(
-        query, key, value, g.float(), beta, query.shape[-1] ** -0.5, "neutral", seq_idx), None
+        query, key, value, _exact(g), beta, query.shape[-1] ** -0.5, "neutral", seq_idx), None
 
 
 def _state_space_dual(
@@ -67,26 +72,64 @@ def _state_space_dual(
 ) -> Tensor:
     """`mamba_chunk_scan_combined`: hidden_states [B, T, H, P], dt [B, T, H], its A [H], B and C [B, T, groups, N], and D."""
     _refuse_state(initial_states, return_final_states)
-    step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    step = _exact(dt) if dt_bias is None else _exact(dt) + _exact(dt_bias)
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    values = (hidden_states.float() * step[..., None]).to(hidden_states.dtype)
-    out = recurrence(query, key, values, step * rate.float(), None, 1.0, "neutral", seq_idx)
+    values = (_exact(hidden_states) * step[..., None]).to(hidden_states.dtype)
+    out = recurrence(query, key, values, step * _exact(rate), None, 1.0, "neutral", seq_idx)
     passed = more.get("D")
     if passed is not None:
         out = out + hidden_states * (passed if passed.dim() > 1 else passed[:, None])
     return out if z is None else out * F.silu(z)
 
 
+def _selective_scan(
+    hidden_states: Tensor, dt: Tensor, rate: Tensor, key: Tensor, query: Tensor, *, z: Tensor | None = None,
+    delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: object = False, **more: Any,
+) -> Tensor:
+    """`selective_scan_fn`: hidden_states and dt [B, D, T], its A [D, N], B and C [B, N, T], and D. A recurrence with a head for
+    each channel, whose values are single numbers."""
+    _refuse_state(return_last_state)
+    step = _exact(dt) if delta_bias is None else _exact(dt) + _exact(delta_bias)[:, None]
+    step = (F.softplus(step) if delta_softplus else step).transpose(1, 2)
+    values = (_exact(hidden_states).transpose(1, 2) * step)[..., None].to(hidden_states.dtype)
+    query, key = (x.transpose(1, 2)[:, :, None].to(values.dtype) for x in (query, key))
+    out = recurrence(query, key, values, step[..., None] * _exact(rate), None, 1.0, "neutral")[..., 0].transpose(1, 2)
+    passed = more.get("D")
+    if passed is not None:
+        out = out + hidden_states * passed[:, None]
+    return out if z is None else out * F.silu(z)
+
+
+def _lightning_attention(
+    self: Any, hidden_states: Tensor, position_embeddings: object, attention_mask: Tensor | None,
+    past_key_values: object = None, **_: object,
+) -> tuple[Tensor, None]:
+    """The forward of MiniMax's linear attention: a recurrence whose decays are constants of the heads."""
+    _refuse_state(past_key_values)
+    told = attention_mask is not None and attention_mask.dtype == torch.int32
+    packed = self.act_fn(self.qkv_proj(hidden_states))
+    if attention_mask is not None and not told:
+        packed = packed * attention_mask[..., None].to(packed.dtype)
+    query, key, value = packed.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim)).split(self.head_dim, -1)
+    decay = -_exact(self.slope_rate.flatten()).expand(value.shape[:3])
+    out = recurrence(query, key, value, decay, None, 1.0, "neutral", attention_mask if told else None)
+    out = self.norm(out.flatten(2))
+    return self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * out), None
+
+
+def _gated_scan(
+    self: Any, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, recurrent_states: object, **_: object,
+) -> tuple[Tensor, None]:
+    """RecurrentGemma's real-gated linear recurrent unit: a recurrence with a head for each channel, and neither queries nor
+    keys. Sequences begin at position 0."""
+    decay = _exact(recurrent_gate).clamp_min(torch.finfo(torch.float32).tiny).log()
+    ones = torch.ones_like(hidden_states[..., :1, None])
+    segments = reset[..., 0].cumsum(1).to(torch.int32)
+    return recurrence(ones, ones, hidden_states[..., None], decay, None, 1.0, "neutral", segments)[..., 0], None
+
+
 def _no_shortcut(*_: object, **__: object) -> None:
     """A fused kernel for a whole mixer, which transformers' own code has not either."""
-
-
-#: Functions of transformers' models -> what they are in a trace. Their arguments are those of the packages `causal_conv1d`,
-#: `fla` and `mamba_ssm`, which transformers calls if they are installed.
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _causal_conv, "torch_chunk_gated_delta_rule": _delta_rule, "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _state_space_dual, "mamba2_split_conv1d_scan_combined": _no_shortcut,
-}
 
 
 def _recurrent_mask(native: Callable[..., Tensor | None], config: Any, **given: Any) -> Tensor | None:
@@ -117,30 +160,37 @@ def _told(native: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+#: Functions of transformers' models -> a context in which a module has ours. Their arguments are those of the packages
+#: `causal_conv1d`, `fla` and `mamba_ssm`, which transformers calls if they are installed.
+FUNCTIONS: dict[str, Callable[[ModuleType], AbstractContextManager[None]]] = {
+    "causal_conv1d_fn": lambda code: replaced(code, causal_conv1d_fn=_causal_conv),
+    "torch_chunk_gated_delta_rule": lambda code: replaced(code, torch_chunk_gated_delta_rule=_delta_rule),
+    "chunk_kimi_delta_attention": lambda code: replaced(code, chunk_kimi_delta_attention=_delta_rule),
+    "mamba2_chunk_scan": lambda code: replaced(code, mamba2_chunk_scan=_state_space_dual),
+    "mamba2_split_conv1d_scan_combined": lambda code: replaced(code, mamba2_split_conv1d_scan_combined=_no_shortcut),
+    "mamba_selective_scan": lambda code: replaced(code, mamba_selective_scan=_selective_scan),
+    "mamba_inner_fn": lambda code: replaced(code, mamba_inner_fn=_no_shortcut),
+    "MiniMaxLightningAttention": lambda code: replaced(code.MiniMaxLightningAttention, forward=_lightning_attention),
+    "RecurrentGemmaRglru": lambda code: replaced(code.RecurrentGemmaRglru, _rnn_scan=_gated_scan),
+    "create_recurrent_attention_mask": lambda code: replaced(code, create_recurrent_attention_mask=functools.partial(
+        _recurrent_mask, code.create_recurrent_attention_mask)),
+    "apply_mask_to_padding_states": lambda code: replaced(code, apply_mask_to_padding_states=functools.partial(
+        _masked, code.apply_mask_to_padding_states)),
+}
+#: Those that compute with several tokens. A module that calls one is a mixer.
+_OF_MIXERS = {"causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
+
+
 @contextlib.contextmanager
 def mixers_as_ops(model: nn.Module) -> Iterator[None]:
     """A context in which the recurrent mixers of `model` that are transformers' call our ops."""
+    kinds = {type(module) for module in model.modules() if type(module).__module__.startswith("transformers.models.")}
     with contextlib.ExitStack() as patches:
-        for name in sorted({type(module).__module__ for module in model.modules()}):
-            code = sys.modules.get(name)
-            if code is not None and name.startswith("transformers.models."):
-                patches.enter_context(replaced(code, **_replacements(code)))
-        for kind in {type(module) for module in model.modules()}:
-            if kind.__module__.startswith("transformers.models.") and FUNCTIONS.keys() & _called(kind):
+        for name in sorted({kind.__module__ for kind in kinds}):
+            for function, replacing in FUNCTIONS.items():
+                if hasattr(sys.modules[name], function):
+                    patches.enter_context(replacing(sys.modules[name]))
+        for kind in kinds:
+            if _OF_MIXERS.intersection(inspect.unwrap(kind.forward).__code__.co_names):
                 patches.enter_context(replaced(kind, forward=_told(kind.forward)))
         yield
-
-
-def _replacements(code: ModuleType) -> dict[str, Callable[..., Any]]:
-    found = {name: function for name, function in FUNCTIONS.items() if hasattr(code, name)}
-    wrappers: dict[str, Callable[..., Any]] = {
-        "create_recurrent_attention_mask": _recurrent_mask, "apply_mask_to_padding_states": _masked}
-    for name, wrapper in wrappers.items():
-        if hasattr(code, name):
-            found[name] = functools.partial(wrapper, getattr(code, name))
-    return found
-
-
-def _called(kind: type[nn.Module]) -> set[str]:
-    """The names of the functions that the forward of a module calls."""
-    return set(inspect.unwrap(kind.forward).__code__.co_names)

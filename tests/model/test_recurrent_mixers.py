@@ -1,0 +1,92 @@
+"""Models with recurrent layers: one capture for every length, and sequences of packed rows that do not read each other."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import engine
+import pytest
+import torch
+import verdicts
+from tiny_configs import FIRST_PLAIN_TOKEN, VOCABULARY
+from torch import Tensor
+
+import megacompile
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.tracing.mixers import _causal_conv, _delta_rule, mixers_as_ops
+
+LENGTHS = (1, 17, 63, 64, 65, 128, 1000)
+SEQUENCES = (30, 41, 33, 70, 1, 5)
+PACKED = ("qwen3_5_text", "nemotron_h", "lfm2", "qwen3_next", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid", "falcon_h1",
+          "granitemoehybrid", "bamba", "lfm2_moe", "zamba2", "minimax")
+#: Their scans are not told where sequences begin, or the model takes no position IDs.
+NOT_PACKED = ("mamba2", "mamba", "falcon_mamba", "jamba", "recurrent_gemma", "zamba")
+EACH_RUN = 2
+
+
+def nightly(families: tuple[str, ...], each_run: int) -> list[Any]:
+    return [each if n < each_run else pytest.param(each, marks=pytest.mark.nightly) for n, each in enumerate(families)]
+
+
+def tokens(rows: int, length: int) -> Tensor:
+    return torch.randint(FIRST_PLAIN_TOKEN, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def results(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    return verdicts._loss_and_gradients(model, batch)
+
+
+@pytest.mark.parametrize("family", nightly(PACKED + NOT_PACKED, EACH_RUN))
+def test_one_capture_serves_any_length(family: str) -> None:
+    native: Any = verdicts._build(family)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    for length in LENGTHS:
+        ids = tokens(2, length)
+        batch = dict(input_ids=ids, labels=ids.clone())
+        if length == 1:  # no token has a target
+            assert torch.isnan(model(**batch).loss)
+            continue
+        ours, theirs = results(model, batch), results(native, batch)
+        off = verdicts._distances(ours, theirs)
+        if max(off.values()) > 1e-5:  # then native training rounds more: it sums decays before it subtracts them, in float32
+            double = copy.deepcopy(native).double()
+            with mixers_as_ops(double):  # transformers' own scans compute in float32
+                exact = results(double, batch)
+            mine, native_s = (verdicts._distances(found, exact) for found in (ours, theirs))
+            assert all(mine[name] <= max(1e-5, native_s[name]) for name in mine)
+    assert len(list(engine.captures(model))) == 1
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize("family", nightly(PACKED, EACH_RUN))
+def test_packed_sequences_do_not_read_each_other(family: str) -> None:
+    native: Any = verdicts._build(family)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    ids, labels = tokens(1, sum(SEQUENCES)), tokens(1, sum(SEQUENCES))
+    positions = torch.cat([torch.arange(n) for n in SEQUENCES])[None]
+    labels[positions == 0] = -100
+    loss, gradients = results(model, dict(input_ids=ids, labels=labels, position_ids=positions))
+    native.zero_grad()
+    targets, apart = int((labels != -100).sum()), torch.zeros(())
+    for each_ids, each_labels in zip(ids.split(SEQUENCES, 1), labels.split(SEQUENCES, 1), strict=True):
+        if each_ids.shape[1] > 1:
+            part = native(input_ids=each_ids, labels=each_labels).loss * ((each_labels != -100).sum() / targets)
+            part.backward()
+            apart = apart + part.detach()
+    assert float(loss.detach()) == pytest.approx(float(apart), rel=1e-6)
+    largest = max(float(p.grad.norm()) for p in native.parameters() if p.grad is not None)
+    for name, parameter in native.named_parameters():
+        if parameter.grad is not None:
+            bound = 1e-4 * max(float(parameter.grad.norm()), 1e-3 * largest)
+            assert float((gradients[name] - parameter.grad).norm()) <= bound, name
+    model.megacompile.close()
+
+
+def test_what_a_mixer_cannot_do_in_a_trace_is_refused() -> None:
+    x, weight = torch.ones(1, 4, 3), torch.ones(4, 2)
+    with pytest.raises(UnsupportedError, match=r"a causal convolution with activation gelu is not supported, only with silu"):
+        _causal_conv(x, weight, activation="gelu")
+    with pytest.raises(UnsupportedError, match=r"a recurrent layer reads or returns its state, which captured layers do not "
+                                               r"keep: pass batches without past_key_values"):
+        _delta_rule(x, x, x, x, x, output_final_state=True)
