@@ -25,6 +25,7 @@ _CONFIG, _MODEL = "transformers.PreTrainedConfig", "transformers.PreTrainedModel
 _LOADING, _OUTPUTS = "transformers.core_model_loading", "transformers.utils.output_capturing"
 _EXPERTS, _MASKS = "transformers.integrations.moe", "transformers.masking_utils"
 _QWEN3_NEXT, _BAMBA = "transformers.models.qwen3_next.modeling_qwen3_next", "transformers.models.bamba.modeling_bamba"
+_MAMBA = "transformers.models.mamba.modeling_mamba"
 _QWEN3_VL = "transformers.models.qwen3_vl.modeling_qwen3_vl"
 _SFT, _ONLINE_DPO = "trl.trainer.sft_trainer", "trl.experimental.online_dpo.online_dpo_trainer"
 _ONLINE = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
@@ -111,6 +112,9 @@ PARTS = (
     Part(_QWEN3_NEXT, "causal_conv1d_fn", "call our op in a trace, here and in each row until Bamba's"),
     Part(_QWEN3_NEXT, "torch_chunk_gated_delta_rule", "the same"),
     Part("transformers.models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention", "the same"),
+    Part(_MAMBA, "mamba_selective_scan", "the same"),
+    Part(_MAMBA, "mamba_inner_fn", "trace the parts of a mixer, not a kernel for all of it"),
+    Part("transformers.models.recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRglru", "_rnn_scan", "the same"),
     Part(_BAMBA, "mamba2_chunk_scan", "the same"),
     Part(_BAMBA, "mamba2_split_conv1d_scan_combined", "trace the parts of a mixer, not a kernel for all of it"),
     Part(_BAMBA, "create_recurrent_attention_mask", "give mixers the sequences of packed rows"),

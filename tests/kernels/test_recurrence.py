@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacompile.frontend.ops import recurrence  # registers the ops
+from megacompile import mixers
+from megacompile.frontend.ops import recurrence
 
 LENGTHS = (1, 17, 63, 64, 65, 128, 1000)
 
@@ -60,7 +61,7 @@ def assert_near(found: list[Tensor], exact: list[Tensor], bound: float) -> None:
 
 def run(kind: str, segments: Tensor | None = None) -> Callable[..., Tensor]:
     def call(*x: Tensor) -> Tensor:
-        return torch.ops.megacompile.recurrence(*x[:4], x[4] if len(x) > 4 else None, 0.3, "neutral", segments)
+        return mixers.recurrence(*x[:4], x[4] if len(x) > 4 else None, 0.3, segments)
     return call
 
 
@@ -109,7 +110,7 @@ def test_a_short_convolution_equals_pytorch_s() -> None:
         torch.manual_seed(length)
         tensors = [torch.randn(2, length, 12), torch.randn(12, 4), torch.randn(12)]
         exact = results(convolved, [x.double() for x in tensors])
-        assert_near(results(lambda *x: torch.ops.megacompile.causal_conv(*x, "silu", "neutral"), tensors), exact, 1e-5)
+        assert_near(results(lambda *x: mixers.causal_conv(*x, silu=True), tensors), exact, 1e-5)
 
 
 def test_a_short_convolution_begins_anew_with_each_sequence() -> None:
@@ -120,7 +121,7 @@ def test_a_short_convolution_begins_anew_with_each_sequence() -> None:
         return out
 
     tensors = [torch.randn(2, SEGMENTS.shape[1], 12), torch.randn(12, 4), torch.randn(12)]
-    found = results(lambda *x: torch.ops.megacompile.causal_conv(*x, "silu", "neutral", SEGMENTS), tensors)
+    found = results(lambda *x: mixers.causal_conv(*x, silu=True, segments=SEGMENTS), tensors)
     assert_near(found, results(apart, tensors), 1e-5)
 
 
