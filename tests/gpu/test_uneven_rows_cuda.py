@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import assert_same_gradients, right_padded, step_of_both
-from transformers import AutoModelForCausalLM, Lfm2Config
+from transformers import AutoModelForCausalLM, JambaConfig
 
 import megacompile
 
@@ -17,11 +17,12 @@ LENGTHS = ([60, 180, 1500, 90, 240, 410, 120, 33, 700, 150, 200, 75], [2000, 16,
 
 
 def build(dtype: torch.dtype) -> Any:
-    """A model with convolutions over tokens, whose rows are never packed."""
+    """A model with selective scans, which are not told where sequences begin, so that its rows are never packed."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(Lfm2Config(
+    return AutoModelForCausalLM.from_config(JambaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, layer_types=["conv", "full_attention", "conv", "conv"]), dtype=dtype).train()
+        num_key_value_heads=2, pad_token_id=0, attn_layer_period=4, attn_layer_offset=1, num_experts=1, mamba_d_state=4,
+        mamba_dt_rank=8, use_mamba_kernels=False), dtype=dtype).train()
 
 
 def on_cuda(batch: dict[str, Any]) -> dict[str, Any]:

@@ -94,8 +94,8 @@ def padded(model: Any, lengths: Sequence[int], left: bool = False, seed: int = 0
 WAYS: dict[str, tuple[str, dict[str, Any], Callable[[BatchSpec, tuple[int, int]], bool]]] = {
     "packed": ("qwen3_moe", {}, lambda spec, size: "position_ids" in spec.capture.further),
     "as they are": ("qwen3_moe", {"repack": False}, lambda spec, size: (spec.batch, spec.length) == size),
-    "in groups": ("lfm2_moe", {"repack": 64}, lambda spec, size: len(spec.group_rows) > 1),
-    "padded further": ("lfm2_moe", {"repack": 512}, lambda spec, size: spec.length > size[1] and not spec.group_rows)}
+    "in groups": ("jamba", {"repack": 64}, lambda spec, size: len(spec.group_rows) > 1),
+    "padded further": ("jamba", {"repack": 512}, lambda spec, size: spec.length > size[1] and not spec.group_rows)}
 
 
 @pytest.mark.sample(4)

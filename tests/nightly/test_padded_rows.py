@@ -14,8 +14,9 @@ from torch import Tensor
 
 import megacompile
 
-#: The last three have convolutions over tokens or recurrent layers, and are not packed.
-FAMILIES = ("llama", "gemma3_text", "qwen3", "gpt_neox", "olmo2", "gpt2", "cohere2", "falcon", "lfm2", "qwen3_next", "mamba2")
+#: The last two are not packed: their recurrences are not told where sequences begin.
+FAMILIES = ("llama", "gemma3_text", "qwen3", "gpt_neox", "olmo2", "gpt2", "cohere2", "falcon", "lfm2", "qwen3_next", "mamba2",
+            "jamba")
 LONGEST = 24
 
 

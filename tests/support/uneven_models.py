@@ -8,7 +8,7 @@ from typing import Any
 import tiny_models
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Lfm2Config
+from transformers import AutoModelForCausalLM, JambaConfig
 
 import megacompile
 from megacompile.inputs import packed_layout, rounded_lengths
@@ -29,11 +29,12 @@ def lower_the_cost(monkeypatch: Any) -> None:
 
 
 def build() -> Any:
-    """A model with a convolution over tokens, whose batches are never packed."""
+    """A model with selective scans, which are not told where sequences begin, so that its batches are never packed."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(Lfm2Config(
+    return AutoModelForCausalLM.from_config(JambaConfig(
         vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, pad_token_id=0, layer_types=["conv", "full_attention", "conv"])).train()
+        num_key_value_heads=2, pad_token_id=0, attn_layer_period=3, attn_layer_offset=1, num_experts=1, mamba_d_state=4,
+        mamba_dt_rank=4, use_mamba_kernels=False)).train()
 
 
 def stream(native: Any, **options: Any) -> Any:
