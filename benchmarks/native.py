@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import os
 import time
 from typing import Any
@@ -87,7 +86,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         return total.item()
 
     # Recurrent layers run flash-linear-attention's kernels if it is installed, as ours do.
-    with fla.repaired() if importlib.util.find_spec("fla") else contextlib.nullcontext():
+    with fla.repaired() if fla.is_usable() else contextlib.nullcontext():
         found = rows.timed(step, given)
     return dict(
         layers=model.config.num_hidden_layers, micro_batch=given.micro_batch_size or given.batch, compiled=given.compile,

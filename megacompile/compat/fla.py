@@ -6,7 +6,9 @@ With Triton 3.4 to 3.7.0 on Hopper GPUs, one kernel of its backwards gives wrong
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,19 @@ from megacompile.compat.hugging_face import replaced
 
 #: Tokens whose gradients the repair computes at once, which bounds the memory of products in float32.
 _TOKENS = 8192
+
+
+#: The versions that were tested. Others are not used.
+VERSIONS = "0.6."
+
+
+@functools.cache
+def is_usable() -> bool:
+    """True if the library is installed, in a version that was tested (`pip install "megacompile[hybrid]"`)."""
+    try:
+        return importlib.metadata.version("fla-core").startswith(VERSIONS)
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def functions() -> dict[str, Callable[..., Any]]:

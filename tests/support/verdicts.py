@@ -24,6 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import megacompile
 from megacompile.errors import LaneError, MegacompileError
+from megacompile.frontend.tracing.mixers import mixers_as_ops
 
 ROWS, LENGTH = 5, 29  # not the sizes at which models are captured
 SECONDS = 240  # of the processor, for one class
@@ -176,7 +177,8 @@ def _difference(model: nn.Module, batch: dict[str, Tensor], ours: tuple[Tensor, 
     if hasattr(double, "set_experts_implementation"):
         double.set_experts_implementation("eager")  # PyTorch has no grouped products in float64
     try:
-        exact = _loss_and_gradients(double, batch)
+        with mixers_as_ops(double):  # transformers' scans would compute in float32
+            exact = _loss_and_gradients(double, batch)
     except RuntimeError:  # it mixes in float32: its sums in another order show how far rounding goes
         exact = _loss_and_gradients(copy.deepcopy(model), {name: rows.flip(0) for name, rows in batch.items()})
     rounding, off = _distances(native, exact), _distances(ours, exact)
