@@ -185,13 +185,17 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
 
 
 def _recurrence(arguments: Sequence[Any], sizes: _Sizes) -> sympy.Expr:
-    """FLOPs of a recurrence: products of pairs of tokens within a chunk, and with the states. A delta rule has products of keys
-    with keys, and corrects values and keys by a triangular system."""
     query, _, value, _, beta = arguments[:5]
-    batch, length, heads, width = sizes.shape(value)
-    channels, chunk = sizes.shape(query)[3], RECURRENCE_CHUNK
-    pairs = chunk * (channels + width) + (0 if beta is None else chunk * (2 * channels + width + chunk))
-    return 2 * batch * length * heads * (pairs + (2 if beta is None else 3) * channels * width)
+    *rows, width = sizes.shape(value)
+    return sympy.Mul(*rows) * recurrence_flops(sizes.shape(query)[3], width, delta=beta is not None)
+
+
+def recurrence_flops(channels: Any, width: Any, delta: bool) -> Any:
+    """FLOPs of a recurrence for each token and head: products of pairs of tokens within a chunk, and with the states. A delta
+    rule has products of keys with keys, and corrects values and keys by a triangular system. The backward has three times as
+    many, with the forward that it runs again."""
+    pairs = RECURRENCE_CHUNK * (channels + width + (2 * channels + width + RECURRENCE_CHUNK if delta else 0))
+    return 2 * (pairs + (3 if delta else 2) * channels * width)
 
 
 def _attention(query: Any, value: Any, window: Any, sizes: _Sizes) -> Attention:

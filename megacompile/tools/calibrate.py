@@ -20,12 +20,15 @@ from torch import Tensor
 
 from megacompile.api import make_backend
 from megacompile.codegen.scaled_products import scaled_product
+from megacompile.compat import fla
 from megacompile.compat.core import grouped_mm
 from megacompile.errors import DiskError
 from megacompile.frontend.ops import attention_kernels
+from megacompile.frontend.ops.recurrence import recurrence, recurrence_backward
 from megacompile.ir.program import Lane
 from megacompile.planning.config import check_device
 from megacompile.planning.precision import FIRST_CAPABILITY
+from megacompile.predict.durations import recurrence_flops
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.optimizer import host_update
@@ -133,6 +136,8 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
         gemm["float8"] = compute.float8()
     say("measuring products of experts")
     grouped, grouped_overhead = compute.grouped()
+    say("measuring a recurrence")
+    recurrent = compute.recurrence()
     say("measuring attention")
     attention = compute.attention(gemm)
     say("measuring the device's memory and kernel launches")
@@ -143,7 +148,8 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
     adam_parts, adam_formats, adam_rounded = _adam_shares(SHORT_S * scale, host_bytes)
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
-        gemm_flops=gemm, grouped_efficiency=grouped / gemm["bfloat16"], grouped_overhead=grouped_overhead, **attention,
+        gemm_flops=gemm, grouped_efficiency=grouped / gemm["bfloat16"], grouped_overhead=grouped_overhead,
+        recurrence_efficiency=recurrent / gemm["bfloat16"], **attention,
         memory_bandwidth=memory_bandwidth, launch_s=launch,
         link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=host_copy, adam=alone[Lane.CPU], beside=beside, adam_parts=adam_parts,
@@ -257,6 +263,22 @@ class _Compute:
                 grouped_mm(a, b, offs=ends)
 
         return _rate(products, 6.0 * grad.numel() * wide, SHORT_S * self.scale, self.backend.synchronize)
+
+    def recurrence(self) -> float:
+        """FLOP/s of a gated delta rule, forward and backward, with the kernel that templates of this device have."""
+        rows, length, heads, width = (16, 1024, 32, 128) if self.cuda else (1, 128, 4, 32)
+        kernel, dtype = ("fla", torch.bfloat16) if self.cuda and fla.is_usable() else ("reference", torch.float32)
+        shape = rows, length, heads, width
+        query, key, value, grad = (torch.nn.functional.normalize(self._random(*shape, dtype=dtype), dim=-1) for _ in range(4))
+        decay = torch.full(shape[:3], -0.1, device=self.device)
+        tensors = query, key, value, decay, decay.exp().to(dtype)
+
+        def both() -> None:
+            recurrence(*tensors, 1.0, kernel)
+            recurrence_backward(grad, *tensors, 1.0, kernel)
+
+        flops = 4.0 * rows * length * heads * recurrence_flops(width, width, delta=True)
+        return _rate(both, flops, SHORT_S * self.scale, self.backend.synchronize)
 
     def attention(self, gemm: Mapping[str, float]) -> dict[str, Any]:
         """The fields of `Hardware` about causal attention on this device. The rates of a kernel at two lengths give its rate
