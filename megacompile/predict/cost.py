@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.codegen.scaled_products import WORKSPACE_BYTES
+from megacompile.frontend.ops.mixers import REGISTERED, op_name, with_shapes
 from megacompile.frontend.ops.patch_encoder import PATCHES_AT_ONCE, encoder_of
 from megacompile.frontend.templates.joint import base_of
 from megacompile.frontend.templates.template import Template, Variant
@@ -154,6 +155,11 @@ def _emulated_bytes(rows: int, summed: int, columns: int) -> int:
     return 4 * (rows * columns + max(rows * summed + summed * columns, rows * columns))
 
 
+def _registered_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
+    count = REGISTERED[op_name(node.target)].workspace_bytes
+    return 0 if count is None else int(count(*with_shapes(node, size)))
+
+
 #: Memory that our ops hold in addition to their results: (node, size, device type) -> bytes.
 WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
     torch.ops.megacompile.attention.default: partial(_attention_workspace, backward=False),
@@ -188,7 +194,7 @@ def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, f
             return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type, fused) + order
         if node.op == "output":
             return _products_bytes(template, variant, size)
-        inside = WORKSPACE.get(node.target)
+        inside = WORKSPACE.get(node.target, _registered_workspace if op_name(node.target) in REGISTERED else None)
         return (inside(node, size, device_type) if inside else 0) + (_hole_bytes(node, size, device_type) if loops else 0)
 
     # Ops around loops run one by one.
@@ -417,6 +423,8 @@ def kernel_of(node: fx.Node) -> str | None:
         return None
     if node.target in GEMMS:
         return "gemm"
+    if op_name(node.target) in REGISTERED:
+        return "registered"
     namespace, _, name = str(getattr(node.target, "name", lambda: "")()).partition("::")
     return name if namespace == "megacompile" else None
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from megacompile.compat.symbols import size_functions
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.ops.mixers import REGISTERED, op_name, with_shapes
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template, Variant
 from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import Plan
@@ -181,6 +182,11 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             return Work(bytes=2 * sizes.bytes(*node.args[:2]), kernels=4)
         case "linear_cross_entropy":
             return _linear_cross_entropy(node, sizes)
+        case "registered":
+            count = REGISTERED[op_name(node.target)].flops
+            moved = sizes.bytes(node, *node.all_input_nodes)
+            return Work(bytes=moved, kernels=1) if count is None else Work(
+                recurrence_flops=sympy.sympify(count(*with_shapes(node, sizes.template.symbolic))), kernels=1)
     return Work()
 
 

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megacompile.frontend.ops.mixers import mixer_of
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.model_graph import ModelGraph, called_name
 from megacompile.ir.token_loop import example_of
 
-#: Our ops that exchange values between tokens.
-MIXERS = ("attention", "recurrence", "causal_conv")
 #: Functions without which a layer has no attention of its own.
 _OWN = ("matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")
 
@@ -39,13 +38,8 @@ def says_causal(stack: LayerStack) -> bool:
 
 def all_layers_call_mixers(model: ModelGraph) -> bool:
     """True if every layer calls our attention or our other mixers, or has no attention."""
-    return all(_mixers(region) or not any(called_name(node) in _OWN for node in region.graph.nodes)
-               for region in _regions(model))
-
-
-def _mixers(region: fx.GraphModule) -> list[fx.Node]:
-    ours = [getattr(torch.ops.megacompile, name) for name in MIXERS]
-    return [node for node in region.graph.nodes if node.target in ours or node.target in [each.default for each in ours]]
+    return all(any(mixer_of(node.target) for node in region.graph.nodes)
+               or not any(called_name(node) in _OWN for node in region.graph.nodes) for region in _regions(model))
 
 
 def masks_pairs(model: ModelGraph) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.frontend.graph.split import Section
+from megacompile.frontend.ops.mixers import mixer_of
 from megacompile.frontend.templates.template import LENGTH, Call, Source, Template
 from megacompile.frontend.tracing.layer_calls import source_line
 from megacompile.ir.precision import FORMATS
@@ -49,7 +50,7 @@ def across_tokens(template: Template) -> bool:
     not count, since it knows where a sequence begins. Unknown ops count."""
     layout = Layout(template.renaming)
     for node, computed in _computing(template.forward_graph(), template):
-        if getattr(node.target, "namespace", "") == "megacompile":
+        if getattr(node.target, "namespace", "") == "megacompile" or mixer_of(node.target) is not None:
             continue
         if _mixes(node, computed, layout, layout.length, template.precision is not None) or _shifts(node, computed, layout):
             return True
@@ -193,7 +194,6 @@ def _values(node: fx.Node) -> Iterator[Tensor]:
 # --------------------
 # Finds the inputs from which attention's segments are computed. Some models do not pass position_ids to their mask functions.
 # Their attention runs across the sequences of a packed row, as it does natively.
-_SEGMENTS = {"attention": 7, "recurrence": 7, "causal_conv": 5}  # the position of the argument of each op
 
 
 def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Template]) -> list[str]:
@@ -240,9 +240,9 @@ def _comes_from(name: str, source: Source, prologue: Call, results: Sequence[obj
 
 
 def _segments(graph: fx.Graph) -> list[object]:
-    """The segments argument of each of our mixers in a graph: the sequence of each token. None: it has no segments."""
-    return [call.args[position] if len(call.args) > position else None for name, position in _SEGMENTS.items()
-            for call in graph.find_nodes(op="call_function", target=getattr(torch.ops.megacompile, name).default)]
+    """The segments argument of each mixer in a graph: the sequence of each token. None: it has no segments."""
+    calls = [(node, mixer.segments) for node in graph.nodes if node.op == "call_function" and (mixer := mixer_of(node.target))]
+    return [None if position is None or len(call.args) <= position else call.args[position] for call, position in calls]
 
 
 def _sources(call: Call, node: object) -> list[Source]:

@@ -19,8 +19,9 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.batches.images import model_arguments
 from megacompile.frontend.batches.pair_masks import masks_of
 from megacompile.frontend.batches.split_rows import images_of, join_rows, traced_apart
-from megacompile.frontend.graph.attention_calls import MIXERS, all_layers_call_mixers
+from megacompile.frontend.graph.attention_calls import all_layers_call_mixers
 from megacompile.frontend.ops.attention import implementation_for
+from megacompile.frontend.ops.mixers import mixer_of
 from megacompile.frontend.tracing.alike_layers import Shortened, shorten
 from megacompile.frontend.tracing.explained import TRACING_ERRORS
 from megacompile.frontend.tracing.fake_model import (
@@ -65,7 +66,7 @@ class _MixerCalls(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         name = function.overloadpacket.__name__
-        self.ours += function.namespace == "megacompile" and name in MIXERS
+        self.ours += mixer_of(function) is not None
         self.own += name in ("bmm", "baddbmm", "convolution") or "scaled_dot_product" in name
         return function(*args, **(kwargs or {}))
 
