@@ -27,7 +27,7 @@ VERSIONS = "0.6."
 
 @functools.cache
 def is_usable() -> bool:
-    """True if the library is installed, in a version that was tested (`pip install "megacompile[hybrid]"`)."""
+    """True if the library is installed, in a version that was tested (the extra `hybrid`)."""
     try:
         return importlib.metadata.version("fla-core").startswith(VERSIONS)
     except importlib.metadata.PackageNotFoundError:

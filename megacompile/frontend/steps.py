@@ -38,7 +38,7 @@ from megacompile.frontend.graph.pieces import Rows, in_pieces, rows_of, split_ex
 from megacompile.frontend.graph.randomness import draw_functionally, number_draws
 from megacompile.frontend.graph.split import Section, split_at_layers, structural_key
 from megacompile.frontend.pipeline import CountTargets, Step
-from megacompile.frontend.templates.across_rows import across_rows
+from megacompile.frontend.templates.across_rows import across_rows, mixes_by_itself
 from megacompile.frontend.templates.build import Condition, Renaming, batch_symbols, build_template, conditions, with_results
 from megacompile.frontend.templates.hidden_states import LOGITS, BuildTemplate, Heads, HiddenStates
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
@@ -288,9 +288,10 @@ def describe_layers(layers: tuple[str, ...], layer_names: tuple[str, ...], rows:
 
 
 def describe_attention(graph: ModelGraph, batch: dict[str, Tensor], stack: LayerStack, plain: nn.Module,
-                       masks_added: bool) -> AttentionFacts:
+                       masks_added: bool, templates: dict[str, Template], calls: tuple[Call, ...]) -> AttentionFacts:
     """The facts about attention: whether all layers call our ops, and what masks do."""
-    fused = all_layers_call_mixers(graph)
+    layers = {templates[call.template] for call in calls[1:-1]}
+    fused = all_layers_call_mixers(graph) and not any(map(mixes_by_itself, layers))
     causal = not pairs_of(batch) and not masks_pairs(graph) and (fused or says_causal(stack))
     return AttentionFacts(fused_attention=fused, causal=causal, masks_hide=_of_transformers(plain), masks_added=masks_added)
 

@@ -41,7 +41,8 @@ def test_a_pipeline_is_changed_by_making_another() -> None:
     assert names(insert_after(PIPELINE, "prefetch", mine)) == [*before[:at + 1], "mine", *before[at + 1:]]
     assert names(insert_before(PIPELINE, "prefetch", mine)) == [*before[:at], "mine", *before[at:]]
     assert names(replace_pass(PIPELINE, "prefetch", mine)) == [*before[:at], "mine", *before[at + 1:]]
-    assert names(replace_pass(TEMPLATE_PIPELINE, "chunk_tokens")) == ["attention", "fuse_loss", "float8", "accumulate_in_gemm"]
+    assert names(replace_pass(TEMPLATE_PIPELINE, "chunk_tokens")) == [
+        "attention", "recurrence", "fuse_loss", "float8", "accumulate_in_gemm"]
     assert names(PIPELINE) == before
 
 

@@ -57,6 +57,11 @@ def across_tokens(template: Template) -> bool:
     return False
 
 
+def mixes_by_itself(template: Template) -> bool:
+    """True if a template computes with several tokens of a row, and has none of the mixers that captures know."""
+    return not _segments(template.forward_graph()) and across_tokens(template)
+
+
 def chooses_tokens(template: Template) -> bool:
     """True if a template selects tokens of a row by their values, such as those with the highest scores. In a longer row it may
     select others among equal ones."""
