@@ -42,7 +42,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, silu: boo
 
 def register_mixer(op: Any, *, segments: str | None = None, flops: Callable[..., Any] | None = None,
                    workspace_bytes: Callable[..., Any] | None = None) -> None:
-    """Tells captures about a custom op of yours (`torch.library.custom_op`) that exchanges values between tokens.
+    """Tells captures about a custom op of yours (made with `torch.library`) that exchanges values between tokens.
 
     The op is opaque: it needs a fake (`register_fake`) and a backward (`register_autograd`) that is such an op too, and must
     hold for any number of rows and tokens. Register both. op: as in `torch.ops`. segments: the name of its argument that holds
