@@ -19,8 +19,6 @@ from megacompile.compat.hugging_face import replaced
 
 #: Tokens whose gradients the repair computes at once, which bounds the memory of products in float32.
 _TOKENS = 8192
-
-
 #: The versions that were tested. Others are not used.
 VERSIONS = "0.6."
 
@@ -34,6 +32,7 @@ def is_usable() -> bool:
         return False
 
 
+@functools.cache
 def functions() -> dict[str, Callable[..., Any]]:
     """The functions by name: `recurrence`, `delta_rule`, `delta_rule_of_channels` and `conv`."""
     from fla.modules.causal_conv1d import causal_conv1d
@@ -81,15 +80,17 @@ def chunk_gradients(
         states, of_states = (x[at:at + step].to(k.dtype) for x in (h, dh))
 
         def take(x: Tensor, where: Tensor = where, there: Tensor = there) -> Tensor:
-            """[chunks, Hv, size, ...], zeros where there is no token."""
+            """[chunks, Hv, size, ...], with zeros for tokens that do not exist."""
             found = x.flatten(0, 1)[where] * there[(...,) + (None,) * (x.dim() - 2)]
             return found.repeat_interleave(heads // found.shape[2], 2).transpose(1, 2)
 
         queries, keys, values, of_out = take(q), take(k), take(v), take(do)
         total = take(g)
-        last = total.gather(2, (there.sum(1) - 1)[:, None, None].expand(-1, heads, 1))
-        pairs = torch.exp2(total[..., None] - total[..., None, :]).tril() * there[:, None, None]
-        pairs = (_product(of_out, values.transpose(2, 3)) * pairs.nan_to_num(posinf=0.0) * scale).to(k.dtype)
+        ends = (there.sum(1) - 1)[:, None, None].expand(-1, heads, 1)
+        last = total.gather(2, ends)
+        seen = (there[:, :, None] & there[:, None]).tril()[:, None]
+        between = (total[..., None] - total[..., None, :]).masked_fill(~seen, float("-inf")).exp2()
+        pairs = (_product(of_out, values.transpose(2, 3)) * between * scale).to(k.dtype)
         rest = torch.exp2(last - total) * there[:, None]
         from_states = _product(values, of_states.transpose(2, 3)) * rest[..., None]
         grad_q = (_product(of_out, states.transpose(2, 3)) * (torch.exp2(total) * scale)[..., None]
@@ -98,7 +99,7 @@ def chunk_gradients(
         of_last = ((h[at:at + step].float() * dh[at:at + step].float()).sum((2, 3)) * torch.exp2(last[..., 0])
                    + (from_states * keys).sum((2, 3)))
         grad_g = (grad_q * queries).sum(3) - (grad_k * keys).sum(3)
-        grad_g.scatter_add_(2, (there.sum(1) - 1)[:, None, None].expand(-1, heads, 1), of_last[..., None])
+        grad_g.scatter_add_(2, ends, of_last[..., None])
         put = where[there]
         for into, made in ((of_q, grad_q), (of_k, grad_k), (of_g, grad_g)):
             into[put] = made.transpose(1, 2)[there].to(into.dtype)
@@ -125,8 +126,8 @@ def _rows_of_chunks(
         begin, end = bounds.long()[sequence] + place * size, bounds.long()[sequence + 1]
     else:
         count = -(-length // size)
-        row, place = torch.arange(batch * count, device=device).div(count, rounding_mode="floor"), None
-        place = torch.arange(batch * count, device=device) % count
+        chunk = torch.arange(batch * count, device=device)
+        row, place = chunk // count, chunk % count
         begin, end = row * length + place * size, (row + 1) * length
     rows = begin[:, None] + within
     inside = rows < end[:, None]

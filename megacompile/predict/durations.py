@@ -352,7 +352,7 @@ def _moved_bytes(state: ElementState, dtype: torch.dtype) -> float:
 def update_rate(hardware: Hardware, state: ElementState, dtype: torch.dtype) -> float:
     """Elements/s of the host's update. Rules other than AdamW take time in proportion to their bytes."""
     exact = state.exact or dtype == torch.float32  # otherwise weights are rounded at random
-    share = (hardware.adam_formats.get(state.format.name, 1.0) if exact else hardware.adam_rounded[state.format.name])
+    share = hardware.adam_formats.get(state.format.name, 1.0) if exact else hardware.adam_rounded[state.format.name]
     alike = replace(ADAMW_STATE, format=state.format, exact=exact)
     return hardware.adam * share * _moved_bytes(alike, torch.bfloat16) / _moved_bytes(state, dtype)
 

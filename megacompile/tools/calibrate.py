@@ -137,7 +137,7 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
     say("measuring products of experts")
     grouped, grouped_overhead = compute.grouped()
     say("measuring a recurrence")
-    recurrent = compute.recurrence()
+    recurrence_efficiency = compute.recurrence(gemm)
     say("measuring attention")
     attention = compute.attention(gemm)
     say("measuring the device's memory and kernel launches")
@@ -149,7 +149,7 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
         gemm_flops=gemm, grouped_efficiency=grouped / gemm["bfloat16"], grouped_overhead=grouped_overhead,
-        recurrence_efficiency=recurrent / gemm["bfloat16"], **attention,
+        recurrence_efficiency=recurrence_efficiency, **attention,
         memory_bandwidth=memory_bandwidth, launch_s=launch,
         link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=host_copy, adam=alone[Lane.CPU], beside=beside, adam_parts=adam_parts,
@@ -264,8 +264,9 @@ class _Compute:
 
         return _rate(products, 6.0 * grad.numel() * wide, SHORT_S * self.scale, self.backend.synchronize)
 
-    def recurrence(self) -> float:
-        """FLOP/s of a gated delta rule, forward and backward, with the kernel that templates of this device have."""
+    def recurrence(self, gemm: Mapping[str, float]) -> float:
+        """FLOP/s of a gated delta rule, forward and backward, with the kernel that templates of this device have, as a fraction
+        of the GEMM rate."""
         rows, length, heads, width = (16, 1024, 32, 128) if self.cuda else (1, 128, 4, 32)
         kernel, dtype = ("fla", torch.bfloat16) if self.cuda and fla.is_usable() else ("reference", torch.float32)
         shape = rows, length, heads, width
@@ -278,7 +279,8 @@ class _Compute:
             recurrence_backward(grad, *tensors, 1.0, kernel)
 
         flops = 4.0 * rows * length * heads * recurrence_flops(width, width, delta=True)
-        return _rate(both, flops, SHORT_S * self.scale, self.backend.synchronize)
+        measured = _rate(both, flops, SHORT_S * self.scale, self.backend.synchronize)
+        return measured / gemm[str(dtype).removeprefix("torch.")]
 
     def attention(self, gemm: Mapping[str, float]) -> dict[str, Any]:
         """The fields of `Hardware` about causal attention on this device. The rates of a kernel at two lengths give its rate

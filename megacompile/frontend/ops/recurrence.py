@@ -6,15 +6,13 @@ Their `kernel` argument is set by the `recurrence` pass for the target device; "
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacompile.frontend.ops import recurrence_kernels as kernels
-
-_OF_RECURRENCE = "Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta"
-_OPTIONS = "float scale, str kernel, Tensor? segments=None"
 
 
 def _recurrence(
@@ -34,51 +32,6 @@ def _recurrence(
     return kernels.RECURRENCE[kernel](query, key, value, decay, beta, scale, segments)
 
 
-def _recurrence_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return value.new_empty(value.shape)
-
-
-def _recurrence_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, scale: float, kernel: str,
-    segments: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value, decay and beta; that of a missing beta is empty."""
-    found = kernels.gradients(kernels.RECURRENCE[kernel], grad_out, (query, key, value, decay, beta), scale, segments)
-    query, key, value, decay, beta = found
-    return query, key, value, decay, beta
-
-
-def _recurrence_backward_fake(grad_out: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return tuple(grad_out.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[:5])
-
-
-recurrence = torch.library.custom_op(
-    "megacompile::recurrence", _recurrence, mutates_args=(), schema=f"({_OF_RECURRENCE}, {_OPTIONS}) -> Tensor")
-recurrence.register_fake(_recurrence_fake)
-recurrence_backward = torch.library.custom_op(
-    "megacompile::recurrence_backward", _recurrence_backward, mutates_args=(),
-    schema=f"(Tensor grad_out, {_OF_RECURRENCE}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-recurrence_backward.register_fake(_recurrence_backward_fake)
-
-
-def _save_recurrence(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.options = inputs[5:7]
-    ctx.save_for_backward(*inputs[:5], *inputs[7:8])
-
-
-def _differentiate_recurrence(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, segments = ctx.saved_tensors
-    found = torch.ops.megacompile.recurrence_backward(grad_out, *tensors, *ctx.options, segments)
-    return (*(None if x is None else y for x, y in zip(tensors, found, strict=True)), None, None, None)
-
-
-recurrence.register_autograd(_differentiate_recurrence, setup_context=_save_recurrence)
-
-
-# ------------------------------------------------------------------ short convolutions
-_OF_CONV = "Tensor x, Tensor weight, Tensor? bias, str activation, str kernel, Tensor? segments=None"
-
-
 def _conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, kernel: str, segments: Tensor | None = None,
 ) -> Tensor:
@@ -89,40 +42,44 @@ def _conv(
     return kernels.CONV[kernel](x, weight, bias, activation, segments)
 
 
-def _conv_fake(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
+def _differentiable(
+    name: str, forward: Callable[..., Tensor], by_kernel: Mapping[str, Callable[..., Tensor]], tensors: str, option: str,
+    like: int,
+) -> tuple[Any, Any]:
+    """The op `megacompile::name`, and that of its backward, which returns a gradient for each of the `tensors`, empty for one
+    that is missing. Their arguments are `tensors`, an `option`, the kernel and segments. `like`: the position of the tensor
+    whose shape and dtype the result has."""
+    count = tensors.count(",") + 1
+    arguments = f"{tensors}, {option}, str kernel, Tensor? segments=None"
+
+    def backward(grad_out: Tensor, *given: Any) -> Any:
+        chosen, kernel, *segments = given[count:]
+        return tuple(kernels.gradients(by_kernel[kernel], grad_out, given[:count], chosen, *(segments or [None])))
+
+    def backward_fake(grad_out: Tensor, *given: Any) -> Any:
+        return tuple(grad_out.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[:count])
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.options = inputs[count:count + 2]
+        ctx.save_for_backward(*inputs[:count], inputs[count + 2])
+
+    def differentiate(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, segments = ctx.saved_tensors
+        found = of_backward(grad_out, *saved, *ctx.options, segments)
+        return *(None if x is None else gradient for x, gradient in zip(saved, found, strict=True)), None, None, None
+
+    made = torch.library.custom_op(f"megacompile::{name}", forward, mutates_args=(), schema=f"({arguments}) -> Tensor")
+    made.register_fake(lambda *given: given[like].new_empty(given[like].shape))
+    torch.library.custom_op(
+        f"megacompile::{name}_backward", backward, mutates_args=(),
+        schema=f"(Tensor grad_out, {arguments}) -> ({', '.join(['Tensor'] * count)})").register_fake(backward_fake)
+    of_backward = getattr(torch.ops.megacompile, f"{name}_backward")
+    made.register_autograd(differentiate, setup_context=save)
+    return made, of_backward
 
 
-def _conv_backward(
-    grad_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, kernel: str,
-    segments: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias; that of a missing bias is empty."""
-    of_x, of_weight, of_bias = kernels.gradients(kernels.CONV[kernel], grad_out, (x, weight, bias), activation, segments)
-    return of_x, of_weight, of_bias
-
-
-def _conv_backward_fake(grad_out: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return tuple(grad_out.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[:3])
-
-
-causal_conv = torch.library.custom_op("megacompile::causal_conv", _conv, mutates_args=(), schema=f"({_OF_CONV}) -> Tensor")
-causal_conv.register_fake(_conv_fake)
-causal_conv_backward = torch.library.custom_op(
-    "megacompile::causal_conv_backward", _conv_backward, mutates_args=(),
-    schema=f"(Tensor grad_out, {_OF_CONV}) -> (Tensor, Tensor, Tensor)")
-causal_conv_backward.register_fake(_conv_backward_fake)
-
-
-def _save_conv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.options = inputs[3:5]
-    ctx.save_for_backward(*inputs[:3], *inputs[5:6])
-
-
-def _differentiate_conv(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, bias, segments = ctx.saved_tensors
-    of_x, of_weight, of_bias = torch.ops.megacompile.causal_conv_backward(grad_out, x, weight, bias, *ctx.options, segments)
-    return of_x, of_weight, None if bias is None else of_bias, None, None, None
-
-
-causal_conv.register_autograd(_differentiate_conv, setup_context=_save_conv)
+recurrence, recurrence_backward = _differentiable(
+    "recurrence", _recurrence, kernels.RECURRENCE, "Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta",
+    "float scale", like=2)
+causal_conv, causal_conv_backward = _differentiable(
+    "causal_conv", _conv, kernels.CONV, "Tensor x, Tensor weight, Tensor? bias", "str activation", like=0)

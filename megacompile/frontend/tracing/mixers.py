@@ -129,7 +129,7 @@ def _gated_scan(
 
 
 def _no_shortcut(*_: object, **__: object) -> None:
-    """A fused kernel for a whole mixer, which transformers' own code has not either."""
+    """A fused kernel for a whole mixer. transformers' own code has none either."""
 
 
 def _recurrent_mask(native: Callable[..., Tensor | None], config: Any, **given: Any) -> Tensor | None:
