@@ -86,7 +86,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         return total.item()
 
     # Recurrent layers run flash-linear-attention's kernels if it is installed, as ours do.
-    with fla.repaired() if fla.is_usable() else contextlib.nullcontext():
+    with fla.running() if fla.is_usable() else contextlib.nullcontext():
         found = rows.timed(step, given)
     return dict(
         layers=model.config.num_hidden_layers, micro_batch=given.micro_batch_size or given.batch, compiled=given.compile,

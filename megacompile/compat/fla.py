@@ -1,7 +1,10 @@
-"""flash-linear-attention: its functions that we call, and a repair of one that it refuses to run.
+"""flash-linear-attention: its functions that we call, and the context that they run in.
 
 With Triton 3.4 to 3.7.0 on Hopper GPUs, one kernel of its backwards gives wrong results, and it raises RuntimeError instead
 (its issue 640). There, products of PyTorch replace the kernel.
+
+Its kernels are tuned when they first run: about a hundred variants, which Triton compiles one after another and measures for
+0.1 s each. In the context, they are compiled side by side and measured with a few runs.
 """
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,6 +22,8 @@ from torch import Tensor
 
 from megacompile.compat.hugging_face import replaced
 
+#: Timed runs of each variant of a kernel.
+_RUNS = 5
 #: Tokens whose gradients the repair computes at once, which bounds the memory of products in float32.
 _TOKENS = 8192
 #: The versions that were tested. Others are not used.
@@ -45,15 +52,50 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def repaired() -> Iterator[None]:
-    """A context in which the backwards run on any GPU."""
+def running() -> Iterator[None]:
+    """A context for the functions and their backwards. The backwards run on any GPU, and kernels are tuned in seconds."""
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
     with contextlib.ExitStack() as patches:
         if IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1:
             for name in ("fla.ops.gated_delta_rule.chunk", "fla.ops.simple_gla.chunk"):
                 patches.enter_context(replaced(importlib.import_module(name), chunk_bwd_dqkwg=chunk_gradients))
+        autotuner, changes = _tuning()
+        patches.enter_context(replaced(autotuner, **changes))
         yield
+
+
+@functools.cache
+def _tuning() -> tuple[type, dict[str, Any]]:
+    """Triton's autotuner, and methods for it that compile the variants of a kernel side by side and time each briefly."""
+    from triton import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
+    measure = Autotuner._bench
+
+    def _bench(self: Any, *args: Any, config: Any, **options: Any) -> Any:
+        variants = self.prune_configs(options)
+        if config is variants[0]:
+            with ThreadPoolExecutor(os.cpu_count()) as threads, AsyncCompileMode(threads, ignore_errors=True):
+                for variant in variants:
+                    self.fn.run(*args, **{**options, **variant.all_kwargs(), "warmup": True})
+        return measure(self, *args, config=config, **options)
+
+    return Autotuner, {"_bench": _bench, "do_bench": property(lambda self: _milliseconds)}
+
+
+def _milliseconds(call: Callable[[], object], quantiles: Sequence[float]) -> list[float]:
+    """The quantiles of the times of `_RUNS` calls on the current CUDA stream, in milliseconds."""
+    call()
+    times = []
+    for _ in range(_RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return torch.tensor(times).quantile(torch.tensor(quantiles)).tolist()
 
 
 def chunk_gradients(

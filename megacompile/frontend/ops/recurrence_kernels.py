@@ -117,14 +117,16 @@ def fla_recurrence(
         query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
     (*given, beta), bounds = _as_one_row((query, key, value, decay, beta), segments)
     kind = "recurrence" if beta is None else "delta_rule_of_channels" if decay.dim() == 4 else "delta_rule"
-    out, _ = fla.functions()[kind](*given, *(() if beta is None else (beta,)), scale=scale, **bounds)
+    with fla.running():
+        out, _ = fla.functions()[kind](*given, *(() if beta is None else (beta,)), scale=scale, **bounds)
     return out.view(value.shape)  # type: ignore[no-any-return]
 
 
 def fla_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, segments: Tensor | None) -> Tensor:
     """See `causal_conv`."""
     (row,), bounds = _as_one_row((x,), segments)
-    out, _ = fla.functions()["conv"](row, weight, bias, activation=activation or None, **bounds)
+    with fla.running():
+        out, _ = fla.functions()["conv"](row, weight, bias, activation=activation or None, **bounds)
     return out.view(x.shape)  # type: ignore[no-any-return]
 
 
@@ -136,7 +138,7 @@ CONV: dict[str, Callable[..., Tensor]] = {"neutral": reference_conv, "reference"
 def gradients(kernel: Callable[..., Tensor], grad_out: Tensor, tensors: Sequence[Tensor | None], *rest: Any) -> list[Tensor]:
     """The gradients of the `tensors` that `kernel(*tensors, *rest)` reads, empty for None. The kernel runs again, and PyTorch
     differentiates it."""
-    with differentiating(), fla.repaired() if kernel is fla_recurrence else contextlib.nullcontext():
+    with differentiating(), fla.running() if kernel in (fla_recurrence, fla_conv) else contextlib.nullcontext():
         leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
         found = iter(torch.autograd.grad(kernel(*leaves, *rest), [x for x in leaves if x is not None], grad_out))
     return [grad_out.new_empty(0) if x is None else next(found).contiguous() for x in leaves]
