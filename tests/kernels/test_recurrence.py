@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacompile import mixers
-from megacompile.compat.fla import chunk_gradients
 from megacompile.frontend.ops import recurrence
 
 LENGTHS = (1, 17, 63, 64, 65, 128, 1000)
@@ -132,36 +130,3 @@ def test_ops_and_their_fakes_agree() -> None:
     torch.library.opcheck(recurrence.recurrence, (*tensors, 0.3, "neutral", None))
     x = torch.randn(2, 9, 4, requires_grad=True)
     torch.library.opcheck(recurrence.causal_conv, (x, torch.randn(4, 3), None, "", "neutral"))
-
-
-@pytest.mark.parametrize("bounds", [None, [0, 30, 31, 95, 150]], ids=["rows", "sequences"])
-def test_the_repair_of_a_kernel_differentiates_each_chunk(bounds: list[int] | None) -> None:
-    """`chunk_gradients` beside autograd, for a chunk's results and the state after it."""
-    torch.manual_seed(0)
-    rows, length, size = (2, 130, 64) if bounds is None else (1, 150, 64)
-    ends = [*range(0, length, size), length] if bounds is None else bounds
-    chunks = [(row, slice(*each)) for row in range(rows) for each in itertools.pairwise(ends)]
-    indices = None if bounds is None else torch.tensor([[0, 0], [1, 0], [2, 0], [3, 0]])
-    q, k = (torch.randn(rows, length, 2, 16, requires_grad=True) for _ in range(2))
-    v, do, dv = (torch.randn(rows, length, 4, 8) for _ in range(3))
-    w, g = torch.randn(rows, length, 4, 16), -torch.rand(rows, length, 4)
-    totals = torch.cat([g[row:row + 1, where].cumsum(1) for row, where in chunks], 1).reshape(g.shape).requires_grad_()
-    count = len(chunks) // rows
-    h, dh = (torch.randn(rows, count, 4, 16, 8) for _ in range(2))
-    loss, of_w = torch.zeros(()), torch.empty_like(w)
-    for number, (row, where) in enumerate(chunks):
-        queries, keys = (x[row, where].repeat_interleave(2, 1).transpose(0, 1) for x in (q, k))
-        values, total = v[row, where].transpose(0, 1), totals[row, where].T
-        state, grad_state = h[row, number % count], dh[row, number % count]
-        pairs = (queries @ keys.transpose(1, 2)) * torch.exp2(total[..., None] - total[:, None]).tril()
-        out = 0.3 * ((queries * torch.exp2(total)[..., None]) @ state + pairs @ values)
-        rest = torch.exp2(total[:, -1:] - total)[..., None]
-        after = state * torch.exp2(total[:, -1:, None]) + (keys * rest).transpose(1, 2) @ values
-        loss = loss + (out * do[row, where].transpose(0, 1)).sum() + (after * grad_state).sum()
-        of_w[row, where] = -(dv[row, where].transpose(0, 1) @ state.transpose(1, 2)).transpose(0, 1)
-    of_q, of_k, of_totals = torch.autograd.grad(loss, (q, k, totals))
-    exact = [of_q, of_k, of_totals / math.log(2), of_w]  # theirs is the gradient of logarithms of base e
-    found = chunk_gradients(*(x.detach() for x in (q, k)), v, do, h, dh, w, totals.detach(), None, dv, 0.3, False,
-                            None if bounds is None else torch.tensor(bounds), size, indices)
-    assert found[2] is not None
-    assert_near([found[0], found[1], found[3], found[2]], exact, 1e-5)
