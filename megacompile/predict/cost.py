@@ -92,24 +92,27 @@ def _recurrence_workspace(node: fx.Node, size: Callable[[Any], int], device_type
     tokens = batch * -(-length // RECURRENCE_CHUNK) * RECURRENCE_CHUNK * heads
     states = channels * width // RECURRENCE_CHUNK
     if node.args[backward + 6] == "fla":
-        delta = 0 if beta is None else channels + 2 * width + RECURRENCE_CHUNK
-        wide = channels if decay.dim() == 4 else 0  # decayed keys and queries
-        expanded = 0 if beta is not None or size(query.shape[2]) == heads else 2 * channels
-        forward = delta + expanded + 2 * wide + (1 if beta is not None else 1 + backward) * states
-        more = 2 * states + 4 * channels + 3 * width + 2 * wide + delta if backward else 0
-        return tokens * (forward + more) * value.element_size()
+        wide = 2 * channels if decay.dim() == 4 else 0  # decayed keys and queries
+        if beta is None:
+            expanded = 0 if size(query.shape[2]) == heads else 2 * channels
+            values = 2 * expanded + 3 * states + 2 * channels if backward else expanded + states
+        elif backward:
+            values = 2 * states + 3 * channels + 4 * width + 2 * RECURRENCE_CHUNK + 4 + 2 * wide
+        else:
+            values = states + channels + 2 * width + RECURRENCE_CHUNK + wide
+        return tokens * values * value.element_size()
     pairs = RECURRENCE_CHUNK * (channels if decay.dim() == 4 else 1)
     values = 4 * (5 * channels + 4 * width + states) + 8 * (channels if decay.dim() == 4 else 1)
     return tokens * (values + (16 * pairs + 24 * (channels + width + states) if backward else pairs // 8))
 
 
 def _conv_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
-    """Bytes of float32 copies of the values that a short convolution shifts. A kernel of CUDA has none, but its backward sums
-    the weights' gradients for each block of tokens."""
+    """Bytes of float32 copies of the values that a short convolution shifts. A kernel of CUDA has none, but its backward makes
+    the result twice, with and without the activation, and the weights' gradients for each block of tokens."""
     x, weight = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
     count, taps = size(x.numel()), size(weight.shape[1])
     if node.args[backward + 4] == "fla":
-        return count * (taps + 1) * 4 // RECURRENCE_CHUNK * 2 + (count * x.element_size() if backward else 0) if backward else 0
+        return 2 * count * x.element_size() + count * taps * 4 // RECURRENCE_CHUNK if backward else 0
     return count * 4 * (3 * taps + 4 if backward else 4)
 
 

@@ -176,10 +176,10 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             return Work(recurrence_flops=_recurrence(node.args, sizes), kernels=6)
         case "recurrence_backward":
             return Work(recurrence_flops=3 * _recurrence(node.args[1:], sizes), kernels=14)
-        case "causal_conv":
-            return Work(bytes=sizes.bytes(node.args[0], node), kernels=1)
+        case "causal_conv":  # reads a value for each tap
+            return Work(bytes=(_taps(node.args[1], sizes) + 1) * sizes.bytes(node), kernels=1)
         case "causal_conv_backward":  # the result is computed again
-            return Work(bytes=2 * sizes.bytes(*node.args[:2]), kernels=4)
+            return Work(bytes=(5 * _taps(node.args[2], sizes) + 1) * sizes.bytes(node.args[1]), kernels=4)
         case "linear_cross_entropy":
             return _linear_cross_entropy(node, sizes)
         case "registered":
@@ -188,6 +188,10 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             return Work(bytes=moved, kernels=1) if count is None else Work(
                 recurrence_flops=sympy.sympify(count(*with_shapes(node, sizes.template.symbolic))), kernels=1)
     return Work()
+
+
+def _taps(weight: Any, sizes: _Sizes) -> Any:
+    return sizes.shape(weight)[1]
 
 
 def _recurrence(arguments: Sequence[Any], sizes: _Sizes) -> sympy.Expr:

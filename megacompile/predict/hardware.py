@@ -125,7 +125,7 @@ class Hardware:
     attention_overhead: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward"), 0.0))
     grouped_efficiency: float = 1.0
     grouped_overhead: float = 0.0
-    recurrence_efficiency: float = 0.15
+    recurrence_efficiency: float = 0.13
     adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.3))
     adam_formats: Mapping[str, float] = field(default_factory=lambda: {"bfloat16": 1.25, "8bit": 1.10})
     adam_rounded: Mapping[str, float] = field(default_factory=lambda: {"float32": 1.0, "bfloat16": 1.2, "8bit": 0.73})
