@@ -28,6 +28,9 @@ _COMMON = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_l
                num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 _EXPERTS = dict(num_experts_per_tok=2, num_local_experts=4)
 _QWEN3_NEXT = _COMMON | dict(moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+_DELTA_RULE: dict[str, Any] = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention", "linear_attention"])
 
 #: Name -> (model type, fields of its config that differ from the defaults).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,13 +51,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         moe_shared_expert_intermediate_size=16, num_experts_per_tok=2)),
     "minimax": ("minimax", _COMMON | _EXPERTS | dict(
         block_size=64, layer_types=["linear_attention", "full_attention", "linear_attention"])),
-    "qwen3_next": ("qwen3_next", _QWEN3_NEXT | dict(
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention", "linear_attention"])),
+    "qwen3_next": ("qwen3_next", _QWEN3_NEXT | _DELTA_RULE),
     "qwen3_next_odd": ("qwen3_next", _QWEN3_NEXT | dict(
         hidden_size=30, num_attention_heads=3, num_key_value_heads=1, head_dim=20, linear_num_key_heads=3,
         linear_num_value_heads=9, linear_key_head_dim=7, linear_value_head_dim=5, linear_conv_kernel_dim=3,
         layer_types=["linear_attention"] * 2 + ["full_attention"])),
+    "qwen3_5": ("qwen3_5_text", _COMMON | _DELTA_RULE),
+    "olmo_hybrid": ("olmo_hybrid", _COMMON | _DELTA_RULE),
+    "kimi_linear": ("kimi_linear", _COMMON | dict(
+        layer_types=_DELTA_RULE["layer_types"], linear_attn_config=dict(num_heads=2, head_dim=8, short_conv_kernel_size=4),
+        num_experts=4, num_experts_per_token=2, moe_intermediate_size=16, kv_lora_rank=8, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=8)),
+    "falcon_h1": ("falcon_h1", _COMMON | dict(
+        mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=8)),
+    "granitemoehybrid": ("granitemoehybrid", _COMMON | _EXPERTS | dict(
+        shared_intermediate_size=16, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=8,
+        layer_types=_DELTA_RULE["layer_types"])),
+    "lfm2": ("lfm2", _COMMON | dict(layer_types=["conv", "full_attention", "conv"])),
 }
 #: Families with a LoRA adapter (PEFT) in each linear layer.
 _ADAPTED = frozenset({"qwen3_adapters"})
