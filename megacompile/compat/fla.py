@@ -55,7 +55,7 @@ def running() -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         if IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1:
-            from megacompile.codegen.triton_kernels import chunk_gradients
+            from megacompile.compat.fla_gradients import chunk_gradients
 
             for name in ("fla.ops.gated_delta_rule.chunk", "fla.ops.simple_gla.chunk"):
                 patches.enter_context(replaced(importlib.import_module(name), chunk_bwd_dqkwg=chunk_gradients))

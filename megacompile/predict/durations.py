@@ -177,9 +177,9 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
         case "recurrence_backward":
             return Work(recurrence_flops=3 * _recurrence(node.args[1:], sizes), kernels=14)
         case "causal_conv":  # reads a value for each tap
-            return Work(bytes=(_taps(node.args[1], sizes) + 1) * sizes.bytes(node), kernels=1)
+            return Work(bytes=(sizes.shape(node.args[1])[1] + 1) * sizes.bytes(node), kernels=1)
         case "causal_conv_backward":  # the result is computed again
-            return Work(bytes=(5 * _taps(node.args[2], sizes) + 1) * sizes.bytes(node.args[1]), kernels=4)
+            return Work(bytes=(5 * sizes.shape(node.args[2])[1] + 1) * sizes.bytes(node.args[1]), kernels=4)
         case "linear_cross_entropy":
             return _linear_cross_entropy(node, sizes)
         case "registered":
@@ -188,10 +188,6 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             return Work(bytes=moved, kernels=1) if count is None else Work(
                 recurrence_flops=sympy.sympify(count(*with_shapes(node, sizes.template.symbolic))), kernels=1)
     return Work()
-
-
-def _taps(weight: Any, sizes: _Sizes) -> Any:
-    return sizes.shape(weight)[1]
 
 
 def _recurrence(arguments: Sequence[Any], sizes: _Sizes) -> sympy.Expr:

@@ -3,8 +3,9 @@
 Before: `megacompile.recurrence(q, k, v, decay, beta, scale, "neutral", segments)` and `megacompile.causal_conv(x, weight, bias,
 activation, "neutral", segments)`. After: the same with the kernel's name as argument.
 
-    fla           on CUDA in bf16 or fp16, if flash-linear-attention 0.6 is installed; queries of at most 256 channels, and
-                  decays of channels only for a delta rule
+    fla           on CUDA in bf16 or fp16, if flash-linear-attention 0.6 is installed (where there is no CUDA, the plan is for
+                  another machine, and it is assumed there); queries of at most 256 channels, and decays of channels only for
+                  a delta rule
     reference     everything else, on any device: chunks of tokens in PyTorch, in float32
 """
 from __future__ import annotations
@@ -41,4 +42,4 @@ def _kernel(called: str, node: fx.Node, target: Target) -> str:
     fits = target.device_type == "cuda" and first.dtype in (torch.bfloat16, torch.float16)
     if called == "recurrence":
         fits &= first.shape[-1] <= 256 and (example_of(node.args[3]).dim() == 3 or node.args[4] is not None)
-    return "fla" if fits and fla.is_usable() else "reference"
+    return "fla" if fits and (fla.is_usable() or not torch.cuda.is_available()) else "reference"

@@ -62,7 +62,7 @@ def results(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("bounds", [None, [0, 30, 31, 95, 150]], ids=["rows", "sequences"])
 def test_the_repair_of_a_kernel_differentiates_each_chunk(bounds: list[int] | None) -> None:
     """`chunk_gradients` beside autograd, for a chunk's results and the state after it."""
-    from megacompile.codegen.triton_kernels import chunk_gradients
+    from megacompile.compat.fla_gradients import chunk_gradients
 
     torch.manual_seed(0)
     rows, length, size = (2, 130, 64) if bounds is None else (1, 150, 64)
