@@ -52,7 +52,7 @@ def test_profiles_load_and_say_where_their_numbers_are_from(name: str) -> None:
 
 
 def test_there_are_the_profiles_that_are_documented() -> None:
-    documented = {"b200", "h200", "h100", "a100", "l40s", "rtx3090", "rtx4090", "rtx5090", "gb10",
+    documented = {"b200", "h200", "h100", "a100", "l40s", "rtx3090", "rtx4090", "rtx5090", "gb10", "gh200",
                   "8xh100", "8xh200", "8xb200", "4xrtx4090", "4xrtx5090"}
     assert documented == {path.stem for path in PROFILES.glob("*.json")}
 
