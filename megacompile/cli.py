@@ -1,5 +1,5 @@
-"""The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate`, `doctor`, `generate`, `chat`, `evaluate` and
-`bench`.
+"""The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate`, `doctor`, `generate`, `chat`, `evaluate`,
+`merge` and `export`.
 
 Exit codes: 0 success; 1 failure, with the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C, 143 by SIGTERM (after
 saving, if --output was given).
@@ -322,7 +322,7 @@ def doctor() -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
-for _function in (commands.generate, commands.chat, commands.evaluate):
+for _function in (commands.generate, commands.chat, commands.evaluate, commands.merge, commands.export):
     _command()(with_options(_function))
 
 

@@ -30,7 +30,7 @@ _COUNTED = "intervals are counted in steps: give --save-interval, --eval-interva
 _FIRST = "the model is the first argument: megacompile train MODEL --data FILE"
 _ADAPTER = "give --lora, with --lora-rank, --lora-alpha, --lora-targets and --lora-dropout"
 _PEFT = "this command supports only plain LoRA: stream a model from peft.get_peft_model in a script, with megacompile.stream"
-_HUB = "nothing is uploaded: run `hf upload` on OUTPUT/model afterwards"
+_TOKEN = "log in with `hf auth login`: leave it out"
 _MEMORY = "give --device-memory and --host-memory"
 _EVALUATION = "give --eval-share, which holds out a fraction of the rows for evaluation"
 
@@ -53,7 +53,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("model", "model_name_or_path", "model_name", "base_model"), _FIRST),
     **dict.fromkeys(("use_peft", "adapter", "finetuning_type", "peft_type"), _ADAPTER),
     **dict.fromkeys(("use_dora", "use_rslora", "lora_modules_to_save", "lora_bias"), _PEFT),
-    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token"), _HUB),
+    "hub_token": _TOKEN,
     **dict.fromkeys(("max_memory", "gpu_memory_limit"), _MEMORY),
     **dict.fromkeys(("val_set_size", "val_size", "test_size", "eval_dataset"), _EVALUATION),
     "per_device_eval_batch_size": "--batch is used for evaluations too: leave it out",
@@ -203,6 +203,9 @@ class Settings:
     log_interval: Annotated[int, typer.Option(
         "--log-interval", "--logging-steps", min=1, rich_help_panel=_RUN,
         help="Number of steps between printed lines.")] = 10
+    push_to_hub: Annotated[str | None, typer.Option(
+        "--push-to-hub", "--hub-model-id", metavar="ID", rich_help_panel=_RUN,
+        help="Also upload the trained model to this repository of the Hugging Face Hub, such as me/my-model.")] = None
     report_to: Annotated[list[Tracker] | None, typer.Option(
         rich_help_panel=_RUN, help="Also send the log to this tracker. Repeat for more.", show_default="none")] = None
 
@@ -211,6 +214,8 @@ class Settings:
         if self.resume == "latest" and self.output is None:
             raise ArgumentError("--resume latest needs --output, the folder of the run")
         check_trackers(self.report_to or (), self.output)
+        if self.push_to_hub is not None and "/" not in self.push_to_hub:
+            raise ArgumentError(f"--push-to-hub {self.push_to_hub} is not a repository: give its id, such as me/my-model")
         if self.overlap and self.max_grad_norm != 0:
             raise ArgumentError("--overlap updates before the norm of all gradients is known: add --max-grad-norm 0")
         if not self.steps and self.epochs == 0:

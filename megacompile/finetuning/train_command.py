@@ -18,6 +18,7 @@ import megacompile
 from megacompile import training
 from megacompile.corpus import PretrainedTokenizer
 from megacompile.errors import CheckpointError, MegacompileError
+from megacompile.exporting import upload
 from megacompile.finetuning.after_step import AfterStep
 from megacompile.finetuning.preparation import Preparation, prepare
 from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
@@ -104,6 +105,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
             _save(model, prepared)
             what = f" (an adapter for {source})" if lora.lora else ""
             console.print(f"saved in {prepared.target} after {trained} steps{what}")
+            if settings.push_to_hub is not None and rank_in_job() == 0:
+                console.print(f"uploaded to {upload(prepared.target, settings.push_to_hub)}")
         if failed is not None:
             raise failed
     model.megacompile.close()

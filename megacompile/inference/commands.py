@@ -1,11 +1,13 @@
 """The commands of inference, for the command line. Each imports what it needs when it runs."""
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megacompile.errors import ArgumentError
 from megacompile.finetuning.formats import Format
 from megacompile.inference.opening import Opening, Source
 from megacompile.inference.sampling import Sampling
@@ -75,3 +77,41 @@ def evaluate(
 
     from megacompile.inference.evaluation import evaluate as measured
     print(measured(model, opening, data, data_format, length, batch, Console(stderr=True, highlight=False)).words)
+
+
+def merge(
+    model: Source,
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder for the merged model.")],
+    opening: Opening,
+    push_to_hub: Annotated[str | None, typer.Option(
+        metavar="ID", help="Also upload the folder to this repository of the Hugging Face Hub.")] = None,
+) -> None:
+    """Add the weights of a LoRA adapter to those of its model, and save an ordinary model. MODEL is the folder of the adapter,
+    or that of the run that trained it."""
+    from megacompile import exporting
+    base, adapter = opening.found(str(exporting.model_folder(model)) if Path(model).is_dir() else model)
+    if adapter is None:
+        raise ArgumentError(f"{model} is not an adapter: give the folder of one, or the model and --adapter FOLDER")
+    exporting.merge(base, adapter, output)
+    print(f"saved in {output}")
+    if push_to_hub is not None:
+        print(f"uploaded to {exporting.upload(output, push_to_hub)}")
+
+
+class Matrices(enum.StrEnum):
+    """The format of matrices in a GGUF file."""
+
+    F16 = "f16"
+    Q8_0 = "q8_0"
+
+
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The folder of a run, or of a saved model.")],
+    gguf: Annotated[Path, typer.Option("--gguf", dir_okay=False, help="The file to write, for llama.cpp.")],
+    matrices: Annotated[Matrices, typer.Option(
+        "--type", help="Format of matrices. Vectors are stored in float32.")] = Matrices.F16,
+) -> None:
+    """Write a trained model as a GGUF file, which llama.cpp and what is built on it run. Needs the package gguf."""
+    from megacompile import exporting
+    exporting.export_gguf(exporting.model_folder(model), gguf, matrices.value)
+    print(f"saved in {gguf}")

@@ -36,7 +36,7 @@ class Opening:
         """The model's tokenizer, loaded in a second: prompts are checked before weights are loaded. Raises `ArgumentError`."""
         from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 
-        base, adapter = self._found(source)
+        base, adapter = self.found(source)
         found = PretrainedTokenizer(self.tokenizer) if self.tokenizer else load_tokenizer(adapter or base)
         if isinstance(found, ByteTokenizer) and adapter is not None:
             found = load_tokenizer(base)
@@ -48,7 +48,7 @@ class Opening:
         """The config of the model, or of its part for text. Raises what `megacompile.loading.read_config` raises."""
         from megacompile.loading import read_config
 
-        return read_config(self._found(source)[0]).get_text_config()
+        return read_config(self.found(source)[0]).get_text_config()
 
     def open_model(self, source: str) -> Any:
         """The streamed model, in evaluation mode. Raises what `from_pretrained` raises, `ArgumentError` for a model without
@@ -56,7 +56,7 @@ class Opening:
         from megacompile import training
         from megacompile.loading import from_pretrained
 
-        base, adapter = self._found(source)
+        base, adapter = self.found(source)
         if not training.has_weights(base):
             raise ArgumentError(f"{base} has no weights, only a config: give a model that was trained")
         model = from_pretrained(base, dtype=self.dtype.resolve(), strict=self.strict, trainable=False,
@@ -66,7 +66,7 @@ class Opening:
             _load_adapter(model, adapter)
         return model.eval()
 
-    def _found(self, source: str) -> tuple[str, Path | None]:
+    def found(self, source: str) -> tuple[str, Path | None]:
         """The model and its adapter."""
         if not (Path(source) / _ADAPTER_CONFIG).exists():
             return source, self.adapter

@@ -496,3 +496,20 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def test_an_adapter_is_merged_and_exported_by_two_commands(model: Path, adapter: Path, tmp_path: Path) -> None:
+    """The folder of a run stands for the adapter in it. `peft.save_pretrained` wrote the model's folder as its base."""
+    run_folder = tmp_path / "run"
+    shutil.copytree(adapter, run_folder / "model")
+    merged = command("merge", run_folder, "--output", tmp_path / "merged")
+    assert merged.exit_code == 0 and merged.stdout.splitlines()[-1] == f"saved in {tmp_path / 'merged'}"
+    refused = command("merge", tmp_path / "merged", "--output", tmp_path / "again")
+    assert refused.exit_code == 2 and "is not an adapter: give the folder of one" in refused.stderr
+    pytest.importorskip("gguf")
+    exported = command("export", tmp_path / "merged", "--gguf", tmp_path / "model.gguf", "--type", "q8_0")
+    assert exported.exit_code == 0, exported.stderr
+    assert exported.stdout == f"saved in {tmp_path / 'model.gguf'}\n" and (tmp_path / "model.gguf").stat().st_size > 1000
+    refused = command("export", run_folder, "--gguf", tmp_path / "never.gguf")
+    assert refused.exit_code == 2 and "is an adapter: merge it first, with megacompile merge" in refused.stderr
+    assert command("merge", run_folder, "--output", tmp_path / "x", "--type", "f16").exit_code == 2

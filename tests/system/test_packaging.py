@@ -111,3 +111,15 @@ def test_every_dependency_is_pinned_by_the_constraints() -> None:
 
 def test_torch_is_pinned_to_one_release() -> None:
     assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+def test_the_image_copies_what_the_wheel_is_built_from_and_installs_extras_that_exist() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+    assert {line.split()[0] for line in lines} <= {"FROM", "RUN", "COPY", "WORKDIR", "ENTRYPOINT", "CMD"}
+    copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert copied == {*FOLDERS, "pyproject.toml", "README.md", "LICENSE"} and all((ROOT / name).exists() for name in copied)
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert kept == copied
+    extras = re.search(r"/src\[([\w,]+)\]", text)
+    assert extras is not None and set(extras[1].split(",")) <= PROJECT["optional-dependencies"].keys()
