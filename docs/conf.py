@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import download_reference, pending_xref
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
@@ -30,6 +30,7 @@ myst_heading_anchors = 4  # `page.md#a-heading` is a link, on code hosts too
 smartquotes = False
 
 html_theme = "furo"
+html_extra_path = ["extra"]  # pages that are made as they are: docs/make_what_fits.py
 html_title = f"megacompile {__version__}"
 html_show_sourcelink = False
 html_copy_source = False
@@ -91,6 +92,8 @@ class LinkPages(SphinxTransform):
             match = _PAGE.fullmatch(literal.astext())
             if match is None or isinstance(literal.parent, nodes.reference | pending_xref | nodes.title):
                 continue
+            if match[1] not in self.env.found_docs and (DOCS.parent / f"{match[1]}.md").exists():
+                continue  # `benchmarks/claims.md` is no page of the site
             page = "/" + match[1]
             if page[1:] not in self.env.found_docs:
                 page = match[1] if match[1] in self.env.found_docs else page
@@ -99,7 +102,21 @@ class LinkPages(SphinxTransform):
             literal.replace_self(link)
 
 
+class LinkFiles(SphinxTransform):
+    """A link to a Markdown file outside of this folder, such as `../benchmarks/claims.md`, downloads the file."""
+
+    default_priority = 15
+
+    def apply(self, **kwargs: Any) -> None:
+        for link in list(self.document.findall(pending_xref)):
+            target = Path(f"{link['reftarget']}.md")
+            if link.get("refdomain") == "doc" and target.is_relative_to(DOCS.parent) and target.exists():
+                path = f"/../{target.relative_to(DOCS.parent).as_posix()}"
+                link.replace_self(download_reference("", "", *link.children, refdoc=self.env.docname, reftarget=path))
+
+
 def setup(app: Sphinx) -> None:
     app.add_directive("command-line", CommandLine)
     app.add_transform(LinkPages)
+    app.add_transform(LinkFiles)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon, at 500

@@ -23,12 +23,12 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from kinds import DECODER, KINDS, kind_of  # noqa: E402
 
-HEADINGS = ("class", "model type", "kind", "verdict", "reason")
+HEADINGS = ("class", "model type", "verdict", "reason")
 OUTCOMES = {
     "exact": "loss and gradients equal native PyTorch's",
-    "refused": "`stream` gives the reason, before anything has changed",
+    "refused": "`stream` gives the reason and a remedy",
     "wrong": "other numbers, or an error that is not megacompile's own",
-    "not built": "transformers cannot build or train a tiny model of it on text alone",
+    "not built": "transformers cannot train a tiny model of it on text alone",
     "not judged": "not run yet",
 }
 
@@ -36,17 +36,17 @@ HEAD = """# Families
 
 This page says which causal language models of transformers train exactly. Look up your model's class before you stream it.
 
-Every such class of transformers {transformers} ({classes} classes) was streamed on the CPU and compared with native PyTorch
-{torch}. The model is a tiny random config: three or four layers with each kind of layer of the family (a test lists what is
-left out, and why), no dropout, float32. The batch has 5 x 29 tokens padded on the right, and the captured size was 3 x 17.
-Exact means that the loss and every gradient are within 1e-5 of their norm, or within 8 times the difference between native
-float32 and native float64.
-`python docs/make_families.py` makes this page; `pytest tests/nightly --nightly` judges all classes again.
+The {classes} classes of transformers {transformers} were streamed on the CPU and compared with native PyTorch {torch}: a tiny
+random config with each kind of layer, float32, no dropout, 5 x 29 tokens padded on the right. Exact means that the loss and
+every gradient are within 1e-5 of their norm, or within 8 times the difference between native float32 and float64.
+`python docs/make_families.py` makes this page. `pytest tests/nightly --nightly` judges all classes again.
 
 **{counts} classes that can be trained this way and were judged are exact. Of the decoder-only Transformers among them,
 {decoders} are.**
 
 """
+#: Where the remedy of a refusal begins.
+REMEDY = re.compile("; |: (?=(compute|give|keep|let|pass|switch|take|use) )")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def page(rows: list[Row]) -> str:
     by_kind = Counter((row.kind, row.outcome) for row in rows)
     kinds = [("kind", *shown, "meaning"),
              *((kind, *(str(by_kind[kind, outcome]) for outcome in shown), meaning) for kind, meaning in KINDS.items())]
-    listed = [(row.cls, row.model_type, row.kind, row.outcome, row.reason) for row in rows]
+    listed = [(row.cls, row.model_type, row.outcome, row.reason) for row in rows]
     return "\n".join([head + _table(legend), _table(kinds), _table([HEADINGS, *listed])])
 
 
@@ -91,6 +91,11 @@ def counts(rows: list[Row]) -> str:
     return f"{outcomes['exact']} of the {outcomes['exact'] + outcomes['refused'] + outcomes['wrong']}"
 
 
+def shown_reason(cls: str, outcome: str, reason: str) -> str:
+    """A reason as the page has it: of a refusal without the name of the class and without the remedy."""
+    return REMEDY.split(reason)[0].removeprefix(f"{cls} ") if outcome == "refused" else reason
+
+
 def _of_decoders(rows: list[Row]) -> str:
     decoders = [row for row in rows if row.kind == DECODER]
     exact, judged = (int(number) for number in counts(decoders).split(" of the "))
@@ -102,8 +107,7 @@ def read_rows() -> dict[str, Row]:
     text = PAGE.read_text() if PAGE.exists() else ""
     lines = [[cell.strip().replace("\\|", "|") for cell in line.strip("|").split(" | ")] for line in text.splitlines()
              if line.startswith("| ")]
-    return {cells[0]: Row(cells[0], cells[1], *cells[3:]) for cells in lines
-            if len(cells) == len(HEADINGS) and cells[2] in KINDS}
+    return {cells[0]: Row(*cells) for cells in lines if len(cells) == len(HEADINGS) and cells[2] in OUTCOMES}
 
 
 def _table(lines: list[tuple[str, ...]]) -> str:
@@ -124,7 +128,7 @@ def main(model_types: list[str]) -> None:
         model_types = list(class_of)
     for verdict in judge_each(model_types):
         cls = class_of[verdict.model_type]
-        rows[cls] = Row(cls, verdict.model_type, verdict.outcome, verdict.reason)
+        rows[cls] = Row(cls, verdict.model_type, verdict.outcome, shown_reason(cls, verdict.outcome, verdict.reason))
         print(f"{cls}: {verdict.outcome} {verdict.reason} ({verdict.seconds:.0f} s)", flush=True)
         write(list(rows.values()))
 

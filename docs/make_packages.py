@@ -23,11 +23,23 @@ ORDER = (
     ("predict", "timeline", "picture"), ("weights",), ("planning",), ("inputs",), ("streaming",), ("checkpoint",),
     ("public", "api", "loading", "scheduling", "capture_report", "mixers", "__init__"),
     ("trainers", "trainer", "sft", "dpo", "online_dpo", "grpo", "rloo", "fused_head"),
-    ("tools", "training", "inspection", "corpus"),
+    ("tools", "training", "inspection", "corpus", "exporting"),
     ("finetuning",), ("inference",),
     ("cli", "__main__"))
 #: A sentence for each entry of `ORDER` that is not a package.
 SENTENCES = {"base": "What every package may use", "public": "Functions that users import", "cli": "The command line"}
+HEAD = """# Packages
+
+This page says what each package is for, to find where a change belongs. The first sentence of a file's docstring says what the
+file has. Files without a folder are in `megacompile/`. A package imports only packages below it, lazy and type-only imports
+included. `ORDER` in `docs/make_packages.py` has the order, and `tests/lint/test_layout.py` checks it. In the picture an arrow
+means "imports". [How megacompile is built](design.md) explains the parts. `python docs/make_packages.py` makes this page.
+
+![The packages](pictures/packages.svg)
+
+| package | what it is | files | lines, about |
+|---|---|---|---|
+"""
 #: Sizes in the picture, in pixels: of a box, and between boxes.
 WIDTH, HEIGHT, SPACE = 110, 30, 20
 
@@ -128,20 +140,18 @@ def first_sentence(path: Path) -> str:
 
 
 def page() -> str:
+    """The text of the page. Lines are rounded to hundreds, so that few changes of the code change it."""
     files = source_files()
-    parts = ["# Packages", "", "This page lists every file with the first sentence of its docstring, to find where a change"
-             " belongs. A package imports only packages above it on this page. [How megacompile is built](design.md) has the"
-             " picture. `python docs/make_packages.py` makes this page.", ""]
-    for number, names in enumerate(ORDER):
+    rows = []
+    for number, names in reversed(list(enumerate(ORDER))):
         own = sorted(module for module in files if rank(module) == number)
         package = next((files[module] for module in own if module.endswith(f".{names[0]}.__init__")), None)
-        sentence = first_sentence(package) if package else SENTENCES.get(names[0], "")
-        parts += [f"## {names[0]}", "", *([f"{sentence}.", ""] if sentence else [])]
-        parts += ["| file | what it is |", "|---|---|"]
-        parts += [f"| `{files[module].relative_to(ROOT)}` | {first_sentence(files[module])} |" for module in own
-                  if files[module] != package]
-        parts.append("")
-    return "\n".join(parts)
+        where = [*([f"{package.parent.relative_to(ROOT)}/"] if package else []),
+                 *(files[module].name for module in own if module.count(".") == 1)]
+        lines = sum(files[module].read_text().count("\n") for module in own)
+        sentence = first_sentence(package) if package else SENTENCES[names[0]]
+        rows.append(f"| {', '.join(f'`{each}`' for each in where)} | {sentence} | {len(own)} | {round(lines, -2):,} |")
+    return HEAD + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -25,27 +25,27 @@ from megacompile.plan import Plan
 from megacompile.program import CallSpec, Program, Tile
 
 PAGE = Path(__file__).with_name("passes.md")
-LINES, WIDTH = 10, 112
+LINES, WIDTH = 7, 100
 #: Passes that do nothing under the plan of the other examples, each with a plan for its own.
 PLANS = {"shard": Plan(2, 8, (1, 1), ranks=2)}
 #: Pass -> the section shown before it, the section shown after it, and a part of the first line shown ("": the first change).
 SHOWN = {
     "micro_batch": ("forward", "forward", ""), "partition": ("forward", "forward", ""),
-    "differentiate": ("forward", "backward", ""),
+    "differentiate": ("forward", "backward", "a2 = "),
     "prefetch": ("forward", "forward", ""), "offload": ("backward", "backward", "p.scale(a3)"),
     "optimizer": ("update", "update", "c = "), "shard": ("backward", "backward", "d2 = "),
     "place": ("forward", "forward", "w1 = "), "synchronize": ("forward", "forward", "w1 = "),
-    "chunk_tokens": ("", "", "tokens_0"), "recurrence": ("", "", "megacompile.recurrence")}
+    "fuse_loss": ("", "", "shift_labels = "), "chunk_tokens": ("", "", "tokens_0"),
+    "recurrence": ("", "", "megacompile.recurrence")}
 
 HEAD = """# Passes
 
-This page shows what each pass does to a model between `stream` and its first step. It is for people who read or write passes.
-A pass is a pure function, and a pipeline is a tuple of passes that run in order. `python docs/make_passes.py` makes this page
-from the docstrings and from runs of the passes on a small model.
+This page shows what each pass does to a small model, for people who read or write passes.
+`python docs/make_passes.py` makes it.
 
 ## A pass of your own
 
-A pipeline is a tuple of passes. To change it, build another tuple and pass it to `stream` or `schedule`.
+A pass is a pure function. A pipeline is a tuple of passes that run in order. To change it, build another tuple:
 
 ```python
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE, insert_after, insert_before, replace_pass
@@ -54,21 +54,14 @@ model = megacompile.stream(model, passes=insert_after(PIPELINE, "prefetch", my_p
                            template_passes=replace_pass(TEMPLATE_PIPELINE, "chunk_tokens"))    # removes the pass
 ```
 
-A **schedule pass** is a module or an object with these members:
-
-- `name`;
-- `requires`: the stage that it needs;
-- `provides`: the stage of its result, or the stage that it requires if it adds none;
-- `run(program, plan) -> program`. It does not change the program that it gets: it copies a section (`copy_section`) and
-  rewrites the copy.
-
-Later passes work on its result. A pass after `prefetch` can move copies freely, since `place` and `synchronize` then find
-slots and order the lanes. A pass after `synchronize` must keep the order itself. A pipeline is refused before capture if a
-pass lacks the stage that it requires, goes back a stage, or if the pipeline ends without events. After each pass the verifier
-proves the program, and its error names the pass that broke it.
+A **schedule pass** is a module or an object with `name`, `requires` (the stage that it needs), `provides` (the stage of its
+result) and `run(program, plan) -> program`. It does not change the program that it gets. A pass after `prefetch` can move
+copies freely, since `place` and `synchronize` then find slots and order the lanes. A pass after `synchronize` must keep the
+order itself. A pipeline is refused before capture if a pass lacks its stage, goes back a stage, or if it ends without events.
+The verifier runs after each pass, and its error names the pass that broke the program.
 
 A **template pass** has `name`, `level` and `run(graph, target) -> graph`. At level `"model"` it gets a section as Dynamo left
-it, before differentiation. At level `"variant"` it gets a graph that will run, of ATen ops (`passes/template/__init__.py`
+it, before differentiation. At level `"variant"` it gets a graph of ATen ops that will run (`passes/template/__init__.py`
 describes `graph.meta`). It must keep the graph's inputs and results.
 
 `examples/custom_pass.py` has one of each:
@@ -164,9 +157,10 @@ class _Watched:
 
 
 def _code(graph: fx.GraphModule) -> list[str]:
-    """The lines of a graph's code, without frees, types and long module names."""
+    """The lines of a graph's code, without frees, types, long module names and long numbers."""
     text = re.sub(r";  \w+ = .*None$", "", graph.code, flags=re.MULTILINE)
     text = re.sub(r" : [\w.\[\], \"]+(?= = )", "", text)
+    text = re.sub(r"(\d\.\d{3})\d+", r"\1", text)
     text = re.sub(r"l_self_(?:\w+?_)?modules_|torch\.ops\.|torch\.nn\.functional\.", "", text)
     return [line.strip() for line in text.strip().splitlines() if line.strip() and not line.startswith("def ")]
 

@@ -1,20 +1,25 @@
 """Plans every model of a list on every machine of a list, and writes docs/what-fits.md and the page's data from the plans.
 
     python docs/make_what_fits.py            makes the missing plans (all: an hour or two of one core), then the page
+    python docs/make_what_fits.py Qwen3-8B   makes the missing plans of these models
     python docs/make_what_fits.py --page     only the page
 
 Plans are kept in docs/what-fits.jsonl, a line each. Delete lines there to have them made again.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PLANS = ROOT / "docs" / "what-fits.md", ROOT / "docs" / "what-fits.jsonl"
+CHOOSER = ROOT / "docs" / "extra" / "what-fits-chooser.html"
 BATCH, LENGTH = 64, 1024
 #: The share of the host's memory that is left to training.
 HOST_SHARE = 0.94
@@ -33,8 +38,8 @@ was measured on them, so take their times as estimates.
 - **LoRA**: adapters of rank 16 on all linear layers, over bf16 weights.
 - **NF4**: the same over four-bit weights, also those of experts.
 
-The docs site has this page with a [chooser](what-fits.html#choose). For another model or batch:
-`megacompile plan MODEL --hardware rtx4090 --host-memory 64GiB`.
+On the site, <a href="what-fits-chooser.html">choose</a> a machine, a model and a method. For another model or batch:
+`megacompile plan MODEL --hardware rtx4090 --host-memory 64GiB`. `python docs/make_what_fits.py` makes this page.
 """
 
 
@@ -111,17 +116,35 @@ def model_of(name: str, rank: int, stored: str | None) -> Any:
     return megacompile.quantize(model, stored) if stored else model
 
 
-def planned(name: str, machine: Machine, method: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def captured_once() -> Iterator[None]:
+    """A context in which a model is traced once for all machines that need the same templates."""
+    from megacompile import api
+
+    traced: dict[Any, Any] = {}
+    trace = api.capture
+
+    def capture(model: Any, **options: Any) -> Any:
+        key = id(model), options["target"], options["expert_pieces"]
+        if key not in traced:
+            traced[key] = model, trace(model, **options)  # the model too: its id must stay its own
+        return traced[key][1]
+
+    with mock.patch.object(api, "capture", capture):
+        yield
+
+
+def planned(model: Any, name: str, machine: Machine, method: str) -> dict[str, Any]:
     """The row of a plan: tokens/s and GiB, or why it does not fit."""
     import megacompile
     from megacompile.errors import MegacompileError
     from megacompile.planning.explain import host_slab_bytes
 
-    options, rank, stored = METHODS[method]
+    options = METHODS[method][0]
     row: dict[str, Any] = dict(model=name, machine=machine.name, method=method)
     try:
         found = megacompile.schedule(
-            model_of(name, rank, stored), batch=BATCH, length=LENGTH, hardware=machine.profile, gpus=machine.gpus,
+            model, batch=BATCH, length=LENGTH, hardware=machine.profile, gpus=machine.gpus,
             host_memory=int(machine.host_gb * HOST_SHARE * 1e9), checkpoint_interval=1, whole_step=True, **options)
         seconds = found.simulate().step_s
     except MegacompileError as error:
@@ -140,13 +163,15 @@ def known() -> dict[tuple[str, str, str], dict[str, Any]]:
     return {(row["model"], row["machine"], row["method"]): row for row in rows}
 
 
-def make_missing() -> None:
+def make_missing(names: Iterable[str]) -> None:
     done = known()
-    for method in METHODS:
-        for name in MODELS:
-            for machine in MACHINES:
-                if (name, machine.name, method) not in done:
-                    row = planned(name, machine, method)
+    for name in names:
+        for method, (_, rank, stored) in METHODS.items():
+            missing = [machine for machine in MACHINES if (name, machine.name, method) not in done]
+            model = model_of(name, rank, stored) if missing else None
+            with captured_once():
+                for machine in missing:
+                    row = planned(model, name, machine, method)
                     print(*row.values(), flush=True)
                     with PLANS.open("a") as file:
                         file.write(json.dumps(row) + "\n")
@@ -160,17 +185,73 @@ def cell(row: dict[str, Any] | None, measured: tuple[int, float, float] | None) 
     return f"{row['tokens_per_s']:,} ({row['gpu_gib']:.0f}, {row['host_gib']:.0f})" if "tokens_per_s" in row else "-"
 
 
+def complete() -> list[str]:
+    """The models that have a plan for every machine and method."""
+    rows = known()
+    return [name for name in MODELS if all((name, machine.name, method) in rows for machine in MACHINES for method in METHODS)]
+
+
 def page() -> str:
     rows, parts = known(), [HEAD.format(batch=BATCH, length=LENGTH)]
     for machine in MACHINES:
         parts.append(f"\n## {machine.name}\n\n| model | {' | '.join(METHODS)} |\n|{'---|' * (len(METHODS) + 1)}")
-        for name in MODELS:
+        for name in complete():
             cells = [cell(rows.get(key), MEASURED.get(key)) for key in ((name, machine.name, method) for method in METHODS)]
             parts.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(parts) + "\n"
 
 
+#: A page that shows one plan of the data that it holds. It loads nothing.
+HTML = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>What fits</title>
+<style>
+body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 40rem; margin: 2rem auto; padding: 0 1rem; color-scheme: light dark }}
+label {{ display: block; margin: .6rem 0 }} select {{ font: inherit; width: 100%; padding: .3rem }}
+output {{ display: block; margin-top: 1.2rem; padding: 1rem; border: 1px solid gray; border-radius: .4rem }}
+</style>
+<h1>What fits</h1>
+<p>A step has {batch} sequences of {length:,} tokens on each GPU. <a href="what-fits.html">All plans, and what the methods
+mean</a>.</p>
+<label>Machine <select id="machine"></select></label>
+<label>Model <select id="model"></select></label>
+<label>Method <select id="method"></select></label>
+<output id="plan" aria-live="polite"></output>
+<script>
+const plans = {plans};
+const chosen = ["machine", "model", "method"].map(name => document.getElementById(name));
+chosen.forEach((select, part) => {{
+  for (const value of new Set(plans.map(plan => plan[part]))) select.add(new Option(value));
+  select.addEventListener("change", show);
+}});
+function show() {{
+  const plan = plans.find(each => chosen.every((select, part) => each[part] === select.value));
+  document.getElementById("plan").textContent = plan[3] === null ? "It does not fit: " + plan[6] :
+    plan[3].toLocaleString("en") + " tokens/s, " + plan[4] + " GiB of GPU memory, " + plan[5] + " GiB of host memory (" +
+    plan[6] + ")";
+}}
+show();
+</script>
+</html>
+"""
+
+
+def chooser() -> str:
+    plans: list[list[Any]] = []
+    for (name, machine, method), row in known().items():
+        if name in complete():
+            key = name, machine, method
+            figures = MEASURED.get(key) or [row.get(field) for field in ("tokens_per_s", "gpu_gib", "host_gib")]
+            told = row.get("reason") or ("measured" if key in MEASURED else "predicted")
+            plans.append([machine, name, method, *figures, told])
+    return HTML.format(batch=BATCH, length=LENGTH, plans=json.dumps(plans).replace("<", "\\u003c"))
+
+
 if __name__ == "__main__":
     if "--page" not in sys.argv[1:]:
-        make_missing()
+        make_missing(sys.argv[1:] or MODELS)
     PAGE.write_text(page())
+    CHOOSER.parent.mkdir(exist_ok=True)
+    CHOOSER.write_text(chooser())

@@ -97,11 +97,32 @@ app = typer.Typer(cls=_Commands, help="Train language models whose weights stay 
                   add_completion=False, pretty_exceptions_enable=False)
 
 
+#: Command -> what people type, at the end of its --help.
+EXAMPLES = {
+    "train": ("train Qwen/Qwen3-0.6B --data rows.jsonl --output runs/one",
+              "train Qwen/Qwen3-8B --data rows.jsonl --output runs/two --lora --quantize nf4",
+              "train --config runs/one/settings.yaml --resume latest"),
+    "inspect": ("inspect Qwen/Qwen3-8B --section forward", "inspect Qwen/Qwen3-8B --hardware h200 --picture step.svg"),
+    "verify": ("verify edited.py", "inspect Qwen/Qwen3-8B | megacompile verify -"),
+    "plan": ("plan Qwen/Qwen3-8B", "plan Qwen/Qwen3-32B --batch 64 --length 1024 --hardware rtx4090 --host-memory 128GiB",
+             "plan openai/gpt-oss-120b --lora --quantize nf4 --hardware h200"),
+    "calibrate": ("calibrate", "calibrate --disk /mnt/nvme --output this-machine.json"),
+    "doctor": ("doctor",),
+    "generate": ("generate runs/one/model --prompts questions.jsonl --output answers.jsonl",),
+    "chat": ("chat runs/one/model",),
+    "evaluate": ("evaluate runs/one/model --data held-out.jsonl",),
+    "merge": ("merge runs/two --output runs/two/merged",),
+    "export": ("export runs/one --gguf one.gguf --type q8_0",),
+}
+
+
 def _command() -> Callable[[F], F]:
     """Adds a function to the commands. Its docstring is the help text, with each paragraph on one line for typer to wrap."""
     def register(function: F) -> F:
         paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
-        return app.command(cls=_Command, help="\n\n".join(" ".join(each.split()) for each in paragraphs))(function)
+        examples = [f"megacompile {each}" for each in EXAMPLES[function.__name__]]
+        return app.command(cls=_Command, help="\n\n".join(" ".join(each.split()) for each in paragraphs),
+                           epilog="\n\n".join(["Examples:", *examples]))(function)
     return register
 
 

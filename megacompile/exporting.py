@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +177,8 @@ def _write_tokenizer(writer: Any, source: Path, config: Mapping[str, Any]) -> No
     tokenizer = AutoTokenizer.from_pretrained(str(source))
     found = json.loads(tokenizer.backend_tokenizer.to_str())  # not the file: the class may split texts in another way
     model = found["model"]
-    split = SPLITS.get(split_of(found.get("pre_tokenizer")))
+    steps = split_of(found.get("pre_tokenizer"))
+    split = None if steps is None else SPLITS.get(steps)
     if model["type"] != "BPE" or model.get("byte_fallback") or split is None:
         raise UnsupportedError("this tokenizer cannot be exported here, only GPT-2's, SmolLM's, Llama 3's and Qwen's: "
                                f"{_ELSEWHERE}")
@@ -262,7 +264,7 @@ def _tensors(
             yield _named(names, name), shape_of(name), partial(read, name)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
-        factors = _llama3_factors(config, rope)
+        factors = llama3_factors(config, rope)
         yield "rope_freqs.weight", tuple(factors.shape), lambda: factors
 
 
@@ -278,12 +280,11 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def _llama3_factors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Tensor:
-    """What llama.cpp divides the frequencies of positions by, for the scaling of Llama 3.1."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), torch.device("cpu"))
+def llama3_factors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Tensor:
+    """What llama.cpp divides the frequencies of positions by, for the scaling of Llama 3.1: 1 for short wavelengths, `factor`
+    for long ones, and between them in between."""
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    plain = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    return plain / scaled
+    wavelength = 2 * math.pi * float(rope["rope_theta"]) ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    smooth = ((rope["original_max_position_embeddings"] / wavelength - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)

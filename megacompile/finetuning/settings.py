@@ -216,6 +216,8 @@ class Settings:
         check_trackers(self.report_to or (), self.output)
         if self.push_to_hub is not None and "/" not in self.push_to_hub:
             raise ArgumentError(f"--push-to-hub {self.push_to_hub} is not a repository: give its id, such as me/my-model")
+        if self.push_to_hub is not None and self.output is None and self.save is None:
+            raise ArgumentError("--push-to-hub uploads the saved model: give --output, or --save")
         if self.overlap and self.max_grad_norm != 0:
             raise ArgumentError("--overlap updates before the norm of all gradients is known: add --max-grad-norm 0")
         if not self.steps and self.epochs == 0:

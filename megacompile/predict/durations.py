@@ -310,17 +310,17 @@ _SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_function
 MATRIX_STEPS = 5
 #: The duration of each op in words; `Durations._node` computes it. The others take no time, or move a few bytes.
 COSTS: dict[str, str] = {
-    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones and those in float8 over "
-                    "theirs), or their bytes over memory bandwidth where that is longer; attention and recurrences over their "
-                    "rates; other bytes over memory bandwidth; at least its launches"),
+    **dict.fromkeys(sorted(TEMPLATE_OPS), "products over the GEMM rate, or their bytes over memory bandwidth where that is "
+                    "longer; attention and recurrences over their rates; other bytes over memory bandwidth; at least the "
+                    "launches"),
     "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
     "prefetch_routed": "most bytes of chosen experts / h2d rate",
-    **dict.fromkeys(("gather", "gather_resident"), "weight bytes of the other ranks' shards / peer bandwidth"),
-    "reduce_scatter": "accumulators (FP32) of the other ranks' shards / peer bandwidth",
-    "all_reduce": "2 x (hosts - 1) / hosts x accumulators (FP32) of a shard / network bandwidth",
+    **dict.fromkeys(("gather", "gather_resident"), "weight bytes of other shards / peer bandwidth"),
+    "reduce_scatter": "accumulators of other shards / peer bandwidth",
+    "all_reduce": "2 x (hosts - 1) / hosts x accumulators of a shard / network bandwidth",
     "fetch_gradients": "gradient bytes / h2d rate",
     "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
-    "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
+    "stash": "bytes / d2h rate", "fetch": "bytes / h2d rate",
     **dict.fromkeys(("pack", "pack_shard"), "weight bytes / host copy rate"),
     **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
     "accumulate": "gradient bytes / host copy rate; twice that where it adds",
@@ -328,13 +328,13 @@ COSTS: dict[str, str] = {
     **{f"update_{part}": f"the same over the rate of its {part} alone" for part in ("weights", "moments")},
     "update_visiting": "(weight + gradient + state bytes) / h2d rate + (weight + state bytes) / d2h rate; products of matrices "
                      "over the GEMM rate",
-    "read_state": "bytes of the moments / rate of the disk's reads",
-    "write_state": "bytes of the moments / rate of the disk's writes",
+    "read_state": "bytes / rate of the disk's reads",
+    "write_state": "bytes / rate of the disk's writes",
     "add_to_sum": "(gradient + FP32 sum bytes; the sum's twice where it adds) / (2 x host copy rate)",
     "norms_of_sum": "FP32 sum bytes / (2 x host copy rate)",
     "update_on_device": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth; products of matrices over the GEMM rate",
-    "zeros": "bytes of the accumulators (FP32) / memory bandwidth",
-    "reduce": "(accumulators + 2 x gradient bytes) / memory bandwidth", "scale": "2 x bytes of the value / memory bandwidth"}
+    "zeros": "accumulators / memory bandwidth",
+    "reduce": "(accumulators + 2 x gradient bytes) / memory bandwidth", "scale": "2 x bytes / memory bandwidth"}
 
 
 def cost_table() -> str:

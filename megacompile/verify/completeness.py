@@ -21,9 +21,8 @@ _BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_ste
 
 
 def supplied(program: Program) -> Iterator[Fault]:
-    """Each compute node has the weights of its call's tiles, in their order, or none where its variant reads none. Experts that
-    are copied by choice are those that the call before it has chosen. A checkpoint in host memory is fetched before it is
-    read."""
+    """Each compute node has the weights of its call's tiles, in their order. Experts that are copied by choice are those that
+    the call before has chosen. A checkpoint in host memory is fetched before it is read."""
     calls = {call.name: call for call in program.calls}
     for graph in program.sections.values():
         for node in find(graph, *_FORWARD, *_BACKWARD):
@@ -69,8 +68,8 @@ class _Origins:
 
 
 def trained(program: Program) -> Iterator[Fault]:
-    """The forward visits every call once for each micro-batch, in order. The backward visits every call that can train once for
-    each micro-batch, last call first. Each node takes values of its own micro-batch, from the neighboring calls."""
+    """The forward visits every call once for each micro-batch, in order; the backward every call that can train, last call
+    first. Each node takes values of its own micro-batch, from the neighboring calls."""
     origins = _Origins(program)
     for name, graph in program.sections.items():
         if name == "train_step":
@@ -221,10 +220,9 @@ def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
 # Gradients to the host
 
 def sent_home(program: Program) -> Iterator[Fault]:
-    """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight into the
-    tile's gradients, or through a slab that is accumulated once. Where tiles are updated on arrival, host memory holds no
-    gradients: they go to a slab that one update reads. The gradients of a tile that is updated on the device stay where its
-    update reads them; a whole step copies only their norms to the host. (Sums over waves on the host: rule `summed`.)"""
+    """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: into the tile's
+    gradients, or through a slab that is accumulated once or, on arrival, read by one update. The gradients of a tile that is
+    updated on the device stay there; a whole step copies only their norms."""
     origins = _Origins(program)
     tiles, there, consumed = trainable(program, program.tiles), updated_there(program), consumed_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():

@@ -50,9 +50,8 @@ _HEAP = ("activation", "gradient", "accumulators")  # values with memory of thei
 
 
 def placed(program: Program) -> Iterator[Fault]:
-    """Slots are declared, large enough and of the right kind. No slot is overwritten while its value is alive, from the
-    value's write to its release. Every value is released or leased before its section ends. A tile's weights, state and
-    gradients that stay on the device keep the same slots in every section."""
+    """Slots are declared, large enough and of the right kind. No slot is overwritten while its value is alive. Every value is
+    released or leased before its section ends. What stays on the device keeps the same slots in every section."""
     for slot in program.slots:
         if slot_family(slot) not in SLOT_KINDS:
             yield Fault(f"slot {slot} is of an unknown family", f"begin its name with one of {', '.join(SLOT_KINDS)}")

@@ -26,10 +26,9 @@ _OVER = {"reduce_scatter": "ranks", "all_reduce": "hosts"}
 
 
 def together(program: Program) -> Iterator[Fault]:
-    """With several ranks on a host, each rank copies its shard of a tile and all shards are gathered. Gradients are added up
-    over the ranks once, after the last contribution and before they are reduced; with several hosts, then over the hosts once.
-    Norms and losses are exchanged before they are read, and weights that are updated on the devices are gathered after that. A
-    program of one process exchanges nothing."""
+    """With several ranks, all shards of a tile are gathered. Gradients are added up over the ranks once, before they are
+    reduced, and then over the hosts once. Norms and losses are exchanged before they are read. A program of one process
+    exchanges nothing."""
     for name, graph in program.sections.items():
         if program.processes == 1 or name not in SECTIONS_OF_ALL_RANKS:
             for node in find(graph, *_OF_SEVERAL):

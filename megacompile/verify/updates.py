@@ -35,9 +35,8 @@ def once(name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: Collection[str
 
 
 def updated(program: Program) -> Iterator[Fault]:
-    """One clip covers all trainable tiles. Then each tile has one update, which takes the clip. `load` copies a resident tile
-    to the device, and each update is followed by another copy. A tile that is updated on the device is copied back to the
-    host. Updates on arrival have no clip."""
+    """One clip covers all trainable tiles, except on arrival. Each tile has one update, which takes the clip. Resident copies
+    are refreshed after it. What was updated on the device is copied back to the host."""
     tiles, there = trainable(program, program.tiles), updated_there(program)
     for graph in program.sections.values():
         for node in find(graph, "update_moments", *UPDATE_OPS):
@@ -162,9 +161,8 @@ def summed_tiles(program: Program, section: str) -> frozenset[str]:
 
 
 def summed(program: Program) -> Iterator[Fault]:
-    """Where the host adds up a tile's waves, each wave's accumulators are reduced and offloaded once, and each wave is added to
-    the sum once, before the next wave arrives. The first wave overwrites the sum, the others add to it. After the last wave
-    the update reads the sum and the clip reads the sum's norms. No other tile's update reads a sum."""
+    """Where the host adds up a tile's waves, each wave is offloaded once and added once, before the next arrives; the first
+    overwrites the sum. After the last wave the update reads the sum, and the clip its norms."""
     if "train_step" not in program.sections:
         return
     graph, tiles = program.section("train_step"), summed_tiles(program, "train_step")
@@ -254,9 +252,8 @@ _CHANGE = ("update", "update_moments")
 
 
 def on_disk(program: Program) -> Iterator[Fault]:
-    """A section that updates a tile whose moments are on disk reads them into a slab before the update, which works on this
-    slab, and writes them back from there once, after the update. Where weights are updated before moments, it reads them once
-    for each, and only the second slab is written. Nothing of other tiles is read or written."""
+    """Moments on disk are read into a slab before their update, and written from it once, afterwards. Where weights are
+    updated before moments, they are read once for each, and only the second slab is written."""
     for name, graph in program.sections.items():
         tiles: dict[str, _Tile] = {}
         for node in find(graph, "read_state", "write_state", "update_moments", *UPDATE_OPS):

@@ -114,8 +114,8 @@ def _agree(program: Program, other: Program) -> Iterator[Fault]:
 
 
 def ordered(program: Program) -> Iterator[Fault]:
-    """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, within each section
-    and against the worst that may have run before it (`ordering.py` says why this proves every pair of sections)."""
+    """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, within each section and
+    against the worst that may have run before it."""
     for graph in program.sections.values():
         clocks = Clocks(program.processes > 1)
         for node in nodes(graph):
@@ -144,10 +144,9 @@ def _collision(hazard: Hazard) -> Fault:
 
 
 def handed_on(program: Program) -> Iterator[Fault]:
-    """For each place that other sections know, and each lane that accessed it, there is one `leave`. Its event is recorded
-    at or after that lane's last access; it says "write" if the lane wrote the place in this section, else "read". None is
-    needed where every other lane that may conflict with that access comes after it anyway, or must wait for a later access
-    to the place that is handed on."""
+    """For each place that other sections know, and each lane that accessed it, there is one `leave` of an event at or after
+    its last access. It says "write" if the lane wrote the place, else "read". None is needed where every other lane that may
+    conflict comes after it anyway, or must wait for a later access that is handed on."""
     for name, graph in program.sections.items():
         clocks = Clocks(program.processes > 1)
         for node in nodes(graph):

@@ -47,8 +47,8 @@ _OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "shard", "resident", "st
 
 
 def well_formed(program: Program) -> Iterator[Fault]:
-    """Each node is an op of the language, with arguments and values of the kinds that the op takes. Names are declared. Nothing
-    is used before it is defined or after its release, and nothing is released twice."""
+    """Each node is an op of the language, with arguments and values of the kinds that the op takes. Names are declared.
+    Nothing is used before it is defined or after its release, and nothing is released twice."""
     yield from _declarations(program)
     calls = {call.name: call for call in program.calls}
     known: dict[str, Collection[Any]] = {"tile": program.tiles, "lane": tuple(Lane), "access": tuple(Access),
@@ -193,7 +193,7 @@ _GRADIENTS = ("gradient", "accumulators")
 
 
 def belongs(program: Program) -> Iterator[Fault]:
-    """Each op is in a section where it has a meaning: gradients are sent in a backward, tiles are updated in an update."""
+    """Each op is in a section where it has a meaning."""
     for name, graph in program.sections.items():
         for node in nodes(graph):
             allowed = _SECTIONS.get(op_of(node).name, (name,))
@@ -202,8 +202,8 @@ def belongs(program: Program) -> Iterator[Fault]:
 
 
 def returned(program: Program) -> Iterator[Fault]:
-    """The caller gets the loss (or the outputs) of every micro-batch, once each and in order, under the name of the op. With
-    outputs it may get hidden states: those of every call but the last two, of every micro-batch, in order."""
+    """The caller gets the loss or the outputs of every micro-batch, once and in order, under the name of the op. With outputs
+    it may also get the hidden states of every call but the last two."""
     for name, graph in program.sections.items():
         made = sorted(find(graph, *_RESULTS), key=lambda node: int(argument(node, "mb")))
         given: list[fx.Node] = []
@@ -234,9 +234,8 @@ def _parts(result: fx.Node) -> Iterator[fx.Node]:
 
 
 def added_up(program: Program) -> Iterator[Fault]:
-    """Each section adds up a tile's gradients in one value, or in several that the host adds up (rule `summed`). The forward
-    keeps what it adds up for the backward. The backward scales the gradients that the forward kept by the gradient of the
-    caller's loss, and nothing else."""
+    """Each section adds up a tile's gradients in one value, or in several that the host adds up (`summed`). The backward
+    scales the gradients that the forward kept by the gradient of the caller's loss, and nothing else."""
     kept = {}
     if "forward" in program.sections:
         kept = {Kept.of(value): value for lease in find(program.section("forward"), "lease")
@@ -261,8 +260,8 @@ def added_up(program: Program) -> Iterator[Fault]:
 
 
 def one_version(program: Program) -> Iterator[Fault]:
-    """A section that updates tiles computes with their old weights: nothing runs on weights that were fetched after a tile's
-    update, and each update comes after the tile's gradients."""
+    """Nothing runs on weights that were fetched after a tile's update in the same section, and each update comes after the
+    tile's gradients."""
     for name, graph in program.sections.items():
         home: dict[str, fx.Node] = {}
         updated: dict[str, fx.Node] = {}

@@ -5,10 +5,8 @@
     g6_0 = recompute_backward("decoder", "layers.5", mb=0, ...)       # the last: its forward and backward in one graph
     g5_0 = backward("decoder", "layers.4", mb=0, saved=r0_0, ...)
 
-Each layer runs two forwards and one backward in all, never three forwards, and the last layer of a block drops what its
-backward does not need. With K = 1 every layer is the last of its block. The backward ends at the first call that trains
-anything. The forward computes the epilogue's gradients with the loss, for a unit loss (the paper's loss anchoring); the
-backward begins by scaling them with the gradient of the caller's loss.
+With K = 1 every layer is the last of its block. The backward ends at the first call that trains anything. The forward computes
+the epilogue's gradients for a unit loss; the backward begins by scaling them with the gradient of the caller's loss.
 
 If the caller gets the epilogue's outputs, the epilogue is a block by itself, whose gradient comes from the caller:
 

@@ -1,8 +1,4 @@
-"""Splits the batch within each layer: weights arrive once in a section, and all micro-batches use them.
-
-    h1 = forward("decoder", "layers.0", mb=0)      ->      h1_0 = forward("decoder", "layers.0", mb=0)
-                                                           h1_1 = forward("decoder", "layers.0", mb=1)
-"""
+"""Splits the batch within each layer: weights arrive once in a section, and all micro-batches use them."""
 from __future__ import annotations
 
 from torch import fx

@@ -5,18 +5,17 @@
     accumulate("layers.5", d5, overwrite=False)            # or through a slab: if tiles are not pinned, and in
                                                            # `backward_accumulate`, which adds to existing gradients
 
-If the plan updates on arrival, gradients go to a slab and no further: the update reads them there, and host memory has no other
-place for them.
+If the plan updates on arrival, gradients go to a slab, where the update reads them.
 
-A tile whose optimizer state lives on the device keeps its gradients there as well. In a whole step, which has no `.grad`,
-only their norms are copied to the host, for the clip. Where the host adds gradients up, the sums are copied back:
+A tile whose optimizer state lives on the device keeps its gradients there. A whole step copies only their norms to the host.
+Where the host adds gradients up, the sums are copied back:
 
     g0 = fetch_gradients("layers.0")
 
-Several ranks first add up accumulators between them, during the next tile's backward. So there each tile is reduced after the
-last contribution to the next one, or at once if that is of another wave.
+With several ranks each tile is reduced after the last contribution to the next one, so that ranks add up accumulators during
+the next tile's backward.
 
-Where waves are added up on the host, each wave's gradients are copied there, and the cpu lane adds them to the tile's FP32 sum:
+Where waves are added up on the host:
 
     offload("layers.5", d5)
     add_to_sum("layers.5", overwrite=False)                # overwrite=True in the first wave

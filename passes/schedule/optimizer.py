@@ -5,42 +5,38 @@
     update("layers.0", c)
     w = prefetch("layers.0", into="R0")                    # a resident tile is refreshed at once
 
-A tile whose optimizer state lives on the device is updated there. Its weights are copied to the host after all updates, since
-the host's weights are authoritative:
+A tile whose optimizer state lives on the device is updated there, and its weights are copied to the host after all updates:
 
     w1, m1, g1 = resident("layers.0"), resident_state("layers.0"), resident_gradients("layers.0")
     update_on_device("layers.0", resident=w1, state=m1, reduced=g1, clip=c)
     offload_weights("layers.0", w1)
 
-A tile whose state visits the device is updated there as well, in the lane of the copies:
+A tile whose state visits the device is updated there, in the lane of the copies:
 
     v5 = update_visiting("layers.5", c, into="V0")
 
-If the plan defers moments, the weights of all tiles are updated first, then their moments, in the order in which the next
-backward brings gradients:
+If the plan defers moments, the weights of all tiles are updated first, then their moments, in the opposite order:
 
     update_weights("prologue", c)
     update_weights("layers.0", c)
     update_moments("layers.0", c)
     update_moments("prologue", c)
 
-The moments of a tile on disk are read before its update and written back after it. Reads run ahead as far as slabs last:
+Moments on disk are read before the update and written after it. Reads run ahead as far as slabs last:
 
     m5 = read_state("layers.5", into="M0")
     update("layers.5", c, moments=m5)
     write_state("layers.5", m5)
 
-If the plan defers moments, those on disk are read for the weights, and once more for themselves. So the next forward waits for
-no write:
+If the plan defers them too, they are read twice, and the next forward waits for no write:
 
     m5 = read_state("layers.5", into="M0")
-    update_weights("layers.5", c, moments=m5)                # all tiles, then all moments in the opposite order
+    update_weights("layers.5", c, moments=m5)
     m5 = read_state("layers.5", into="M1")
     update_moments("layers.5", c, moments=m5)
     write_state("layers.5", m5)
 
-If the plan updates on arrival, the update follows each tile's `offload` (or `reduce`) in the backward instead, and nothing is
-clipped. It reads the gradients in their slab, which is not free before:
+If the plan updates on arrival, the update follows each tile's `offload` (or `reduce`) in the backward, and nothing is clipped:
 
     d5 = offload("layers.5", g5, into="D0")
     update("layers.5", slab=d5)

@@ -6,10 +6,8 @@
     h9_0 = forward_saving("decoder", "layers.8", mb=0)     # a layer whose residuals the plan keeps
     lease(h9_0)
 
-The prologue's outputs are kept too: every layer shares them, and the first block begins with them. Layers below the first call
-that trains anything have no backward: they belong to no block, and nothing of them is kept. If the caller gets the epilogue's
-outputs, the last layer's outputs are kept for the epilogue's own backward. A checkpoint that the plan keeps in host memory is
-copied there as soon as it is made:
+The prologue's outputs are kept too. Layers below the first call that trains anything have no backward: nothing of them is
+kept. A checkpoint that the plan keeps in host memory is copied there as soon as it is made:
 
     x4_0 = stash("layers.3", mb=0, value=h4_0)
 """

@@ -5,10 +5,9 @@
     release(w0)                                            # from here on W0 is free
     w2 = prefetch("layers.2", into="W0")
 
-A value lives from its node to its last use. The slot that has been free for longest is used first: two consecutive values are
-then in different slots, so that a copy can run beside a kernel. Boundary tiles are the largest and have their own slots.
-Otherwise every slot of a layer would need the size of a boundary tile. For the same reason, each size class of a layer's tiles
-has its own slots (`Wb0` for the second largest).
+A value lives from its node to its last use. The slot that has been free for longest is used first, so that a copy can run
+beside a kernel. Boundary tiles, and each size class of a layer's tiles, have slots of their own (`Wb0` for the second
+largest).
 """
 from __future__ import annotations
 

@@ -7,22 +7,20 @@ and checkpoints in host memory.
     w2 = prefetch("layers.2")                              # the last use of layers.0 is over: its slot is free
     h2_0 = forward("decoder", "layers.1", mb=0, weights=(w1,))
 
-A *stay* is one arrival of a tile with all its uses: those of one call in a forward, those of one block in a backward, whose
-micro-batches all use the block's weights while they are on the device. Layers share `plan.weight_slots` slots; if layers have
-several tiles, each size class has that many. The boundary tiles (prologue, epilogue, tied weights: the largest) are held for
-one call at a time. A tile that several layers' calls read stays until another tile of its size class is needed.
+A *stay* is one arrival of a tile with all its uses: those of one call in a forward, those of one block in a backward. Layers
+share `plan.weight_slots` slots of each size class. Boundary tiles are held for one call at a time. A tile that several calls
+read stays until another tile of its size class is needed.
 
     h5_0 = forward("native", "layers.2", mb=0, weights=(w5,))          # up to the router
     w6 = prefetch_routed("layers.2.experts", router=h5_0)              # of this tile the experts that it has chosen
     h6_0 = forward("native", "layers.2.mlp.experts", mb=0, weights=(w5, w6), inputs=(h5_0, s))
 
-Of a tile with `routed_bytes` only the experts that the call before has chosen are copied, so it arrives right before its use.
+Such a tile (with `routed_bytes`) arrives right before its use.
 
     c4_1 = fetch("layers.3", mb=1, stashed=x4_1)           # while micro-batch 0 is computed
     g5_0 = recompute_backward("decoder", "layers.4", mb=0, inputs=(c4_0, s_0), ...)
 
-Checkpoints take turns in `plan.checkpoint_slots` slots, each for one block of one micro-batch. None is fetched before the loss
-that its backward begins with.
+Checkpoints take turns in `plan.checkpoint_slots` slots.
 """
 from __future__ import annotations
 

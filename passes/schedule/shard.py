@@ -4,39 +4,37 @@
     w3 = gather("layers.3", s3)                            # collective
     h4_0 = forward("decoder", "layers.3", mb=0, weights=(w3,))
 
-Gradients are added up in FP32 over the ranks before they are rounded. Each rank keeps its shard of the sum:
+Gradients are added up in FP32 over the ranks. Each rank keeps its shard of the sum:
 
     reduce_scatter("layers.3", a3)                         # collective, beside the backward of layers.2
     d3 = reduce("layers.3", a3)                            # after it: of this rank's shard
     share_norms("layers.3", d3)                            # collective: each parameter's norm over all shards
     offload("layers.3", d3)
 
-Where the host adds gradients up, norms are taken there, and shared after that (`share_host_norms`). A tile that is updated on
-the device has a shard of its state on each device, and all of its weights:
+Where the host adds gradients up, norms are shared after that (`share_host_norms`). A tile that is updated on the device has a
+shard of its state, and all of its weights, on each device:
 
     update_on_device("layers.3", resident=w3, state=m3, reduced=d3, clip=c)
     gather_resident("layers.3", w3)
 
-After the last update, and the last write to the disk, a rank says so, since the others may read its shards:
+After the last update, and the last write to the disk, a rank says so:
 
     announce(("layers.0", "layers.1", ...), on_disk=("layers.1", ...))
 
 The loss is that of all ranks' rows:
 
     l = total_loss((l_0, l_1))
-    share_loss(l)                                          # collective, before the sums of gradients, which take long
-    result("loss", (l,))                                   # in a whole step it follows the next backward, which need not wait
+    share_loss(l)                                          # collective, before the sums of gradients
+    result("loss", (l,))                                   # in a whole step after the next backward
 
-With several hosts, each of which has all tiles, the ranks with the same shard add up its sum. They do so in the same lane,
-beside the same backward:
+With several hosts, the ranks with the same shard add up its sum, in the same lane:
 
     reduce_scatter("layers.3", a3)                         # over the ranks of a host
     all_reduce("layers.3", a3)                             # over the hosts: of this rank's shard
     d3 = reduce("layers.3", a3)
 
-A host with one rank has nothing to gather or to scatter. There only `all_reduce` and `share_loss` are added.
-
-Evaluations and `load` stay as they are: there each rank copies whole tiles, so that a rank can evaluate alone.
+With one rank per host only `all_reduce` and `share_loss` are added. In evaluations and `load` each rank copies whole tiles, so
+that it can evaluate alone.
 """
 from __future__ import annotations
 

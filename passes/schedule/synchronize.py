@@ -8,10 +8,9 @@
     wait("h2d", e3)                                        # write after read: Buffer-Free
     w4 = prefetch("layers.4", into="W0")
 
-Events are derived from accesses alone. For each node, each earlier access that conflicts and is not yet known to be done in
-the node's lane gets a wait, the latest access first, since one wait often covers others. What ran before the section is
-unknown, so the first access to a place waits for the `enter` events of every lane that might have used it. Each section hands
-on its last accesses with `leave`.
+For each node, each earlier access that conflicts and is not yet known to be done in the node's lane gets a wait, the latest
+access first. The first access to a place waits for the `enter` events of every lane that might have used it. Each section
+hands on its last accesses with `leave`.
 """
 from __future__ import annotations
 

@@ -2,12 +2,10 @@
 
 Before: a matrix parameter's gradient is `mm(a, b)`, perhaps transposed or viewed. After: `a` and `b` (transposed if the
 gradient was) are results instead, and `meta["gradients"]` names both. The runtime computes `addmm` into its float32
-accumulator, which saves one rounding and one pass over memory. The gradient of all experts' matrices, a grouped product, is
-returned as three results: the tokens' rows, the rows that they are multiplied by, and where each expert's rows end. These are
-small compared with the gradient, and the runtime then holds one gradient at a time. A product in float8 is returned as its
-operands and their scales, and the entry in `meta["gradients"]` names its kernel. If the last step of a gradient rounds it
-from float32, the unrounded value is returned, so that it is rounded once, after accumulation. Other gradients (biases, norms,
-embeddings) are unchanged.
+accumulator, which saves one rounding and one pass over memory. The gradient of all experts' matrices is returned as three
+results: the tokens' rows, the rows that they are multiplied by, and where each expert's rows end. A product in float8 is
+returned as its operands and their scales, and `meta["gradients"]` names its kernel. A gradient that is rounded from float32 in
+its last step is returned unrounded. Other gradients (biases, norms, embeddings) are unchanged.
 """
 from __future__ import annotations
 

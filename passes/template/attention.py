@@ -2,8 +2,8 @@
 
 Before: `megacompile.attention(q, k, v, scale, window, softcap, "neutral")`, and a model's own causal
 `scaled_dot_product_attention`. After: both are `megacompile.attention` with the kernel's name as argument. Any other attention
-(with a mask or dropout, or not causal) is unchanged. With segments as an additional argument, rows hold padding or have a mask
-of every pair of tokens ("neutral"), or hold several sequences ("packed"). Sinks, the last argument, work with any kernel.
+is unchanged. With segments, rows hold padding or have a mask of every pair of tokens ("neutral"), or hold several sequences
+("packed").
 
     flash_cpu     on the CPU, without a window or capped scores
     ..._packed    on the CPU: the kernel without segments, each sequence of a row by itself

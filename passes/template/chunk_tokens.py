@@ -1,13 +1,11 @@
-"""chunk_tokens: tokenwise ops run on a chunk of tokens at a time, for sequences so long that a layer's widest values do not
-fit.
+"""chunk_tokens: tokenwise ops run on a chunk of tokens at a time, for sequences so long that a layer's widest values
+do not fit.
 
-Before: any variant. After, if the module's `meta["chunk"]` is not 0: tokenwise ops and sums over tokens (`tokenwise.py`) are in
-as few `TokenLoop`s as the ops that need all tokens allow. A decoder layer's `recompute_backward` has three loops: one up to
+Before: any variant. After, if the module's `meta["chunk"]` is not 0: tokenwise ops and sums over tokens (`tokenwise.py`) are
+in as few `TokenLoop`s as the ops that need all tokens allow. A decoder layer's `recompute_backward` has three loops: one up to
 attention, one from there to attention's backward, with the MLP's forward and backward in the same chunk, and one for the rest.
-Loops exchange the inputs and outputs of attention, and values that a later loop cannot cheaply recompute. Gradients of weights
-are returned as float32 totals. Ranges and other constants are made in the loop that reads them. `forward_saving` and `backward`
-are not changed: residuals are of all tokens. Loops that read the input `meta["targets"]` may leave out the tokens that it
-ignores. A graph with sizes other than those of B and T is not changed either.
+Gradients of weights are returned as float32 totals. `forward_saving`, `backward`, and graphs with sizes other than those of B
+and T are not changed. Loops that read the input `meta["targets"]` may leave out the tokens that it ignores.
 """
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """float8: products of decoder layers with their weights are computed in float8, forward and backward.
 
 Before: `linear(x, weight, bias)` in a layer. After: `megacompile.scaled_linear(x, weight, bias, ...)` with the fields of the
-target's recipe (`megacompile.ir.precision.Float8`). Differentiated, that is casts, which a compiler fuses with what makes
-their operands, and three `megacompile.scaled_mm`. The weight may be computed, as frozen weights in four bits are.
+target's recipe (`megacompile.ir.precision.Float8`). Differentiated, that is casts and three `megacompile.scaled_mm`.
 
-These stay as they are: prologue and epilogue, with the embedding and the head; products that the recipe keeps, and those of
-routers; products with a small weight, such as adapters', or one whose sides are not multiples of 16; grouped products of
-experts, and other products than `linear`. Without a recipe, no graph is changed. The graph's `meta["products"]` says what
-became of each `linear`: (parameters that its weight is made from, why it stays as it is or "").
+These stay as they are: prologue and epilogue; products that the recipe keeps, and those of routers; products with a small
+weight, or one whose sides are not multiples of 16; grouped products of experts. Without a recipe, no graph is changed.
+`meta["products"]` says for each `linear` from which parameters its weight is made, and why it stays as it is or "".
 """
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """fuse_loss: head and cross entropy become one op over chunks of tokens, so that all logits never exist at once.
 
-Before: `linear(hidden, weight, bias)`, perhaps scaled, capped (cap * tanh(x / cap)), cast to float32, sliced or
-reshaped in its leading dimensions, then `cross_entropy(..., reduction="sum") / loss_denominator`. After: the slices and
-reshapes are applied to `hidden`, and `megacompile.linear_cross_entropy` does the rest, forward and backward in one op.
-A chain that contains anything else, or whose logits are read elsewhere, is not changed.
+Before: `linear(hidden, weight, bias)`, perhaps scaled, capped, cast to float32, sliced or reshaped, then `cross_entropy(...,
+reduction="sum") / loss_denominator`. After: `megacompile.linear_cross_entropy` of the sliced `hidden`, forward and backward in
+one op. A chain that contains anything else, or whose logits are read elsewhere, is not changed.
 """
 from __future__ import annotations
 

@@ -3,9 +3,8 @@
 Before: `megacompile.recurrence(q, k, v, decay, beta, scale, "neutral", segments)` and `megacompile.causal_conv(x, weight, bias,
 activation, "neutral", segments)`. After: the same with the kernel's name as argument.
 
-    fla           on CUDA in bf16 or fp16, if flash-linear-attention 0.6 is installed (where there is no CUDA, the plan is for
-                  another machine, and it is assumed there); queries of at most 256 channels, and decays of channels only for
-                  a delta rule
+    fla           on CUDA in bf16 or fp16, if flash-linear-attention 0.6 is installed (assumed where there is no CUDA); queries
+                  of at most 256 channels, and decays of channels only for a delta rule
     reference     everything else, on any device: chunks of tokens in PyTorch, in float32
 """
 from __future__ import annotations

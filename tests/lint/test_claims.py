@@ -1,4 +1,4 @@
-"""docs/claims.md: every figure is its row's, and the README states no figure that is not there."""
+"""benchmarks/claims.md: every figure is its row's, and the README states no figure that is not there."""
 from __future__ import annotations
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+CLAIMS = (ROOT / "benchmarks" / "claims.md").read_text(encoding="utf-8")
 SYSTEMS = {"step": "megacompile", "native": "native", "uneven": "uneven", "storage": "storage",
            "generation": "generation"}
 #: Numbers of the README that are not results: sizes of examples, versions, budgets, what `megacompile plan` asks for, licenses.
@@ -123,8 +123,8 @@ def test_tests_that_are_named_exist() -> None:
 
 
 def table_after(heading: str, number: int = 0) -> list[list[str]]:
-    """The rows of a table of docs/performance.md: the first, or the one of this number, after a heading."""
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    """The rows of a table of benchmarks/results/README.md: the first, or the one of this number, after a heading."""
+    page = (ROOT / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
     section = page[page.index(f"\n## {heading}\n"):]
     table = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[number]
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()[2:]]

@@ -548,3 +548,14 @@ def test_verify_says_where_a_text_is_malformed_and_what_was_expected(tmp_path: P
         assert result.exit_code == 2 and f"{absent} is not a file: give a file with a program's text" in result.stderr
     broken.write_bytes(b"\xff\xfe\x00")
     assert "the program cannot be read" in megacompile_command("verify", broken).stderr
+
+
+def test_every_command_ends_its_help_with_examples_of_options_that_it_has() -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert commands.keys() == cli.EXAMPLES.keys()
+    for name, examples in cli.EXAMPLES.items():
+        for example in examples:
+            command, *words = example.split(" | ")[0].split()
+            known = {option for parameter in commands[command].params for option in parameter.opts}
+            assert {word for word in words if word.startswith("--")} <= known, example
+        assert example in " ".join(CliRunner().invoke(cli.app, [name, "--help"]).stdout.split())

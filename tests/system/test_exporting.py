@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megacompile import exporting
 from megacompile.errors import ArgumentError, CheckpointError, MegacompileError, UnsupportedError
@@ -114,7 +116,14 @@ def test_a_gguf_file_has_the_vocabulary_and_its_special_tokens(tmp_path: Path) -
     assert fields["add_bos_token"] == (words("a")["input_ids"][0] == words.bos_token_id)
 
 
-def test_what_cannot_be_exported_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+def test_long_positions_have_the_frequencies_of_transformers() -> None:
+    config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=2, **FAMILIES["llama, long"][1])
+    scaled = LlamaRotaryEmbedding(config).inv_freq
+    plain = 1 / 5e5 ** (torch.arange(0, 32, 2) / 32)
+    assert torch.allclose(plain / exporting.llama3_factors(config.to_dict(), config.rope_parameters), scaled, rtol=1e-5)
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="has no model: give the folder of a run"):
         exporting.model_folder(tmp_path)
     model, output = tmp_path / "model", tmp_path / "model.gguf"
@@ -139,6 +148,9 @@ def test_what_cannot_be_exported_is_refused_and_leaves_no_file(tmp_path: Path) -
         exporting.export_gguf(model, output, "f16")
     (model / "adapter_config.json").write_text("{}")
     with pytest.raises(ArgumentError, match="is an adapter: merge it first, with megacompile merge"):
+        exporting.export_gguf(model, output, "f16")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MegacompileError, match="a GGUF file needs the package gguf: run pip install gguf"):
         exporting.export_gguf(model, output, "f16")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

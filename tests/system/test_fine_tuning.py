@@ -585,6 +585,20 @@ def test_a_run_that_saves_nothing_says_so_before_it_trains(model: Path, data: Pa
     assert result.exit_code == 0 and said < trained
 
 
+def test_a_trained_model_is_uploaded_to_the_repository_that_the_user_names(
+        model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded: list[tuple[Path, str]] = []
+    monkeypatch.setattr(runs, "upload", lambda folder, name: uploaded.append((folder, name)) or f"https://hub/{name}")
+    words = ("--steps", 1, "--output", tmp_path / "run", "--push-to-hub", "me/it")
+    result = command("train", model, "--data", data, *FLAGS, *words)
+    assert result.exit_code == 0 and "uploaded to https://hub/me/it" in result.output
+    assert uploaded == [(tmp_path / "run/model", "me/it")] and (tmp_path / "run/model/config.json").exists()
+    for words, remedy in ((("--push-to-hub", "true", "--output", tmp_path / "b"), "--push-to-hub true is not a repository"),
+                          (("--hub-model-id", "me/it"), "uploads the saved model: give --output, or --save")):
+        refused = command("train", model, "--data", data, *FLAGS, *words)
+        assert refused.exit_code == 2 and remedy in refused.stderr and len(uploaded) == 1
+
+
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for extra in ({"batch": 3}, {"done": -5, "fixed": {}}, {"done": 2.5, "fixed": {}}, {"done": 3, "fixed": None}, None):
         monkeypatch.setattr(megacompile, "load_checkpoint", lambda *arguments, found=extra, **options: found)

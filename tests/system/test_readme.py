@@ -35,8 +35,8 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize(("page", "arguments"), [
-    ("docs/performance.md", ()),
-    *(("docs/performance.md", ("benchmarks/results/step.jsonl", table, "--brief"))
+    ("benchmarks/results/README.md", ()),
+    *(("benchmarks/results/README.md", ("benchmarks/results/step.jsonl", table, "--brief"))
       for table in ("gates", "depth", "ablation", "width", "large", "whole", "batch", "budgets", "context", "kinds"))])
 def test_the_figures_are_the_results(page: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch,
                                      capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,8 +239,8 @@ def generate_in_parts(generate: Callable[..., Any], count: int, model: nn.Module
 #: Fewest tokens, of all sequences together, that prompts are computed in at a time. Kernels of fewer leave the device idle, and
 #: each chunk copies the layers that take turns once more.
 LEAST_CHUNK = 4096
-#: Bytes/s over PCIe Gen5 x16, and seconds in which transformers calls one layer whatever the number of sequences (docs/
-#: performance.md: 28 layers and 256 tokens in 5 s). They only rank the ways.
+#: Bytes/s over PCIe Gen5 x16, and seconds in which transformers calls one layer whatever the number of sequences
+#: (benchmarks/results/README.md: 28 layers and 256 tokens in 5 s). They only rank the ways.
 _LINK, _LAYER_S = 5e10, 0.7e-3
 
 #: `DeviceCopy.arrangement`.
