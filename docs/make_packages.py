@@ -21,7 +21,7 @@ ORDER = (
     ("system",), ("compat",), ("codegen",), ("ir", "program", "plan", "text"), ("verify",), ("runtime",), ("frontend",),
     ("passes",),
     ("predict", "timeline", "picture"), ("weights",), ("planning",), ("inputs",), ("streaming",), ("checkpoint",),
-    ("public", "api", "loading", "scheduling", "capture_report", "mixers", "__init__"),
+    ("public", "api", "loading", "scheduling", "step_page", "capture_report", "mixers", "__init__"),
     ("trainers", "trainer", "sft", "dpo", "online_dpo", "grpo", "rloo", "fused_head"),
     ("tools", "training", "inspection", "corpus", "exporting"),
     ("finetuning",), ("inference",),

@@ -102,7 +102,7 @@ EXAMPLES = {
     "train": ("train Qwen/Qwen3-0.6B --data rows.jsonl --output runs/one",
               "train Qwen/Qwen3-8B --data rows.jsonl --output runs/two --lora --quantize nf4",
               "train --config runs/one/settings.yaml --resume latest"),
-    "inspect": ("inspect Qwen/Qwen3-8B --section forward", "inspect Qwen/Qwen3-8B --hardware h200 --picture step.svg"),
+    "inspect": ("inspect Qwen/Qwen3-8B --section forward", "inspect Qwen/Qwen3-8B --hardware h200 --html step.html"),
     "verify": ("verify edited.py", "inspect Qwen/Qwen3-8B | megacompile verify -"),
     "plan": ("plan Qwen/Qwen3-8B", "plan Qwen/Qwen3-32B --batch 64 --length 1024 --hardware rtx4090 --host-memory 128GiB",
              "plan openai/gpt-oss-120b --lora --quantize nf4 --hardware h200"),
@@ -218,25 +218,32 @@ def inspect(
     picture: Annotated[Path | None, typer.Option(
         dir_okay=False, rich_help_panel=_SHOW_PANEL,
         help="Simulate a step, draw it to this file (.svg, .png or .pdf), and print nothing.")] = None,
+    html: Annotated[Path | None, typer.Option(
+        dir_okay=False, rich_help_panel=_SHOW_PANEL,
+        help="Simulate a step, write it to this file as a page for a browser, with zoom and the program, and print nothing.")
+    ] = None,
 ) -> None:
     """Show what a model compiles to: stages, schedule, templates, timelines. Loads no weights and needs no GPU."""
-    from megacompile import inspection, timeline
+    from megacompile import inspection, step_page, timeline
     from megacompile import picture as pictures
     inspection.check_options([name for name, value in {
-        "--trace": trace, "--picture": picture, "--log": log, "--template": template, "--diff": diff, "--stage": stage,
-        "--section": section, "--layers": layers, "--format": output_format is not OutputFormat.PYTHON}.items() if value])
+        "--trace": trace, "--picture": picture, "--html": html, "--log": log, "--template": template, "--diff": diff,
+        "--stage": stage, "--section": section, "--layers": layers,
+        "--format": output_format is not OutputFormat.PYTHON}.items() if value])
     if picture is not None:
         pictures.check(picture)
     if fold is None:
         fold = _terminal() or any((section, layers, diff))
     compiled = planning.schedule(model, knobs, lora)
     stages = compiled.stages
-    if trace is not None or picture is not None:
+    if trace is not None or picture is not None or html is not None:
         simulated = {"simulated": compiled.simulate()}
         if trace is not None:
             timeline.save_trace(simulated, trace)
         if picture is not None:
             pictures.save(simulated, picture, title=compiled.title())
+        if html is not None:
+            step_page.save(simulated, html, compiled)
     elif log:
         print(inspection.pass_log(compiled.log, stages))
     elif template is not None:

@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 #: Options that show something other than a program, and the options that may be combined with them.
 _INSTEAD: Mapping[str, Sequence[str]] = {
-    "--trace": ("--picture",), "--picture": ("--trace",), "--log": (), "--template": ("--stage", "--format"),
-    "--diff": ("--section", "--layers")}
+    "--trace": ("--picture", "--html"), "--picture": ("--trace", "--html"), "--html": ("--trace", "--picture"), "--log": (),
+    "--template": ("--stage", "--format"), "--diff": ("--section", "--layers")}
 
 
 def check_options(given: Collection[str]) -> None:

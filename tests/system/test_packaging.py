@@ -45,7 +45,7 @@ def sources(places: Mapping[str, str]) -> set[str]:
     """Every source file of the checkout, by where its folder lies in what was built."""
     return {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
             for folder, inside in places.items() for path in (ROOT / folder).rglob("*")
-            if path.suffix in (".py", ".cpp", ".cu", ".h", ".json", ".typed")}
+            if path.suffix in (".py", ".cpp", ".cu", ".h", ".html", ".json", ".typed")}
 
 
 def names(wheel: Path) -> set[str]:
