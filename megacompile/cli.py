@@ -23,7 +23,7 @@ from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.settings import DATA_PANEL, REFUSED, Settings, read_defaults, with_hyphens
 from megacompile.inference import commands
 from megacompile.sizes import check_number
-from megacompile.tools.options import Device, Knobs, Lora, Model, Planning, with_options
+from megacompile.tools.options import DEFAULT_HARDWARE, Device, Knobs, Lora, Model, Planning, with_options
 from megacompile.version import __version__
 
 EXIT_FAILED = 1
@@ -305,6 +305,9 @@ def plan(
     from megacompile.sizes import parse_bytes
     rating = parse_bytes(disk_rating)
     found = planning.schedule(model, knobs, lora).outlook()
+    if planning.is_assumed(knobs):
+        print(f"This machine has no GPU, so the plan assumes {DEFAULT_HARDWARE}, with its usual host: give --hardware and "
+              "--host-memory for another machine\n")
     print(found.text(rating))
     if not found.fits:
         raise typer.Exit(EXIT_FAILED)

@@ -270,11 +270,15 @@ class Planning:
         min=0, rich_help_panel=_SCHEDULE_PANEL,
         help="Number of layers to freeze, counted from the first. With any, the embeddings are frozen too.")] = 0
 
+    def is_assumed(self, knobs: Knobs) -> bool:
+        """True if the plan is for `DEFAULT_HARDWARE`, because the user named no machine and this one has no GPU."""
+        import torch
+
+        return self.hardware is None and knobs.device is None and not torch.cuda.is_available()
+
     def schedule(self, model: str, knobs: Knobs, lora: Lora) -> Schedule:
         """The schedule of a model; loads no weights. Raises what `megacompile.schedule` raises, and `ArgumentError` if there is
         no such model."""
-        import torch
-
         from megacompile import training
         from megacompile.scheduling import schedule
         from megacompile.weights.empty_models import put_adapter
@@ -287,8 +291,7 @@ class Planning:
             loaded = put_adapter(loaded, adapter)
         if lora.quantize is not None:
             quantize(loaded, lora.quantize.value)
-        here = knobs.device is not None or torch.cuda.is_available()
-        hardware = self.hardware or (None if here else DEFAULT_HARDWARE)
+        hardware = self.hardware or (DEFAULT_HARDWARE if self.is_assumed(knobs) else None)
         default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))
         return schedule(loaded, batch=self.batch or default.batch, length=self.length or default.length,
                         update=self.update.value, whole_step=self.train_step, hardware=hardware, gpus=self.gpus,

@@ -559,3 +559,13 @@ def test_every_command_ends_its_help_with_examples_of_options_that_it_has() -> N
             known = {option for parameter in commands[command].params for option in parameter.opts}
             assert {word for word in words if word.startswith("--")} <= known, example
         assert example in " ".join(CliRunner().invoke(cli.app, [name, "--help"]).stdout.split())
+
+
+def test_a_plan_without_a_gpu_says_which_machine_it_assumes(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assumed, named = (megacompile_command("plan", config, "--batch", 4, "--length", 16, *words).stdout
+                      for words in ((), ("--hardware", "h200")))
+    first, _, rest = assumed.partition("\n\n")
+    assert first == ("This machine has no GPU, so the plan assumes h200, with its usual host: give --hardware and "
+                     "--host-memory for another machine")
+    assert rest == named
