@@ -62,7 +62,7 @@ pictures: $(STAMP)  ## draw docs/pictures anew: simulated steps, no GPU needed
 	$(PICTURE) docs/pictures/qwen2-7b.json --train-step --update arrival --waves 2 --picture docs/pictures/qwen2-7b-waves.svg
 	$(BIN)/megacompile inspect --hardware h200 --batch 16 --length 1024 docs/pictures/qwen2-7b.json --train-step \
 		--device-memory 24GiB --picture docs/pictures/deferred-moments.svg
-	$(PICTURE) docs/pictures/qwen2-7b.json --gpus 8 --micro-batch-size 16 --saved-layers 0 --picture docs/pictures/eight-gpus.svg
+	$(PICTURE) docs/pictures/qwen2-7b.json --gpus 8 --batch 512 --micro-batch-size 16 --saved-layers 0 --picture docs/pictures/eight-gpus.svg
 
 demo: $(STAMP)  ## train a small model on the Python standard library, streamed on the CPU
 	$(BIN)/python examples/demo.py

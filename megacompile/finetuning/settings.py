@@ -113,7 +113,8 @@ class Settings:
         rich_help_panel=_DATA, help="Tokenizer: a folder or an id on the Hugging Face Hub.",
         show_default="the model's own tokenizer")] = None
     batch: Annotated[int | None, typer.Option(
-        "--batch", "--batch-size", min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="Number of sequences per step.",
+        "--batch", "--batch-size", min=1, max=LARGEST["batch"], rich_help_panel=_DATA,
+        help="Number of sequences per step, which all GPUs share.",
         show_default=default_words("batch"))] = None
     per_device_train_batch_size: Annotated[int | None, typer.Option(
         min=1, max=LARGEST["batch"], rich_help_panel=_DATA,

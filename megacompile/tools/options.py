@@ -241,7 +241,8 @@ class Planning:
     """The target of a schedule. A batch or length of None stands for the default of `train`."""
 
     batch: Annotated[int | None, typer.Option(
-        min=1, max=LARGEST["batch"], rich_help_panel=_SCHEDULE_PANEL, help="Number of sequences per step, on each GPU.",
+        min=1, max=LARGEST["batch"], rich_help_panel=_SCHEDULE_PANEL,
+        help="Number of sequences per step, which all GPUs share.",
         show_default=default_words("batch"))] = None
     length: Annotated[int | None, typer.Option(
         min=2, max=LARGEST["length"], rich_help_panel=_SCHEDULE_PANEL, help="Number of tokens per sequence.",
@@ -293,7 +294,11 @@ class Planning:
             quantize(loaded, lora.quantize.value)
         hardware = self.hardware or (DEFAULT_HARDWARE if self.is_assumed(knobs) else None)
         default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))
-        return schedule(loaded, batch=self.batch or default.batch, length=self.length or default.length,
+        batch, processes = self.batch or default.batch, self.gpus * self.hosts
+        if batch < processes:
+            raise ArgumentError(f"--batch {batch} has fewer sequences than GPUs ({processes}): give --batch {processes} or "
+                                "more")
+        return schedule(loaded, batch=-(-batch // processes), length=self.length or default.length,
                         update=self.update.value, whole_step=self.train_step, hardware=hardware, gpus=self.gpus,
                         hosts=self.hosts, optim=self.optim, optim_args=self.optim_args, **knobs.given())
 

@@ -402,7 +402,9 @@ def test_plan_predicts_a_step_on_hardware_that_is_not_there(config: Path) -> Non
 
 @pytest.mark.parametrize("hardware", [pytest.param("h200", marks=pytest.mark.nightly), "rtx4090"])  # with links, and without
 def test_plan_says_what_all_gpus_of_a_host_train_together(hardware: str, config: Path) -> None:
-    result = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", hardware, "--gpus", 4)
+    refused = megacompile_command("plan", config, "--batch", 3, "--hardware", hardware, "--gpus", 4)
+    assert refused.exit_code == 2 and "--batch 3 has fewer sequences than GPUs (4): give --batch 4 or more" in refused.stderr
+    result = megacompile_command("plan", config, "--batch", 15, "--length", 16, "--hardware", hardware, "--gpus", 4)
     assert result.exit_code == 0, result.output
     assert "4 x 16 tokens a step on each of 4 GPUs" in result.output and re.search("^collective ", result.output, re.MULTILINE)
     whole, each = (int(rate.replace(",", "")) for rate in re.findall(
@@ -411,12 +413,12 @@ def test_plan_says_what_all_gpus_of_a_host_train_together(hardware: str, config:
 
 
 def test_inspect_shows_the_program_of_several_gpus_which_can_be_verified(config: Path, tmp_path: Path) -> None:
-    shown = megacompile_command("inspect", config, "--batch", 4, "--length", 16, "--gpus", 2)
+    shown = megacompile_command("inspect", config, "--batch", 8, "--length", 16, "--gpus", 2)
     assert "4 x 16 tokens on each of 2 GPUs" in shown.output and "p.gather(" in shown.output
     (tmp_path / "program.py").write_text(shown.output)
     verified = megacompile_command("verify", tmp_path / "program.py")
     assert verified.exit_code == 0 and re.search(r"^together +holds", verified.output, re.MULTILINE)
-    shown = megacompile_command("inspect", config, "--batch", 4, "--length", 16, "--gpus", 2, "--format", "json")
+    shown = megacompile_command("inspect", config, "--batch", 8, "--length", 16, "--gpus", 2, "--format", "json")
     assert json.loads(shown.output)["ranks"] == 2
     alone = megacompile_command("inspect", config, "--batch", 4, "--length", 16)
     assert "GPUs" not in alone.output and "gather" not in alone.output
