@@ -23,7 +23,7 @@ project = "megacompile"
 version = release = __version__
 copyright = "the authors of megacompile, Apache-2.0"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # `page.md#a-heading` is a link, on code hosts too

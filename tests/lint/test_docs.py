@@ -1,4 +1,4 @@
-"""docs/passes.md and docs/packages.md match the code, and every fault in docs/faults.md has its test."""
+"""Pages that are made match what they are made from, and every fault in docs/faults.md has its test."""
 from __future__ import annotations
 
 import re
@@ -50,3 +50,15 @@ def test_every_row_of_the_fault_table_names_tests_that_exist() -> None:
         *_, last = row.strip("| ").split(" | ")
         named = re.findall(r"`(test_\w+)`", last)
         assert named and set(named) <= tests, row
+
+
+def test_what_fits_is_made_from_its_plans() -> None:
+    """To fix: `python docs/make_what_fits.py --page`."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_what_fits.py"))
+    assert made["page"]() == made["PAGE"].read_text(encoding="utf-8")
+    assert made["chooser"]() == made["CHOOSER"].read_text(encoding="utf-8")
+    plans = made["known"]()
+    assert len(made["complete"]()) >= 2 and all("tokens_per_s" in row or row["reason"] for row in plans.values())
+    machines, models = {machine.name for machine in made["MACHINES"]}, made["MODELS"]
+    assert all(model in models and machine in machines and method in made["METHODS"] for model, machine, method in plans)
+    assert all(model in models and machine in machines for model, machine, _ in made["MEASURED"])
