@@ -30,7 +30,6 @@ _COUNTED = "intervals are counted in steps: give --save-interval, --eval-interva
 _FIRST = "the model is the first argument: megacompile train MODEL --data FILE"
 _ADAPTER = "give --lora, with --lora-rank, --lora-alpha, --lora-targets and --lora-dropout"
 _PEFT = "this command supports only plain LoRA: stream a model from peft.get_peft_model in a script, with megacompile.stream"
-_TOKEN = "log in with `hf auth login`: leave it out"
 _MEMORY = "give --device-memory and --host-memory"
 _EVALUATION = "give --eval-share, which holds out a fraction of the rows for evaluation"
 
@@ -53,7 +52,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("model", "model_name_or_path", "model_name", "base_model"), _FIRST),
     **dict.fromkeys(("use_peft", "adapter", "finetuning_type", "peft_type"), _ADAPTER),
     **dict.fromkeys(("use_dora", "use_rslora", "lora_modules_to_save", "lora_bias"), _PEFT),
-    "hub_token": _TOKEN,
+    "hub_token": "log in with `hf auth login`: leave it out",
     **dict.fromkeys(("max_memory", "gpu_memory_limit"), _MEMORY),
     **dict.fromkeys(("val_set_size", "val_size", "test_size", "eval_dataset"), _EVALUATION),
     "per_device_eval_batch_size": "--batch is used for evaluations too: leave it out",
