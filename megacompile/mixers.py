@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.frontend.ops import recurrence as _  # noqa: F401 (registers the ops)
-from megacompile.frontend.ops.mixers import MIXERS, REGISTERED, Mixer, op_name
+from megacompile.frontend.ops.mixer_ops import MIXERS, REGISTERED, Mixer, op_name
 
 __all__ = ["causal_conv", "recurrence", "register_mixer"]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.codegen.scaled_products import WORKSPACE_BYTES
-from megacompile.frontend.ops.mixers import REGISTERED, op_name, with_shapes
+from megacompile.frontend.ops.mixer_ops import REGISTERED, op_name, with_shapes
 from megacompile.frontend.ops.patch_encoder import PATCHES_AT_ONCE, encoder_of
 from megacompile.frontend.templates.joint import base_of
 from megacompile.frontend.templates.template import Template, Variant

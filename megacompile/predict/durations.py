@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from megacompile.compat.symbols import size_functions
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.ops.mixers import REGISTERED, op_name, with_shapes
+from megacompile.frontend.ops.mixer_ops import REGISTERED, op_name, with_shapes
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template, Variant
 from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import Plan

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import megacompile
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.tracing.mixers import _causal_conv, _delta_rule, mixers_as_ops
+from megacompile.frontend.tracing.recurrent_mixers import _causal_conv, _delta_rule, mixers_as_ops
 
 LENGTHS = (1, 17, 63, 64, 65, 128, 1000)
 SEQUENCES = (30, 41, 33, 70, 1, 5)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import MegacompileError
-from megacompile.frontend.ops.mixers import REGISTERED
+from megacompile.frontend.ops.mixer_ops import REGISTERED
 from megacompile.mixers import register_mixer
 
 WIDTH, VOCABULARY = 8, 32

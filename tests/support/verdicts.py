@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import megacompile
 from megacompile.errors import LaneError, MegacompileError
-from megacompile.frontend.tracing.mixers import mixers_as_ops
+from megacompile.frontend.tracing.recurrent_mixers import mixers_as_ops
 
 ROWS, LENGTH = 5, 29  # not the sizes at which models are captured
 SECONDS = 240  # of the processor, for one class

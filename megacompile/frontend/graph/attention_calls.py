@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from megacompile.frontend.ops.mixers import mixer_of
+from megacompile.frontend.ops.mixer_ops import mixer_of
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.frontend.tracing.model_graph import ModelGraph, called_name
 from megacompile.ir.token_loop import example_of

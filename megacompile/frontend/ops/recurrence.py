@@ -2,7 +2,7 @@
 short causal convolutions.
 
 Their `kernel` argument is set by the `recurrence` pass for the target device; "neutral" runs as "reference". The kernels are in
-`recurrence_kernels.py`. Which functions of transformers call these ops stands in `tracing/mixers.py`.
+`recurrence_kernels.py`. Which functions of transformers call these ops stands in `tracing/recurrent_mixers.py`.
 """
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.frontend.graph.split import Section
-from megacompile.frontend.ops.mixers import mixer_of
+from megacompile.frontend.ops.mixer_ops import mixer_of
 from megacompile.frontend.templates.template import LENGTH, Call, Source, Template
 from megacompile.frontend.tracing.layer_calls import source_line
 from megacompile.ir.precision import FORMATS

@@ -15,7 +15,7 @@ from torch import nn
 
 from megacompile.compat.core import reported_as_export
 from megacompile.compat.hugging_face import replaced
-from megacompile.frontend.tracing.mixers import mixers_as_ops
+from megacompile.frontend.tracing.recurrent_mixers import mixers_as_ops
 
 
 @contextlib.contextmanager

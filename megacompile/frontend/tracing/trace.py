@@ -21,7 +21,7 @@ from megacompile.frontend.batches.pair_masks import masks_of
 from megacompile.frontend.batches.split_rows import images_of, join_rows, traced_apart
 from megacompile.frontend.graph.attention_calls import all_layers_call_mixers
 from megacompile.frontend.ops.attention import implementation_for
-from megacompile.frontend.ops.mixers import mixer_of
+from megacompile.frontend.ops.mixer_ops import mixer_of
 from megacompile.frontend.tracing.alike_layers import Shortened, shorten
 from megacompile.frontend.tracing.explained import TRACING_ERRORS
 from megacompile.frontend.tracing.fake_model import (
