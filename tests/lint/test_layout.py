@@ -21,7 +21,7 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 BUDGET = {
     "": 3980, "checkpoint": 1410, "codegen": 750, "compat": 750, "finetuning": 2760, "frontend": 9640, "inference": 580,
     "inputs": 2020, "ir": 3020, "passes": 2560, "planning": 2780, "predict": 1550, "runtime": 6210, "streaming": 7205,
-    "system": 860, "tools": 1120, "trainers": 570, "verify": 1630, "weights": 2390,
+    "system": 860, "tools": 1120, "trainers": 606, "verify": 1630, "weights": 2390,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 

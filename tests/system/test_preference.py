@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer, GRPOTrainer and RLOOTrainer on streamed models, against the same models unstreamed."""
+"""TRL's DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer on streamed models, against the same models unstreamed."""
 from __future__ import annotations
 
 import copy
@@ -21,15 +21,14 @@ import trained
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl.trainer import grpo_trainer, kto_trainer, rloo_trainer
+from trl.trainer import grpo_trainer, rloo_trainer
 
 import megacompile
 from megacompile.dpo import DPOTrainer
 from megacompile.errors import UnsupportedError
 from megacompile.grpo import GRPOTrainer
+from megacompile.kto import KTOTrainer
 from megacompile.rloo import RLOOTrainer
-from megacompile.trainer import Trainer
-from megacompile.trainers.fused_head import streamed_heads
 from megacompile.weights.quantizing import adopt_bitsandbytes
 
 NUMBERS = tiny_models.VOCABULARY - 3
@@ -118,25 +117,31 @@ def test_a_reference_model_is_streamed_beside_the_policy(policy: Any, native: An
         streamed.megacompile.close()
 
 
-def test_kto_trains_as_it_does_unstreamed_in_the_way_that_the_page_says(
-        policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """`train` names it to those who have answers with verdicts."""
+def kto(trainer: type, folder: Path, model: Any, tokenizer: Any, adapter: Any = None, **changes: Any) -> Any:
     from datasets import Dataset
-
-    class KTOTrainer(Trainer, trl.KTOTrainer):
-        pass
 
     rows = Dataset.from_list([{"prompt": count(a, a + 3 + a % 3), "completion": " " + count(a + 3, a + 6 + a % 4),
                                "label": a % 3 > 0} for a in range(24)])
-    settings = trl.KTOConfig(str(tmp_path), **{**SHARED, "max_steps": 3, "per_device_train_batch_size": 4},
-                             precompute_ref_log_probs=True)
-    theirs = trl.KTOTrainer(model=native, args=settings, train_dataset=rows, processing_class=tokenizer)
-    theirs.train()
-    with streamed_heads(kto_trainer):
-        ours = KTOTrainer(model=policy, args=settings, train_dataset=rows, processing_class=tokenizer)
-        ours.train()
+    settings = trl.KTOConfig(str(folder), **{**SHARED, "max_steps": 3, "per_device_train_batch_size": 4, **changes})
+    made = trainer(model=model, args=settings, train_dataset=rows, processing_class=tokenizer, peft_config=adapter)
+    made.train()
+    return made
+
+
+@pytest.mark.parametrize("precomputed", [True, False])
+def test_kto_trains_as_it_does_unstreamed(precomputed: bool, policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """`train` names it to those who have answers with verdicts. The reference is the policy before training."""
+    native.config._name_or_path = str(tmp_path / "before")  # TRL loads its reference from there
+    native.save_pretrained(tmp_path / "before")
+    theirs, ours = (kto(trainer, tmp_path, each, tokenizer, precompute_ref_log_probs=precomputed)
+                    for trainer, each in ((trl.KTOTrainer, native), (KTOTrainer, policy)))
     assert_alike(ours, theirs)
     tiny_models.assert_same_weights(policy, native, tolerance=1e-3)
+
+
+def test_kto_refuses_what_dpo_refuses(policy: Any, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="sync_ref_model would change the reference model's weights"):
+        kto(KTOTrainer, tmp_path, policy, tokenizer, sync_ref_model=True)
 
 
 def even(completions: list[str], **kwargs: Any) -> list[float]:
