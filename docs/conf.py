@@ -93,7 +93,7 @@ class LinkPages(SphinxTransform):
             if match is None or isinstance(literal.parent, nodes.reference | pending_xref | nodes.title):
                 continue
             if match[1] not in self.env.found_docs and (DOCS.parent / f"{match[1]}.md").exists():
-                continue  # `benchmarks/claims.md` is no page of the site
+                continue  # the site has no page for it, such as `benchmarks/claims.md`
             page = "/" + match[1]
             if page[1:] not in self.env.found_docs:
                 page = match[1] if match[1] in self.env.found_docs else page

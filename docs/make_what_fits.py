@@ -27,10 +27,10 @@ HOST_SHARE = 0.94
 HEAD = """# What fits
 
 Find your machine, then your model. Each cell has tokens per second, then GiB of GPU memory and of host memory. A dash: it does
-not fit. All figures are predicted by `megacompile plan`, except those in **bold**, which were measured
-([results](performance.md)). A step has {batch} sequences of {length:,} tokens on each GPU. Predictions for an H200 were within
-10% of what was measured ([results](performance.md#predictions)). Rates of the other machines come from data sheets, and nothing
-was measured on them, so take their times as estimates.
+not fit. A question mark: not planned again since a fault in this figure was mended. All figures are predicted by `megacompile
+plan`, except those in **bold**, which were measured ([results](performance.md)). A step has {batch} sequences of {length:,}
+tokens on each GPU. Predictions for an H200 were within 10% of what was measured ([results](performance.md#predictions)). Rates
+of the other machines come from data sheets, and nothing was measured on them, so take their times as estimates.
 
 - **full**: every weight is trained, with FP32 master weights and moments and exact gradient clipping (14 bytes a parameter).
 - **reduced**: every weight is trained, with bf16 weights as their own masters, 8-bit moments, and updates as gradients arrive
@@ -138,7 +138,7 @@ def planned(model: Any, name: str, machine: Machine, method: str) -> dict[str, A
     """The row of a plan: tokens/s and GiB, or why it does not fit."""
     import megacompile
     from megacompile.errors import MegacompileError
-    from megacompile.planning.explain import host_slab_bytes
+    from megacompile.planning.explain import candidate
 
     options = METHODS[method][0]
     row: dict[str, Any] = dict(model=name, machine=machine.name, method=method)
@@ -146,16 +146,14 @@ def planned(model: Any, name: str, machine: Machine, method: str) -> dict[str, A
         found = megacompile.schedule(
             model, batch=BATCH, length=LENGTH, hardware=machine.profile, gpus=machine.gpus,
             host_memory=int(machine.host_gb * HOST_SHARE * 1e9), checkpoint_interval=1, whole_step=True, **options)
-        seconds = found.simulate().step_s
     except MegacompileError as error:
         return row | dict(refused=type(error).__name__, reason=str(error).splitlines()[0])
-    planner, plan = found.planner, found.plan
-    host = planner.tiling.host_bytes(gradients=False) + sum(planner.host_parts(plan).values())
-    if not plan.pinned or plan.host_checkpoints or plan.update == "arrival":
-        host += plan.ranks * host_slab_bytes(found.program())
-    return row | dict(tokens_per_s=round(BATCH * LENGTH * machine.gpus / seconds),
-                      gpu_gib=round((planner.estimate(plan).total + planner.margin_bytes) / 2**30, 1),
-                      host_gib=round(host / 2**30, 1), micro_batch=plan.micro_batches[0], step_s=round(seconds, 2))
+    made = candidate(found.planner, found.plan, whole_step=True)
+    assert made.times is not None, "a plan that was chosen fits"
+    seconds = made.times.step_s
+    return row | dict(tokens_per_s=round(BATCH * LENGTH * machine.gpus / seconds), gpu_gib=round(made.device_bytes / 2**30, 1),
+                      host_gib=round(made.host_bytes / 2**30, 1), micro_batch=found.plan.micro_batches[0],
+                      step_s=round(seconds, 2))
 
 
 def known() -> dict[tuple[str, str, str], dict[str, Any]]:
@@ -164,7 +162,7 @@ def known() -> dict[tuple[str, str, str], dict[str, Any]]:
 
 
 def make_missing(names: Iterable[str]) -> None:
-    done = known()
+    done = {key for key, row in known().items() if row.get("host_gib", 0) is not None}
     for name in names:
         for method, (_, rank, stored) in METHODS.items():
             missing = [machine for machine in MACHINES if (name, machine.name, method) not in done]
@@ -182,7 +180,10 @@ def cell(row: dict[str, Any] | None, measured: tuple[int, float, float] | None) 
         return f"**{measured[0]:,}** ({measured[1]:.0f}, {measured[2]:.0f})"
     if row is None:
         return "?"
-    return f"{row['tokens_per_s']:,} ({row['gpu_gib']:.0f}, {row['host_gib']:.0f})" if "tokens_per_s" in row else "-"
+    if "tokens_per_s" not in row:
+        return "-"
+    host = "?" if row["host_gib"] is None else f"{row['host_gib']:.0f}"
+    return f"{row['tokens_per_s']:,} ({row['gpu_gib']:.0f}, {host})"
 
 
 def complete() -> list[str]:
@@ -229,7 +230,7 @@ chosen.forEach((select, part) => {{
 function show() {{
   const plan = plans.find(each => chosen.every((select, part) => each[part] === select.value));
   document.getElementById("plan").textContent = plan[3] === null ? "It does not fit: " + plan[6] :
-    plan[3].toLocaleString("en") + " tokens/s, " + plan[4] + " GiB of GPU memory, " + plan[5] + " GiB of host memory (" +
+    plan[3].toLocaleString("en") + " tokens/s, " + plan[4] + " GiB of GPU memory, " + (plan[5] ?? "?") + " GiB of host memory (" +
     plan[6] + ")";
 }}
 show();

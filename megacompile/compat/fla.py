@@ -3,7 +3,7 @@
 With Triton 3.4 to 3.7.0 on Hopper GPUs, one kernel of its backwards gives wrong results, and it raises RuntimeError instead
 (its issue 640). There, a kernel of ours replaces it.
 
-Its kernels are tuned when they first run: about a hundred variants, which Triton compiles one after another and measures for
+Its kernels are tuned when they first run: about 65 variants, which Triton compiles one after another and measures for
 0.1 s each. In the context, they are compiled side by side and measured with a few runs.
 """
 from __future__ import annotations

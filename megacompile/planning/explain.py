@@ -112,7 +112,7 @@ class Candidate:
 def candidates(planner: Planner, batch: int, length: int, update: str = "step", whole_step: bool = False) -> list[Candidate]:
     """The plans that the planner considers for a training step, in its order of preference; those that fit are simulated."""
     plans = _worth_a_look(planner.considered(batch, length, update, whole_step), planner)
-    return [_candidate(planner, plan, whole_step) for plan in plans]
+    return [candidate(planner, plan, whole_step) for plan in plans]
 
 
 def _worth_a_look(plans: Iterable[Plan], planner: Planner) -> Iterator[Plan]:
@@ -125,7 +125,8 @@ def _worth_a_look(plans: Iterable[Plan], planner: Planner) -> Iterator[Plan]:
                 seen.add(plan.micro_batches[0])
 
 
-def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
+def candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
+    """The plan with its bytes of device and host memory, and simulated steps if it fits."""
     needed = planner.estimate(plan).total + planner.margin_bytes
     more = planner.host_parts(plan)
     host_bytes = planner.tiling.host_bytes(gradients=False) + more["gradients"] + more["sums"]
@@ -267,7 +268,7 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     found = candidates(planner, chosen.batch, chosen.length, chosen.update, whole_step)
     tried = [plan for plan, whole in planner.simulator.cautious if whole == whole_step and _alike(plan, chosen)]
     listed = {c.plan for c in found}
-    found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
+    found += [candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
     found.sort(key=lambda c: c.times.step_s if c.times is not None else float("inf"))
     sums = planner.host_parts(chosen)["sums"]
     parts = planner.tiling.host_parts(gradients=chosen.update == "step") | ({"sums": sums} if sums else {})
