@@ -230,8 +230,8 @@ chosen.forEach((select, part) => {{
 function show() {{
   const plan = plans.find(each => chosen.every((select, part) => each[part] === select.value));
   document.getElementById("plan").textContent = plan[3] === null ? "It does not fit: " + plan[6] :
-    plan[3].toLocaleString("en") + " tokens/s, " + plan[4] + " GiB of GPU memory, " + (plan[5] ?? "?") + " GiB of host memory (" +
-    plan[6] + ")";
+    plan[3].toLocaleString("en") + " tokens/s, " + plan[4] + " GiB of GPU memory, " + (plan[5] ?? "?") +
+    " GiB of host memory (" + plan[6] + ")";
 }}
 show();
 </script>
