@@ -102,7 +102,15 @@ def train(model: Any, optimizer: Any, learn: Rows, steps: int, seed: int) -> Non
     batches = ({name: each.to(model.device) for name, each in collate(learn, rows).items()}
                for rows in Order(len(learn), BATCH, seed).batches())
     schedule = training.warmup_then_decay(optimizer, steps, warmup=20, decay=training.Decay.COSINE, final=0.0)
-    training.train(model.train(), optimizer, batches, steps, schedule=schedule)
+    model.train()
+    for batch in itertools.islice(batches, steps):
+        if hasattr(model, "megacompile"):
+            model.megacompile.train_step(batch, optimizer)
+        else:
+            model(**batch).loss.backward()
+        optimizer.step()  # of a streamed model the update is done already; schedulers expect the call
+        optimizer.zero_grad()
+        schedule.step()
 
 
 def chosen_optimizer(name: str, written: str | None) -> Callable[..., torch.optim.Optimizer]:

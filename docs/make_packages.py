@@ -22,7 +22,7 @@ ORDER = (
     ("passes",),
     ("predict", "timeline", "picture"), ("weights",), ("planning",), ("inputs",), ("streaming",), ("checkpoint",),
     ("public", "api", "loading", "scheduling", "step_page", "capture_report", "mixers", "__init__"),
-    ("trainers", "trainer", "sft", "dpo", "kto", "online_dpo", "grpo", "rloo", "fused_head"),
+    ("trainers", "trainer", "sft", "dpo", "kto", "reward", "online_dpo", "grpo", "rloo", "fused_head"),
     ("tools", "training", "inspection", "corpus", "exporting"),
     ("finetuning",), ("inference",),
     ("cli", "__main__"))

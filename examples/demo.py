@@ -20,7 +20,6 @@ import megacompile
 from megacompile import training
 from megacompile.corpus import ByteTokenizer, read_text
 from megacompile.finetuning.data import pack
-from megacompile.finetuning.run_progress import ProgressDisplay, RunProgress
 from megacompile.finetuning.training_sequences import Order, Rows, collate, in_order
 
 BATCH, LENGTH = 4, 128
@@ -67,14 +66,12 @@ def main() -> int:
 
     model.train()
     schedule = training.warmup_then_decay(optimizer, arguments.steps, warmup=10)
-    course = RunProgress(arguments.steps, BATCH, len(learn))
-    with ProgressDisplay(console, arguments.steps, interval=20) as display:
-        def on_step(step: training.Step) -> None:
-            entry = course(step)
-            display(entry)
-            display.line(entry)
-
-        training.train(model, optimizer, batches, arguments.steps, schedule=schedule, on_step=on_step)
+    for step, batch in zip(range(1, arguments.steps + 1), batches, strict=False):
+        loss = model.megacompile.train_step(batch, optimizer)
+        optimizer.step()  # the update is done already; schedulers expect the call
+        schedule.step()
+        if step == 1 or step % 20 == 0:
+            console.print(f"step {step}/{arguments.steps}  loss {loss:.4f}  {time.perf_counter() - begin:.0f} s")
     loss = training.evaluate(model, examination)
 
     prompt = ByteTokenizer().encode(b"    def ").long()[None]

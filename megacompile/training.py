@@ -1,15 +1,9 @@
-"""The training loop of `megacompile train`: loads a model, trains it on batches, reports progress, stops on request.
-
-A streamed model runs whole steps (`train_step`). The loop also trains any other model whose forward returns a loss, with any
-optimizer, by forward, backward, step and zero_grad.
-"""
+"""What commands and scripts share: loads a model, makes a schedule, describes a step, evaluates, stops on request."""
 from __future__ import annotations
 
-import math
 import os
 import signal
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,12 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.inputs.repacking import Wanted, present_tokens
 from megacompile.losses import IGNORED
-from megacompile.streaming.handle import compiled_variants
 from megacompile.system.files import refuse_irregular
-from megacompile.system.host_memory import resident_bytes
-from megacompile.system.linux import LongLived
 from megacompile.tools.recipe import Decay
 from megacompile.weights.codes import weights_of_codes
 
@@ -98,16 +88,11 @@ def warmup_then_decay(optimizer: torch.optim.Optimizer, steps: int, warmup: int,
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def _unknown() -> None:
-    """The norm of gradients that was not measured: None."""
-
-
 @dataclass(frozen=True)
 class Step:
     """The results of one step. `loss`: nats per token. `lr`: learning rate of the step. `rate`: tokens per second without
     padding. `padding`: fraction of computed tokens that are padding. `tflops`: 6 x parameters x `rate`, without recomputation
-    and padding. `seconds`: duration. `norm` returns the norm of all gradients before clipping, without waiting: None until the
-    update has begun, or if it is never known. `disk_bytes_written`: by updates of optimizer state on disk so far. `host_bytes`:
+    and padding. `seconds`: duration. `disk_bytes_written`: by updates of optimizer state on disk so far. `host_bytes`:
     what the model and its training take; `process_bytes`: all host memory of the process, also of Python and libraries."""
 
     number: int
@@ -119,7 +104,6 @@ class Step:
     device_bytes: int
     host_bytes: int
     seconds: float
-    norm: Callable[[], float | None] = _unknown
     disk_bytes_written: int = 0
     process_bytes: int = 0
 
@@ -166,68 +150,6 @@ class Interruption:
         self._announce(f"{name_of(signum)}: stopping after this step (repeat to stop immediately)")
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mapping[str, Tensor]], steps: int, *, done: int = 0,
-          schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
-          on_step: Callable[[Step], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> list[float]:
-    """Trains until `steps` steps are done in all, of which `done` were done before, or until `stop()` returns True. Returns the
-    loss of each step taken. `stop` and `on_step` are called between steps; `on_step` may evaluate and save.
-
-    Raises `MegacompileError` if a loss is not finite. `megacompile.AdamW` checks gradients before it updates; another optimizer
-    has by then applied one bad update.
-    """
-    handle = getattr(model, "megacompile", None)
-    parameters, losses = parameter_count(model), []
-    batch = next(batches) if done < steps else {}
-    with LongLived(lambda: None if handle is None else compiled_variants(handle.streamed),
-                   lambda: None if handle is None else len(handle.streamed.executables)) as long_lived:
-        for number in range(done + 1, steps + 1):
-            if stop():
-                break
-            begin, lr = time.perf_counter(), float(optimizer.param_groups[0]["lr"])
-            found = _step(model, optimizer, batch)
-            if schedule is not None:
-                schedule.step()
-            following = next(batches) if number < steps else {}  # now, while the device computes
-            if handle is not None:
-                handle.streamed.backend.exit([])  # so that the step's seconds include its backward
-            loss = float(found)  # waits for the device, not for the update, which overlaps the next step
-            if not math.isfinite(loss):
-                raise MegacompileError(f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
-            losses.append(loss)
-            long_lived.after_step()
-            taken = time.perf_counter() - begin
-            useful, computed = _tokens(model, batch)
-            batch = following
-            device_bytes, host_bytes = memory(model)
-            norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
-            rate = useful / taken
-            on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes,
-                         taken, norm, _written(model), resident_bytes()))
-    return losses
-
-
-def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> Tensor:
-    """Runs one step and returns its loss."""
-    if hasattr(model, "megacompile"):
-        loss = model.megacompile.train_step(batch, optimizer)
-        optimizer.step()  # does nothing, but learning rate schedulers expect the call
-        return loss
-    output = model(**batch)
-    output.loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return output.loss.detach()
-
-
-def _tokens(model: Any, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-    """(tokens without padding, computed tokens) of the last step."""
-    if hasattr(model, "megacompile"):
-        stats = model.megacompile.stats
-        return stats["step_useful_tokens"], stats["step_computed_tokens"]
-    present = present_tokens(batch, batch.get("attention_mask"), ("labels",), Wanted.LOSS)
-    return int(present.sum()), present.size
-
-
 def evaluate(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
     """The mean loss over all predicted labels in nats per token. Skips batches without labels. Restores the model's mode."""
     total, count = total_loss(model, batches)
@@ -257,9 +179,3 @@ def memory(model: Any) -> tuple[int, int]:
     held = sum(p.nbytes for p in model.parameters())
     on_device = sum(p.nbytes for p in model.parameters() if p.device.type != "cpu")
     return on_device, held - on_device
-
-
-def _written(model: Any) -> int:
-    """Bytes of optimizer state that a streamed model's updates have written to disk."""
-    handle = getattr(model, "megacompile", None)
-    return 0 if handle is None else int(handle.streamed.store.disk_bytes_written)

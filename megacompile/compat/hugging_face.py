@@ -30,6 +30,7 @@ _QWEN3_VL = "transformers.models.qwen3_vl.modeling_qwen3_vl"
 _SFT, _ONLINE_DPO = "trl.trainer.sft_trainer", "trl.experimental.online_dpo.online_dpo_trainer"
 _ONLINE = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 _TRL_TRAINERS = (_SFT, "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", *_ONLINE)
+_REWARD = "trl.trainer.reward_trainer"
 _VLLM = "trl.generation.vllm_generation.VLLMGeneration"
 _RECOMPUTED = "transformers.modeling_layers.GradientCheckpointingLayer"
 _PARAMETER = "peft.tuners.lora.layer.ParamWrapper"
@@ -38,6 +39,10 @@ _LAYER, _WRAPPER = "peft.tuners.tuners_utils.BaseTunerLayer", "peft.utils.other.
 PARTS = (
     # transformers: Trainer.
     Part("transformers.trainer", "Trainer", "know what its evaluations log"),
+    Part(_TRAINER, "_created_lr_scheduler", "keep the schedule that a checkpoint restored"),
+    Part(_TRAINER, "_determine_best_metric", "save the best model", "metrics trial"),
+    Part(_TRAINER, "_load_from_checkpoint", "read weights with the state", "resume_from_checkpoint"),
+    Part(_TRAINER, "_save_checkpoint", "write checkpoints while training continues", "model trial"),
     Part(_TRAINER, "_load_optimizer_and_scheduler", "read the state tile by tile", "checkpoint"),
     Part(_TRAINER, "_save_optimizer_and_scheduler", "write the state tile by tile", "output_dir"),
     Part(_TRAINER, "compute_loss", "tell whether the loss is the model's", "model inputs return_outputs num_items_in_batch"),
@@ -51,6 +56,8 @@ PARTS = (
     Part(_TRAINER, "model_accepts_loss_kwargs", "leave the number of targets out for losses that are means"),
     Part(_TRAINER, "model_wrapped", "tell whether another library has wrapped the model"),
     Part(_TRAINER, "training_step", "run a step as one program", "model inputs num_items_in_batch"),
+    Part("transformers.trainer_callback", "PrinterCallback", "show steps in our own way"),
+    Part("transformers.trainer_callback", "ProgressCallback", "the same"),
     Part("transformers.TrainingArguments", "_n_gpu", "keep Trainer from putting replicas on other GPUs"),
     # transformers: models and their configs.
     Part(_CONFIG, "_attn_implementation", "trace encoders with their own attention; tell eager attention"),
@@ -143,6 +150,7 @@ PARTS = (
       for module in _TRL_TRAINERS),
     *(Part(module, "create_model_from_path", "stream a model that is given by name", "model_id") for module in _TRL_TRAINERS),
     *(Part(module, "get_peft_model", "stream a model again with an adapter", "model peft_config") for module in _TRL_TRAINERS),
+    Part(_REWARD, "get_peft_model", "the same", "model peft_config"),
     *(Part(module, "VLLMGeneration", "send the weights of a streamed model", "model") for module in _ONLINE),
     Part(_ONLINE_DPO, "create_reference_model", "stream the reference model", "model"),
     Part(_ONLINE_DPO, "prepare_peft_model", "stream a model again with an adapter", "model peft_config"),

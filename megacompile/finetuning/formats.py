@@ -53,12 +53,10 @@ def detect(row: Row) -> Format:
     from."""
     there = set(row)
     if there.issuperset(_PREFERENCES):
-        raise MegacompileError(f"the columns {' and '.join(_PREFERENCES)} hold preferences, which this command does not learn: "
-                               "train on them with megacompile.dpo.DPOTrainer in a script (docs/trainers.md)")
+        raise MegacompileError(f"the columns {' and '.join(_PREFERENCES)} hold preferences: add --task dpo")
     if isinstance(row.get(_VERDICT), bool):
-        raise MegacompileError(f"the column {_VERDICT} says of each answer whether it is good, and this command would learn "
-                               "all of them: train with TRL's KTOTrainer (docs/trainers.md), or keep only the good rows, "
-                               f"without the column {_VERDICT}")
+        raise MegacompileError(f"the column {_VERDICT} says of each answer whether it is good, and all of them would be "
+                               f"learned: add --task kto, or keep only the good rows, without the column {_VERDICT}")
     fitting = [each for each in Format if there.issuperset(each.columns)]
     chats = [each for each in fitting if each is not Format.TEXT]
     if len(chats) > 1:
@@ -99,8 +97,8 @@ def messages_of(row: Row, format: Format) -> list[Message]:
 def _refuse_unwanted(row: Row) -> None:
     """Raises `MegacompileError` for a row that is marked as not to be learned."""
     if str(row.get(_VERDICT)).lower() == "false":
-        raise MegacompileError(f"{_VERDICT} is false, so the answer is one to avoid: train with TRL's KTOTrainer "
-                               "(docs/trainers.md), or keep only the good rows")
+        raise MegacompileError(f"{_VERDICT} is false, so the answer is one to avoid: add --task kto, or keep only the good "
+                               "rows")
     unwanted = next((key for key in _LEARNED if str(row.get(key)).lower() in ("0", "0.0", "false")), None)
     if unwanted is not None:
         raise MegacompileError(f"{unwanted} is {row[unwanted]}, so the row is not to be learned: remove it, or rename the "
@@ -112,10 +110,13 @@ def prompt_of(row: Row) -> list[Message]:
     end, or an instruction, whose `output` is not read. A column `system` becomes the first message. Raises `MegacompileError`
     with the reason if the row has none, or is invalid."""
     asked = row.get("prompt")
-    if isinstance(asked, str):
-        return _read(row, lambda _: [{"role": "user", "content": asked}])
     if isinstance(asked, list):
         row = {**row, "messages": asked}
+        asked = None
+    elif asked is None:
+        asked = row.get("question")
+    if isinstance(asked, str):
+        return _read(row, lambda _: [{"role": "user", "content": asked}])
     reader = next((_PROMPT_READERS[column] for column in _PROMPT_READERS if row.get(column) is not None), None)
     messages = [] if reader is None else _read(row, reader)
     while messages and messages[-1]["role"] == "assistant":
@@ -124,6 +125,20 @@ def prompt_of(row: Row) -> list[Message]:
         raise MegacompileError("the row has no prompt: give it a column prompt (text), messages (a list of objects with role "
                                "and content) or instruction")
     return messages
+
+
+def said_by(row: Row, column: str) -> list[Message]:
+    """The messages in a column: a list of them in either spelling, one message, or a text, which is the assistant's. Raises
+    `MegacompileError` with the reason if it is missing or invalid."""
+    value = row.get(column)
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    messages = [value] if isinstance(value, Mapping) else _list(row, column)
+    try:
+        sharegpt = isinstance(messages[0], Mapping) and "from" in messages[0]
+        return _sharegpt({"conversations": messages}) if sharegpt else _messages({"messages": messages})
+    except MegacompileError as error:
+        raise MegacompileError(f"{column}: {error}") from error
 
 
 def _read(row: Row, reader: Callable[[Row], list[Message]]) -> list[Message]:
@@ -206,6 +221,8 @@ _READERS: dict[Format, Callable[[Row], list[Message]]] = {
 #: By the column that a prompt is read from.
 _PROMPT_READERS: dict[str, Callable[[Row], list[Message]]] = {
     "messages": _messages, "conversations": _sharegpt, "instruction": _instruction}
+#: Columns that may hold a prompt.
+PROMPT_COLUMNS = ("prompt", "question", *_PROMPT_READERS)
 
 
 def _string(row: Any, column: str) -> str:

@@ -37,15 +37,15 @@ class Reports:
     def step(self, entry: Entry) -> None:
         step = entry.step
         known = {"grad_norm": entry.grad_norm, "seconds_left": entry.seconds_left,
-                 "disk_bytes_written": step.disk_bytes_written or None}
+                 "disk_bytes_written": step.disk_bytes_written or None, **entry.more}
         self._write(step.number, epoch=entry.epoch, loss=step.loss, mean_loss=entry.mean_loss,
                     **{name: value for name, value in known.items() if value is not None}, lr=step.lr,
                     tokens_per_second=step.rate, padding_share=step.padding, tflops=step.tflops,
                     device_bytes=step.device_bytes, host_bytes=step.host_bytes, process_bytes=step.process_bytes,
                     seconds=step.seconds)
 
-    def evaluation(self, number: int, loss: float) -> None:
-        self._write(number, eval_loss=loss)
+    def evaluation(self, number: int, **values: float) -> None:
+        self._write(number, **values)
 
     def _write(self, number: int, **values: float) -> None:
         if self._log is not None:

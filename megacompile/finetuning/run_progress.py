@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,13 +21,14 @@ WINDOW = 100
 @dataclass(frozen=True)
 class Entry:
     """A step and its place in the run. `epoch`: passes over the data so far; `mean_loss`: mean over the last `WINDOW` steps;
-    `seconds_left`: None until two steps are done, which the estimate needs."""
+    `seconds_left`: None until two steps are done, which the estimate needs; `more`: other values of the task's trainer."""
 
     step: Step
     epoch: float
     mean_loss: float
     seconds_left: float | None
     grad_norm: float | None = None
+    more: Mapping[str, float] = field(default_factory=dict)
 
     def line(self, steps: int) -> str:
         step = self.step
@@ -73,28 +74,6 @@ class RunProgress:
         taken = self._ends[-1] - self._ends[0]  # includes evaluations and saves, but not the first step, which compiles
         left = (self._steps - step.number) * taken / (len(self._ends) - 1) if len(self._ends) > 1 else None
         return Entry(step, step.number * self._batch / self._rows, sum(self._losses) / len(self._losses), left)
-
-
-class OneStepLate:
-    """Passes on each entry, with the norm of its gradients, when the next entry arrives. By then the norm is usually known
-    without waiting, because the update has begun. State: the last entry.
-
-    `flush` passes on the last entry immediately, with its norm if that is known, as it is after an evaluation, after a save and
-    at the end."""
-
-    def __init__(self, hand_on: Callable[[Entry], None]) -> None:
-        self._hand_on, self._last = hand_on, None
-
-    _last: Entry | None
-
-    def __call__(self, entry: Entry) -> None:
-        self.flush()
-        self._last = entry
-
-    def flush(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            self._hand_on(replace(last, grad_norm=last.step.norm()))
 
 
 class ProgressDisplay:

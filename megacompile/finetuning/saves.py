@@ -28,25 +28,31 @@ CHECKPOINTS = "checkpoints"
 
 
 class Saves:
-    """Saves into OUTPUT/checkpoints; does nothing without an output folder. State: the last step that was saved.
+    """Saves into OUTPUT/checkpoints; does nothing without an output folder. State: what it saves, set by `begin`, and the last
+    step that was saved.
 
     If a save fails during training, the reason is printed and training continues; if the last save fails, that is raised.
     `fixed`: the settings that must be the same when the run is resumed."""
 
-    def __init__(self, settings: Settings, model: Any, optimizer: Any, schedule: Any, fixed: Mapping[str, Any], done: int,
-                 say: Callable[[str], None]) -> None:
-        self._interval, self._fixed, self._saved, self._say = settings.save_interval, dict(fixed), done, say
-        self._writer = None if settings.output is None else CheckpointWriter(
-            settings.output / CHECKPOINTS, model, optimizer, scheduler=schedule, keep=settings.keep)
+    def __init__(self, settings: Settings, fixed: Mapping[str, Any], done: int, say: Callable[[str], None]) -> None:
+        self._settings, self._fixed, self._saved, self._say = settings, dict(fixed), done, say
+        self._writer: CheckpointWriter | None = None
 
-    def after(self, step: int) -> None:
-        if self._writer is not None and step % self._interval == 0:
+    def begin(self, model: Any, optimizer: Any, schedule: Any) -> None:
+        """Gives the model that is trained, its optimizer and its schedule."""
+        if self._settings.output is not None:
+            self._writer = CheckpointWriter(self._settings.output / CHECKPOINTS, model, optimizer, scheduler=schedule,
+                                            keep=self._settings.keep)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Saves this step while training continues. `state`: Trainer's own."""
+        if self._writer is not None:
             try:
-                self._save(step)
+                self._save(step, state)
             except CheckpointError as error:
                 self._say(str(error))
 
-    def last(self, step: int) -> None:
+    def last(self, step: int, state: Mapping[str, Any]) -> None:
         """Saves the last step and returns when it is on disk. Raises `CheckpointError`."""
         if self._writer is None:
             return
@@ -56,12 +62,12 @@ class Saves:
             self._say(str(error))
             self._saved = -1
         if self._saved != step:
-            self._save(step)
+            self._save(step, state)
             self._writer.wait()
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, state: Mapping[str, Any]) -> None:
         assert self._writer is not None
-        self._writer.save(extra={"done": step, "fixed": self._fixed})
+        self._writer.save(extra={"done": step, "fixed": self._fixed, "state": json.dumps(state)})
         self._saved = step
 
     def __enter__(self) -> Saves:
@@ -129,7 +135,8 @@ _FIRST_OPTIMIZER = "AdamW, state_dtype float32"
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
 #: The name of that time among the settings that must not change.
 TEMPLATE_TIME = "template_time"
-_PROGRESS = schema.record({"done": schema.whole(0, 2**53), "fixed": schema.table(schema.text(), schema.anything)})
+_PROGRESS = schema.record({"done": schema.whole(0, 2**53), "fixed": schema.table(schema.text(), schema.anything)},
+                          {"state": schema.text()})
 
 
 def start_of(settings: Settings, console: Console) -> Path | None:
@@ -154,9 +161,16 @@ def start_of(settings: Settings, console: Console) -> Path | None:
     return None
 
 
-def fixed_settings(start: Path) -> Mapping[str, Any]:
-    """The settings of a checkpoint's run that must not change. Raises `CheckpointError` if no run saved it."""
-    return dict(_progress(start, read_extra(start))["fixed"])
+def progress_of(start: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """(number of steps done, the settings that must not change, Trainer's state) of a checkpoint's run. Raises
+    `CheckpointError` if no run saved it."""
+    found = _progress(start, read_extra(start))
+    try:
+        state = json.loads(found.get("state", "{}"))
+        assert isinstance(state, dict)
+    except (ValueError, AssertionError) as error:
+        raise CheckpointError(f"the state in {start} cannot be read: give another checkpoint") from error
+    return int(found["done"]), dict(found["fixed"]), {**state, "global_step": int(found["done"])}
 
 
 @contextmanager
@@ -192,11 +206,10 @@ def check_same_run(start: Path, then: Mapping[str, Any], now: Mapping[str, Any])
                               "new run from the model that it saved")
 
 
-def resume(start: Path, fixed: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:
-    """Loads a checkpoint and returns the number of steps that were done. Raises `CheckpointError` if it is from another run."""
-    then = _progress(start, megacompile.load_checkpoint(start, model, optimizer, scheduler=schedule))
-    check_same_run(start, then["fixed"], fixed)
-    return int(then["done"])
+def resume(start: Path, fixed: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> None:
+    """Loads a checkpoint. Raises `CheckpointError` if it is from another run."""
+    check_same_run(start, _progress(start, megacompile.load_checkpoint(start, model, optimizer, scheduler=schedule))["fixed"],
+                   fixed)
 
 
 def _progress(start: Path, extra: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _FIRST = "the model is the first argument: megacompile train MODEL --data FILE"
 _ADAPTER = "give --lora, with --lora-rank, --lora-alpha, --lora-targets and --lora-dropout"
 _PEFT = "this command supports only plain LoRA: stream a model from peft.get_peft_model in a script, with megacompile.stream"
 _MEMORY = "give --device-memory and --host-memory"
-_EVALUATION = "give --eval-share, which holds out a fraction of the rows for evaluation"
+_EVALUATION = "give --eval-share, which holds out a fraction of the rows, or --eval-data"
 
 #: By option name, spelled as a key of a YAML file.
 REFUSED: dict[str, str] = {
@@ -54,7 +54,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("use_dora", "use_rslora", "lora_modules_to_save", "lora_bias"), _PEFT),
     "hub_token": "log in with `hf auth login`: leave it out",
     **dict.fromkeys(("max_memory", "gpu_memory_limit"), _MEMORY),
-    **dict.fromkeys(("val_set_size", "val_size", "test_size", "eval_dataset"), _EVALUATION),
+    **dict.fromkeys(("val_set_size", "val_size", "test_size"), _EVALUATION),
     "per_device_eval_batch_size": "--batch is used for evaluations too: leave it out",
     "neftune_noise_alpha": "noise on embeddings is not supported: leave it out",
     "trust_remote_code": "code that comes with a model is not run: leave it out, or stream() the model in a script",
@@ -100,11 +100,24 @@ class TooLong(enum.StrEnum):
     DROP = "drop"
 
 
+class Task(enum.StrEnum):
+    """What a run learns from its rows. All except `sft` are trained by TRL's trainer of that name."""
+
+    SFT = "sft"
+    DPO = "dpo"
+    KTO = "kto"
+    REWARD = "reward"
+
+
 @dataclass(frozen=True)
 class Settings:
     """All settings except the model, the data, the adapter (`Lora`) and the plan (`Knobs`). A hyperparameter that is None gets
     the default for the kind of run (`Recipe`)."""
 
+    task: Annotated[Task, typer.Option(
+        rich_help_panel=_DATA,
+        help="sft: texts and answers. dpo: pairs of answers (columns chosen, rejected). kto: answers with a verdict (column "
+             "label). reward: a reward model from pairs.")] = Task.SFT
     format: Annotated[Format | None, typer.Option(
         rich_help_panel=_DATA, help="Row format.",
         show_default="the first format whose required columns exist")] = None
@@ -134,6 +147,9 @@ class Settings:
     ] = False
     eval_share: Annotated[float, typer.Option(
         min=0.0, max=0.9, rich_help_panel=_DATA, help="Fraction of the rows to hold out for evaluation.")] = 0.0
+    eval_data: Annotated[list[str] | None, typer.Option(
+        "--eval-data", "--eval-dataset", rich_help_panel=_DATA,
+        help="Rows to evaluate on, read as --data is. Repeat for more.", show_default="none")] = None
     steps: Annotated[int | None, typer.Option(
         "--steps", "--max-steps", min=1, rich_help_panel=_LEARNING, help="Number of steps. Overrides --epochs.")] = None
     epochs: Annotated[float | None, typer.Option(
@@ -200,6 +216,19 @@ class Settings:
         help="Number of steps between evaluations. The last step is always evaluated.")] = 100
     eval_on_start: Annotated[bool, typer.Option(
         "--eval-on-start", rich_help_panel=_RUN, help="Also evaluate before the first step.")] = False
+    early_stopping_patience: Annotated[int | None, typer.Option(
+        min=1, rich_help_panel=_RUN,
+        help="Stop after this number of evaluations in a row that do not lower the loss.", show_default="never")] = None
+    load_best_model_at_end: Annotated[bool, typer.Option(
+        "--load-best-model-at-end", "--save-best", rich_help_panel=_RUN,
+        help="Save the model that had the lowest loss in an evaluation, instead of the last one.")] = False
+    callback: Annotated[list[str] | None, typer.Option(
+        metavar="MODULE:CLASS", rich_help_panel=_RUN,
+        help="Call this transformers.TrainerCallback during training. Repeat for more.", show_default="none")] = None
+    extra: Annotated[list[str] | None, typer.Option(
+        "--set", metavar="NAME=VALUE", rich_help_panel=_RUN,
+        help="Another field of TrainingArguments, or of TRL's config of the task, such as beta=0.05. Repeat for more.",
+        show_default="none")] = None
     log_interval: Annotated[int, typer.Option(
         "--log-interval", "--logging-steps", min=1, rich_help_panel=_RUN,
         help="Number of steps between printed lines.")] = 10
@@ -218,6 +247,15 @@ class Settings:
             raise ArgumentError(f"--push-to-hub {self.push_to_hub} is not a repository: give its id, such as me/my-model")
         if self.push_to_hub is not None and self.output is None and self.save is None:
             raise ArgumentError("--push-to-hub uploads the saved model: give --output, or --save")
+        if self.eval_data and self.eval_share:
+            raise ArgumentError("--eval-data and --eval-share both say what to evaluate on: give one of them")
+        for name in ("early_stopping_patience", "load_best_model_at_end"):
+            if getattr(self, name) and not self.eval_data and not self.eval_share:
+                raise ArgumentError(f"{name}={getattr(self, name)} needs evaluations: give --eval-data, or --eval-share")
+        if self.task is not Task.SFT:
+            for name in ("format", "pack", "too_long"):
+                if getattr(self, name) != getattr(Settings(), name):
+                    raise ArgumentError(f"{name}={getattr(self, name)} is for --task sft, not for {self.task}: leave it out")
         if self.overlap and self.max_grad_norm != 0:
             raise ArgumentError("--overlap updates before the norm of all gradients is known: add --max-grad-norm 0")
         if not self.steps and self.epochs == 0:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,30 +15,27 @@ from rich.console import Console
 
 import megacompile
 from megacompile import training
-from megacompile.corpus import PretrainedTokenizer
+from megacompile.corpus import PretrainedTokenizer, Tokenizer
 from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.exporting import upload
-from megacompile.finetuning.after_step import AfterStep
-from megacompile.finetuning.preparation import Preparation, prepare
+from megacompile.finetuning.driver import RunCallback, RunParts, made_trainer, state_of, train
+from megacompile.finetuning.preparation import prepare
 from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
 from megacompile.finetuning.run_progress import WINDOW, ProgressDisplay, RunProgress
-from megacompile.finetuning.saves import Saves, created, locked, resume
-from megacompile.finetuning.settings import Settings
+from megacompile.finetuning.saves import Saves, created, locked
+from megacompile.finetuning.settings import Settings, Task
 from megacompile.finetuning.trackers import started
-from megacompile.finetuning.training_sequences import Batch, Padding, Rows, collate, in_order, padded_length
+from megacompile.finetuning.training_sequences import Padding, Rows, padded_length
 from megacompile.inputs import packed_layout
-from megacompile.losses import IGNORED
 from megacompile.planning.config import StreamConfig
-from megacompile.planning.device import device_of_rank, process_count, rank_in_job
+from megacompile.planning.device import device_of_rank, rank_in_job
 from megacompile.planning.precision import check_float8
 from megacompile.runtime.backends.cuda import cupy_for_cuda
-from megacompile.streaming.optimizer.names import optimizer_named
-from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.system.files import replace_file
 from megacompile.tools.options import Knobs, Lora
 from megacompile.tools.recipe import Recipe
 from megacompile.weights.empty_models import put_adapter
-from megacompile.weights.saving import recover, replacing
+from megacompile.weights.saving import recover
 
 #: The name of the settings' file in the folder of a run.
 SETTINGS = "settings.yaml"
@@ -67,44 +63,41 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     torch.manual_seed(settings.seed)
     prepared = prepare(source, data, settings, lora, console)
     recipe, rows, steps = prepared.recipe, prepared.rows, prepared.steps
-    longest = padded_length(recipe.length, rows, prepared.held_out)
-    model = _open(source, settings, lora, knobs, longest).train()
-    padding = _padding(model, prepared.rows_per_rank, longest, rows, console)
-    optimizer = _optimizer(model, settings, recipe)
-    schedule = training.warmup_then_decay(optimizer, steps, recipe.warmup_steps(steps), recipe.decay, recipe.final_lr)
-    done = 0 if prepared.start is None else resume(prepared.start, prepared.fixed, model, optimizer, schedule)
+    longest = padded_length(recipe.length, rows, prepared.held_out) if settings.task is Task.SFT else recipe.length
+    model = _open(source, settings, lora, knobs, longest, prepared.tokenizer).train()
+    padding = _padding(model, prepared.rows_per_rank, longest, rows, console) if settings.task is Task.SFT else Padding()
+    done = prepared.done
     if prepared.start is not None:
         console.print(f"resuming after step {done} from {prepared.start}")
-    rank_group = model.megacompile.streamed.rank_group
     with ExitStack() as stack:
         stop = stack.enter_context(training.Interruption())
-        saves = stack.enter_context(Saves(settings, model, optimizer, schedule, prepared.fixed, done, console.print))
+        saves = stack.enter_context(Saves(settings, prepared.fixed, done, console.print))
+        trainer = made_trainer(RunParts(settings, prepared, saves, padding), model, lora.config(), console.print)
+        trainer.restore()
+        model, steps = trainer.model, trainer.args.max_steps
         words = {"model": source, **asdict(settings), **asdict(recipe), **asdict(lora)}
         reports = stack.enter_context(_reports(settings, words, done, console))
         if settings.output is not None and rank_in_job() == 0:  # only now, so that a run that is refused changes no file
             _write_settings(settings.output / SETTINGS, source, data, settings, recipe, lora, knobs)
         display = stack.enter_context(ProgressDisplay(console, steps, settings.log_interval, done))
         progress = RunProgress(steps, recipe.batch, len(rows), _losses(settings, done))
-        evaluated = (lambda: _evaluated(model, prepared, padding)) if len(prepared.held_out) else None
-        after_step = stack.enter_context(AfterStep(settings, steps, optimizer, progress, reports, display, saves, evaluated,
-                                                   console.print))
-        if settings.eval_on_start and done == 0:
-            after_step.evaluate(0)
-        batches = (_of_rank(rows, each, padding) for each in prepared.order.batches(done))
-        trained = done + len(training.train(
-            model, optimizer, batches, steps, done=done, schedule=schedule, on_step=after_step,
-            stop=lambda: not rank_group.all_agree("continuing", not stop.asked)))
-        after_step.wait()
+        trainer.add_callback(RunCallback(model, progress, reports, display, lambda: stop.asked, console.print))
+        trained = train(trainer)
+        rank_group = model.megacompile.streamed.rank_group
         stopped_by = max(rank_group.values("stopping", int(stop.signal or 0))) if trained < steps else 0
+        if trained < steps and not stopped_by:
+            console.print(f"stopped early after {trained} of {steps} steps")
         failed: CheckpointError | None = None
         try:
-            saves.last(trained)
+            saves.last(trained, state_of(trainer.state))
         except CheckpointError as error:  # for example a full disk; the model may be saved on another one
             failed = error
         if prepared.target is not None and (settings.save or not stopped_by):  # a stopped run is resumed from its checkpoint
-            _save(model, prepared)
+            best = trainer.state.best_global_step if settings.load_best_model_at_end else None
+            if best is None:
+                prepared.save(model)
             what = f" (an adapter for {source})" if lora.lora else ""
-            console.print(f"saved in {prepared.target} after {trained} steps{what}")
+            console.print(f"saved in {prepared.target} after {best or trained} steps{what}")
             if settings.push_to_hub is not None and rank_in_job() == 0:
                 console.print(f"uploaded to {upload(prepared.target, settings.push_to_hub)}")
         if failed is not None:
@@ -145,47 +138,25 @@ def _losses(settings: Settings, done: int) -> list[float]:
     return [entry["loss"] for entry in read_log(settings.output / LOG) if "loss" in entry and entry["step"] <= done][-WINDOW:]
 
 
-def _save(model: Any, prepared: Preparation) -> None:
-    """Saves the model and its tokenizer in the run's folder for it."""
-    assert prepared.target is not None
-    model.save_pretrained(prepared.target)
-    if isinstance(prepared.tokenizer, PretrainedTokenizer) and rank_in_job() == 0:
-        with replacing(prepared.target) as folder:  # all of its files at once
-            prepared.tokenizer.pretrained.save_pretrained(folder)
-
-
-def _of_rank(rows: Rows, indices: Sequence[int], padding: Padding) -> Batch:
-    """This rank's share of the rows of a step. A rank without rows gets one that counts for nothing."""
-    own = indices[rank_in_job()::process_count()]
-    batch = collate(rows, own or indices[:1], padding)
-    if not own:
-        batch["labels"].fill_(IGNORED)
-    return batch
-
-
-def _evaluated(model: Any, prepared: Preparation, padding: Padding) -> float:
-    """The mean loss over the predicted labels of the rows held out, in nats per token. Each rank evaluates its share of the
-    batches."""
-    all_batches = in_order(prepared.held_out, prepared.rows_per_rank, padding)
-    batches = itertools.islice(all_batches, rank_in_job(), None, process_count())
-    sums = model.megacompile.streamed.rank_group.values("evaluating", training.total_loss(model, batches))
-    total, count = map(sum, zip(*sums, strict=True))
-    return total / max(1, count)
-
-
-def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: int) -> Any:
+def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: int, tokenizer: Tokenizer) -> Any:
     """The streamed model: from safetensors files if there are any, otherwise from a config (random weights) or pickles. Packed
     rows are made long enough for the `longest` sequence, so that all steps have the same length."""
-    path, dtype, adapter = Path(source), settings.weights_dtype.resolve(), lora.config()
+    path, dtype = Path(source), settings.weights_dtype.resolve()
+    adapter = lora.config() if settings.task is Task.SFT else None  # the other trainers add it
     stored = lora.quantize.value if lora.quantize else None
     options = {"repack": max(packed_layout.LENGTH, packed_layout.power_of_two(longest)), **knobs.given()}
+    if settings.task is Task.REWARD:
+        assert isinstance(tokenizer, PretrainedTokenizer), "answers need one"
+        from megacompile.reward import pad_token_of, streamed_classifier  # needs trl
+        return streamed_classifier(source, pad_token_of(tokenizer.pretrained), dtype=dtype, quantize=stored, **options)
     if not training.has_weights(path):
         return megacompile.from_config(path, dtype=dtype, **options)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         model = training.load_model(source, dtype=dtype)
         model = model if adapter is None else put_adapter(model, adapter)
         return megacompile.stream(megacompile.quantize(model, stored) if stored else model, **options)
-    return megacompile.from_pretrained(source, dtype=dtype, adapter=adapter, quantize=stored, strict=settings.strict, **options)
+    return megacompile.from_pretrained(source, dtype=dtype, adapter=adapter, quantize=stored, strict=settings.strict,
+                                       trainable=adapter is not None or stored is None, **options)
 
 
 def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) -> Padding:
@@ -201,22 +172,12 @@ def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) 
     return Padding(batch, length, repacking.reads_padding(training=True))
 
 
-def _optimizer(model: Any, settings: Settings, recipe: Recipe) -> StreamedOptimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": [p for p in trained if p.dim() > 1]},
-                                    {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}]
-    named = optimizer_named(settings.optim)
-    known = dict(lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, weight_decay=recipe.weight_decay)
-    return named.kind([group for group in groups if group["params"]], **named.arguments(known, settings.optim_args),
-                      max_grad_norm=recipe.max_grad_norm or None, overlap="backward" if settings.overlap else None)
-
-
 def _write_settings(path: Path, source: str, data: Sequence[str], settings: Settings, recipe: Recipe, lora: Lora,
                     knobs: Knobs) -> None:
     """Writes all settings, including defaults, so that `--config` repeats the run even if defaults change later, from any
     working directory: paths are absolute."""
     given = {"model": source, "data": list(data), **asdict(settings), **asdict(recipe), **asdict(lora), **asdict(knobs)}
-    for name in ("model", "data", "tokenizer", "output", "save", "disk"):
+    for name in ("model", "data", "tokenizer", "output", "save", "disk", "eval_data"):
         value = given[name]
         given[name] = [_absolute(each) for each in value] if isinstance(value, list) else value and _absolute(value)
     for name in ("resume", "per_device_train_batch_size", "gradient_accumulation_steps",  # the last two are in `batch`

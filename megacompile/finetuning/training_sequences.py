@@ -78,7 +78,7 @@ class Rows:
         indexes = torch.arange(begins.numel())
         return indexes - indexes.where(begins, 0).cummax(0).values
 
-    def select(self, which: Tensor) -> Rows:
+    def select(self, which: Tensor | Sequence[int]) -> Rows:
         """Some of the rows, selected by a mask or by indices. Shares memory."""
         return replace(self, spans=self.spans[which])
 
@@ -91,9 +91,9 @@ class Rows:
         return found.hexdigest()
 
 
-def split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
-    """Splits rows into (rows to train on, a fraction `share` to evaluate on). Both keep their order and have at least one row,
-    unless `share` is 0, which holds out none.
+def split(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
+    """Splits `Rows`, or a `datasets.Dataset`, into (rows to train on, a fraction `share` to evaluate on). Both keep their order
+    and have at least one row, unless `share` is 0, which holds out none.
 
     Raises `MegacompileError` if there are too few rows."""
     count = max(1, round(len(rows) * share)) if share else 0
@@ -101,7 +101,7 @@ def split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
         raise MegacompileError(f"--eval-share leaves none of {len(rows)} rows to train on: give more data or a smaller share")
     held = torch.zeros(len(rows), dtype=torch.bool)
     held[torch.from_numpy(_permutation(len(rows), seed, 0)[:count])] = True
-    return rows.select(~held), rows.select(held)
+    return rows.select((~held).nonzero().flatten().tolist()), rows.select(held.nonzero().flatten().tolist())
 
 
 def _permutation(count: int, seed: int, number: int) -> np.ndarray[Any, Any]:

@@ -16,6 +16,14 @@ class Decay(enum.StrEnum):
     COSINE = "cosine"
     LINEAR = "linear"
     CONSTANT = "constant"
+    COSINE_WITH_RESTARTS = "cosine_with_restarts"
+    POLYNOMIAL = "polynomial"
+    INVERSE_SQRT = "inverse_sqrt"
+
+    @property
+    def is_ours(self) -> bool:
+        """True for those that end at `final_lr`. The others are transformers' own."""
+        return self in (Decay.COSINE, Decay.LINEAR, Decay.CONSTANT)
 
     def height(self, progress: float) -> float:
         """A factor that falls from 1 at `progress` 0 to 0 at `progress` 1, or stays 1 if constant."""
@@ -24,7 +32,7 @@ class Decay(enum.StrEnum):
                 return 0.5 * (1.0 + math.cos(math.pi * progress))
             case Decay.LINEAR:
                 return 1.0 - progress
-            case Decay.CONSTANT:
+            case _:
                 return 1.0
 
 
@@ -74,7 +82,7 @@ class Recipe:
         count = self.warmup_steps(steps)
         warmup = f"warmup {count:,} step{'s' * (count != 1)}" + (f" ({self.warmup_ratio:.1%})" if self.warmup is None else "")
         decay = ("constant after the warmup" if self.decay is Decay.CONSTANT else
-                 f"{self.decay} decay to {self.final_lr:.3g} of the peak")
+                 f"{self.decay} decay" + (f" to {self.final_lr:.3g} of the peak" if self.decay.is_ours else ""))
         return [
             (("lr",), f"learning rate {self.lr:.3g}"),
             (("warmup", "warmup_ratio"), warmup),

@@ -376,7 +376,7 @@ def test_each_part_of_hugging_face_that_is_used_has_a_row() -> None:
     ("from transformers.trainer import _is_peft_model", True), ("from trl.trainer.utils import pad", True),
     ("import transformers as t\nt.AutoModelForCausalLM._from_config(c)", True), ("model.config._moe_implementation", True),
     ("getattr(model, '_tp_plan', None)", True), ("replaced(module, get_peft_model=f, unwrap_model=f)", True),
-    ("replaced(module, **values)", True), ("kind.__module__ == 'trl.trainer.reward_trainer'", True),
+    ("replaced(module, **values)", True), ("kind.__module__ == 'trl.trainer.distillation_trainer'", True),
     ("from transformers import Trainer as T\nclass A(T): ...\nclass B(A):\n def _inner_training_loop(self): ...", True),
     ("import trl\nclass A(trl.GRPOTrainer):\n def f(self):\n  return self._textual_logs, self._logs", True),
     ("def f(module):\n theirs = module.VLLMGeneration\n class A(theirs):\n  def _generate_all(self): ...", True),

@@ -18,7 +18,6 @@ import torch
 import transformers
 
 import megacompile
-from megacompile import training
 from megacompile.streaming.programs.executables import Executables
 from megacompile.system.linux import _EXCLUDED_AT_START, LongLived
 
@@ -199,14 +198,3 @@ def test_trainer_excludes_what_stays_and_a_model_that_is_dropped_afterwards_is_f
     del trainer, model
     gc.collect()
     assert forgotten() is None
-
-
-@pytest.mark.nightly(
-    held_by="tests/model/test_long_lived.py::test_what_stays_is_looked_at_once_and_garbage_of_later_steps_is_still_freed")
-def test_the_loop_of_the_command_excludes_what_stays() -> None:
-    model = megacompile.stream(tiny_models.build(), device="cpu")
-    counts: list[int] = []
-    training.train(model, megacompile.AdamW(model.parameters()), iter([tiny_models.batch(n) for n in range(3)]), 3,
-                   on_step=lambda _: counts.append(gc.get_freeze_count()))
-    assert counts[0] > 100_000 and is_once(counts)
-    model.megacompile.close()

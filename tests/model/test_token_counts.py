@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import megacompile
-from megacompile import training
 from megacompile.inputs.token_counts import TokenCounts, TokenRate
 from megacompile.runtime.kernels import Batch
 
@@ -82,16 +81,6 @@ def test_one_plan_is_searched_for_packed_rows_of_one_length_and_their_kernels_ha
     model.megacompile.train_step(padded(17, 17), optimizer)  # nothing to pack
     assert answered(model.megacompile.stats) == answered(after) + 1
     assert model.megacompile.stats["micro_batch_shapes"] == after["micro_batch_shapes"] + 1
-
-
-@pytest.mark.nightly(held_by="tests/model/test_repacking.py::test_a_predicted_rate_does_not_count_padding")
-def test_the_rate_of_a_loop_counts_no_padding_streamed_or_not(model: Any, native: Any) -> None:
-    for each, computed in ((model, 64), (native, 60)):
-        optimizer = (megacompile.AdamW if each is model else torch.optim.AdamW)(each.parameters())
-        found: list[training.Step] = []
-        training.train(each, optimizer, iter([padded(20, 4, 2)]), 1, on_step=found.append)
-        assert found[0].padding == pytest.approx(1 - 26 / computed)
-        assert found[0].tflops == pytest.approx(6e-12 * training.parameter_count(each) * found[0].rate)
 
 
 def test_a_rate_is_of_the_steps_since_the_last_one() -> None:

@@ -1,7 +1,6 @@
 """The training loop on plain PyTorch models: it needs nothing of a model but a loss."""
 from __future__ import annotations
 
-import functools
 import io
 import json
 import math
@@ -50,33 +49,6 @@ def cycles() -> Iterator[dict[str, torch.Tensor]]:
 def config(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(CONFIG)
     return tmp_path / "config.json"
-
-
-def test_training_lowers_the_loss_and_reports_each_step() -> None:
-    torch.manual_seed(0)
-    model, reports = Bigrams(), []
-    losses = training.train(model, torch.optim.AdamW(model.parameters(), lr=0.1), cycles(), 30, on_step=reports.append)
-    assert losses[-1] < 0.5 * losses[0]
-    assert [report.loss for report in reports] == losses
-    assert [report.number for report in reports] == list(range(1, 31)) and {report.lr for report in reports} == {0.1}
-    last = reports[-1]
-    assert last.tflops == pytest.approx(6 * 64 * last.rate / 1e12) and last.rate > 0
-    assert (last.device_bytes, last.host_bytes) == (0, 64 * 4)
-
-
-def test_training_stops_between_steps_when_asked() -> None:
-    model, taken = Bigrams(), []
-    training.train(model, torch.optim.SGD(model.parameters()), cycles(), 10, on_step=taken.append,
-                   stop=lambda: len(taken) == 3)
-    assert len(taken) == 3
-
-
-def test_a_loss_that_is_not_finite_ends_the_training() -> None:
-    model = Bigrams()
-    with torch.no_grad():
-        model.table.weight[0, 1] = float("nan")
-    with pytest.raises(MegacompileError, match="the loss of step 1 is nan: lower the learning rate"):
-        training.train(model, torch.optim.SGD(model.parameters()), cycles(), 10)
 
 
 @pytest.mark.parametrize(("peak", "slots", "device"), [(5, 3, 5), (0, 3, 3)])
@@ -157,20 +129,6 @@ def test_a_run_s_course_has_epoch_mean_loss_and_time_left() -> None:
     assert [each.epoch for each in entries] == [1.0, 1.5, 2.0]
     assert [each.mean_loss for each in entries] == [3.0, 3.0, 2.5]
     assert [each.seconds_left for each in entries] == [None, 14.0, 18.0]
-
-
-def test_norms_are_read_one_step_late_or_when_flushed() -> None:
-    known: dict[int, float] = {}
-    handed: list[tuple[int, float | None]] = []
-    late = run_progress.OneStepLate(lambda each: handed.append((each.step.number, each.grad_norm)))
-    for number in (1, 2):
-        step = training.Step(number, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, functools.partial(known.get, number))
-        late(run_progress.Entry(step, 0.0, 0.0, None))
-        assert handed == [(1, 0.5)] * (number - 1), "it waited, or came early"
-        known[number] = 0.5 * number
-    late.flush()
-    late.flush()
-    assert handed == [(1, 0.5), (2, 1.0)]
 
 
 def test_random_weights_are_drawn_once_and_do_not_depend_on_threads(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ import megacompile
 from megacompile import cli, training
 from megacompile.corpus import load_tokenizer
 from megacompile.errors import CheckpointError, MegacompileError
-from megacompile.finetuning import preparation, saves
+from megacompile.finetuning import driver, preparation, saves
 from megacompile.finetuning import train_command as runs
 from megacompile.finetuning.data import read
 from megacompile.finetuning.reports import Reports, draw_curve, read_log
@@ -148,7 +148,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
         found.append(collate(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(runs, "collate", recorded)
+    monkeypatch.setattr(driver, "collate", recorded)
     return found
 
 
@@ -354,7 +354,7 @@ def test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same(tmp_path
     with started([Tracker.TENSORBOARD], tmp_path, 0, {}, print) as trackers, Reports(tmp_path, 0, trackers) as reports:
         for number in (1, 2, 3):
             reports.step(Entry(dataclasses.replace(step, number=number), 0.5, 2.5, 9.0, 0.75))
-        reports.evaluation(3, 1.5)
+        reports.evaluation(3, eval_loss=1.5)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # cut off by a kill
     with Reports(tmp_path, 2) as reports:
@@ -412,8 +412,8 @@ def test_a_log_on_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path) -> N
     heard: list[str] = []
     with Reports(tmp_path, 0, say=heard.append) as reports:
         reports._log = open("/dev/full", "w", buffering=1)  # noqa: SIM115
-        reports.evaluation(1, 1.5)
-        reports.evaluation(2, 1.5)
+        reports.evaluation(1, eval_loss=1.5)
+        reports.evaluation(2, eval_loss=1.5)
     assert heard == ["/dev/full cannot be written after step 1 (No space left on device): training continues without it"]
 
 
@@ -443,14 +443,15 @@ def test_a_save_that_fails_is_said_and_only_the_last_ends_the_run(
         failures: int, saved: list[int] | None, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, heard = Disk(failures), []
     monkeypatch.setattr(saves, "CheckpointWriter", lambda *arguments, **options: disk)
-    found = saves.Saves(Settings(output=tmp_path, save_interval=2), None, None, None, {}, 0, heard.append)
-    for step in range(1, 5):
-        found.after(step)
+    found = saves.Saves(Settings(output=tmp_path), {}, 0, heard.append)
+    found.begin(None, None, None)
+    for step in (2, 4):
+        found.save(step, {})
     if saved is None:
         with pytest.raises(CheckpointError, match="the disk is full"):
-            found.last(4)
+            found.last(4, {})
     else:
-        found.last(4)
+        found.last(4, {})
         assert disk.saved == saved
     assert heard == ["the disk is full"] * said
 
