@@ -109,4 +109,5 @@ def test_the_variants_of_a_kernel_are_compiled_before_one_is_measured(monkeypatc
     cache.clear()
     torch.ops.megacompile.causal_conv(torch.randn(2, 70, 24).cuda().bfloat16(), torch.randn(24, 4).cuda().bfloat16(), None, "",
                                       "fla")
-    assert compiled == [len(kernel.configs)] * len(kernel.configs)
+    kept = [each for each in kernel.configs if each.num_warps <= 8 and each.num_stages <= 3]
+    assert compiled == [len(kept)] * len(kept) and 0 < len(kept) < len(kernel.configs)
