@@ -1,6 +1,8 @@
 """The README is true: its example runs, and its schedule is what the passes make. The tables of the results are the rows'."""
 from __future__ import annotations
 
+import datetime
+import json
 import re
 import runpy
 import sys
@@ -18,7 +20,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(BLOCKS[0], "README.md", "exec"), {})
-    assert "def backward(p):" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "def forward(p):" in printed and "step 9: loss" in printed and printed.count("\n") < 120
     assert (tmp_path / "runs/readme/config.json").exists()
 
 
@@ -28,6 +31,15 @@ def test_the_schedule_is_what_the_passes_make(make_schedule: Callable[..., Any])
     assert "\n".join(line.split("  #")[0].rstrip() for line in lines) in "\n".join(
         line.split("  #")[0].rstrip() for line in printed.splitlines()
         if not re.search(r"p\.enter\(|p\.leave\(", line))
+
+
+def test_the_data_of_the_readme_is_right() -> None:
+    rows = [json.loads(line) for line in (ROOT / "examples/dates.jsonl").read_text().splitlines()]
+    assert len(rows) == len({row["instruction"] for row in rows}) == 400
+    for row in rows:
+        date = datetime.date.fromisoformat(row["output"])
+        assert {str(date.day), str(date.year)} <= set(re.findall(r"\d+", row["instruction"]))
+        assert f"{date:%b}" in row["instruction"]
 
 
 def test_the_readme_is_short() -> None:
