@@ -101,6 +101,7 @@ app = typer.Typer(cls=_Commands, help="Train language models whose weights stay 
 EXAMPLES = {
     "train": ("train Qwen/Qwen3-0.6B --data rows.jsonl --output runs/one",
               "train Qwen/Qwen3-8B --data rows.jsonl --output runs/two --lora --quantize nf4",
+              "train Qwen/Qwen3-8B --task dpo --data pairs.jsonl --output runs/three --lora",
               "train --config runs/one/settings.yaml --resume latest"),
     "inspect": ("inspect Qwen/Qwen3-8B --section forward", "inspect Qwen/Qwen3-8B --hardware h200 --html step.html"),
     "verify": ("verify edited.py", "inspect Qwen/Qwen3-8B | megacompile verify -"),
@@ -166,8 +167,8 @@ def train(
 
     The columns of the rows determine their format: Alpaca (instruction, input, output), ShareGPT (conversations), messages, or
     text. Conversations are formatted by the tokenizer's chat template, and only the assistant's tokens count for the loss.
-    Texts are packed into sequences of --length tokens. Ctrl-C or SIGTERM finishes the current step, saves and stops; --resume
-    latest continues.
+    Texts are packed into sequences of --length tokens. --task learns from pairs of answers, or from verdicts. Ctrl-C or SIGTERM
+    finishes the current step, saves and stops; --resume latest continues.
     """
     from rich.console import Console
 

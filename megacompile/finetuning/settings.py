@@ -15,7 +15,7 @@ from megacompile.errors import ArgumentError
 from megacompile.finetuning.formats import Format
 from megacompile.finetuning.trackers import Tracker, check_trackers
 from megacompile.sizes import LARGEST
-from megacompile.tools.options import DType, ModelDType, Optim, OptimArgs, Strict
+from megacompile.tools.options import DType, ModelDType, Optim, OptimArgs, Strict, Update
 from megacompile.tools.recipe import Decay, default_length, default_words
 
 # --------------------
@@ -188,10 +188,12 @@ class Settings:
         show_default=default_words("max_grad_norm"))] = None
     optim: Optim = "adamw"
     optim_args: OptimArgs = None
+    update: Annotated[Update, typer.Option(
+        rich_help_panel=_LEARNING,
+        help="When to update a layer: at the end of the step, or on arrival of its gradients, which needs --max-grad-norm 0.")
+    ] = Update.STEP
     overlap: Annotated[bool, typer.Option(
-        "--overlap", rich_help_panel=_LEARNING,
-        help="Update each layer as soon as its gradients arrive (in plans: --update arrival). "
-             "Needs --max-grad-norm 0.")] = False
+        "--overlap", rich_help_panel=_LEARNING, help="Same as --update arrival.")] = False
     dtype: ModelDType = DType.AUTO
     strict: Strict = True
     bf16: Annotated[bool, typer.Option(
@@ -256,8 +258,8 @@ class Settings:
             for name in ("format", "pack", "too_long"):
                 if getattr(self, name) != getattr(Settings(), name):
                     raise ArgumentError(f"{name}={getattr(self, name)} is for --task sft, not for {self.task}: leave it out")
-        if self.overlap and self.max_grad_norm != 0:
-            raise ArgumentError("--overlap updates before the norm of all gradients is known: add --max-grad-norm 0")
+        if self.on_arrival and self.max_grad_norm != 0:
+            raise ArgumentError("--update arrival updates before the norm of all gradients is known: add --max-grad-norm 0")
         if not self.steps and self.epochs == 0:
             raise ArgumentError("--epochs 0 trains nothing: give a larger number, or --steps")
         if max(self.beta1 or 0, self.beta2 or 0) >= 1:
@@ -276,6 +278,11 @@ class Settings:
                                 f"{LARGEST['batch']:,} sequences that a step may have: give smaller numbers")
         if self.bf16 and self.dtype is DType.FLOAT32:
             raise ArgumentError("--bf16 means --dtype bfloat16 and contradicts --dtype float32: give one of them")
+
+    @property
+    def on_arrival(self) -> bool:
+        """True if layers are updated as their gradients arrive."""
+        return self.overlap or self.update is Update.ARRIVAL
 
     @property
     def weights_dtype(self) -> DType:

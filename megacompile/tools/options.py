@@ -249,8 +249,8 @@ class Planning:
         show_default=default_length())] = None
     update: Annotated[Update, typer.Option(
         rich_help_panel=_SCHEDULE_PANEL,
-        help="When to update a tile: at the end of the step, or on arrival of its gradients, as AdamW(overlap='backward') and "
-             "megacompile train --overlap do.")] = Update.STEP
+        help="When to update a tile: at the end of the step, or on arrival of its gradients, as AdamW(overlap='backward') "
+             "does.")] = Update.STEP
     optim: Optim = "adamw"
     optim_args: OptimArgs = None
     train_step: Annotated[bool, typer.Option(
