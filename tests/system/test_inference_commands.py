@@ -173,7 +173,7 @@ def test_the_same_seed_gives_the_same_samples(model: Path, prompts: Path) -> Non
 def test_a_row_without_a_prompt_is_refused_before_the_first_answer(model: Path, prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     with prompts.open("a") as file:
-        file.write(json.dumps({"question": "?"}) + "\n")
+        file.write(json.dumps({"answer": "?"}) + "\n")
     result = command("generate", model, "--prompts", prompts, "--output", output, *GREEDY)
     assert result.exit_code == cli.EXIT_FAILED and not output.exists()
     assert "row 6: the row has no prompt: give it a column prompt" in result.stderr
