@@ -53,7 +53,7 @@ def streamed_classifier(source: str, pad_token_id: int, *, dtype: torch.dtype | 
     Host memory holds the weights twice for a moment. `options`: of `megacompile.stream`."""
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(
         source, num_labels=1, dtype=dtype or "auto", pad_token_id=pad_token_id)
-    return stream(plain if quantize is None else in_codes(plain, quantize), **options)
+    return stream(plain if quantize is None else in_codes(plain.requires_grad_(False), quantize), **options)
 
 
 def pad_token_of(tokenizer: Any) -> int:

@@ -214,6 +214,8 @@ def made_trainer(run: RunParts, model: Any, adapter: Any, say: Callable[[str], N
         "train_dataset": prepared.rows, "eval_dataset": prepared.held_out if len(prepared.held_out) else None}
     if settings.task is not Task.SFT:
         assert isinstance(prepared.tokenizer, PretrainedTokenizer), "answers need one"
+        if adapter is not None and settings.task is Task.REWARD:
+            adapter.task_type = "SEQ_CLS"  # the random head is trained too, and saved with the adapter
         given |= {"processing_class": prepared.tokenizer.pretrained, "peft_config": adapter}
     arguments = _arguments(config, model, adapter is not None, settings, prepared)
     made: Any = kind(model=model, args=arguments, callbacks=list(_callbacks(settings)), **given)

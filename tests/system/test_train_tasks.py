@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_tokenizer
 import torch
+from safetensors.torch import load_file
 from tiny_models import build
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 from typer.testing import CliRunner, Result
@@ -117,6 +118,16 @@ def test_rows_that_do_not_fit_are_said_and_none_is_an_error(model: Path, pairs: 
     arguments = ("train", model, "--task", "reward", "--data", pairs, *FLAGS, "--steps", 1)
     refused = command(*arguments, "--length", 8, "--output", tmp_path)
     assert refused.exit_code == 1 and "no row for training fits into --length 8" in refused.stderr
+
+
+@pytest.mark.parametrize("more", [(), ("--quantize", "nf4")], ids=["weights", "codes"])
+def test_an_adapter_of_a_reward_model_is_saved_with_the_head_that_it_was_trained_with(
+        more: tuple[str, ...], model: Path, pairs: Path, tmp_path: Path) -> None:
+    """The head begins at random: another one would make the adapter useless."""
+    result = command("train", model, "--task", "reward", "--data", pairs, *FLAGS, "--lora", *more, "--steps", 2, "--output",
+                     tmp_path)
+    assert result.exit_code == 0, result.output
+    assert any("score" in name for name in load_file(tmp_path / "model" / "adapter_model.safetensors"))
 
 
 def test_the_best_model_is_saved_and_training_stops_early(model: Path, sums: Path, tmp_path: Path) -> None:
