@@ -256,6 +256,15 @@ def test_the_second_step_compiles_what_other_sizes_need(compiler: str, monkeypat
         model.megacompile.close()
 
 
+def test_of_the_sizes_that_code_is_tuned_for_one_has_nearly_as_many_tokens(dynamic: Any) -> None:
+    """On a GPU, code of some layers holds from 5,120 to 8,192 tokens only."""
+    train(dynamic, filling(5))
+    for batch, length in ((4, 1792), (3, 1824), (7, 320), (1, 1056), (40, 2048)):
+        hints = packed_binder(dynamic)._hints(batch, length, True)
+        assert any(0.75 * batch * length < rows * each <= batch * length for rows, each in hints)
+        assert all(can_be_symbols(*hint) == (BATCH, UNITS) and hint[0] > 1 for hint in hints)
+
+
 def test_a_size_that_something_asks_for_is_fixed() -> None:
     sizes = SymbolicSizes(8, 64, (BATCH, UNITS))
     rows, units = sizes.numbers

@@ -186,11 +186,12 @@ class Binder:
         first = max(2, self.usual_rows or FULL_TOKENS // usual), usual
         if not any_length:
             return [first, (max(2, power_of_two(batch)), length)]
-        tokens = batch * length
-        around = [power_of_two(tokens + 1) // 2, power_of_two(tokens)]
-        lengths = [max(2 * UNIT, min(usual, count // 2)) for count in around]
-        hints = [(max(2, count // each), each) for count, each in zip(around, lengths, strict=True)]
-        return [first, *(hints if tokens < math.prod(first) else reversed(hints))]
+        tokens, below = batch * length, power_of_two(batch * length + 1) // 2
+        around = [below, power_of_two(tokens)]
+        # Code may also hold between two numbers that are closer than powers of two. Inductor has both 4,096 and 5,120.
+        quarter = max(UNIT, below // 4)
+        counts = [*(around if tokens < math.prod(first) else reversed(around)), tokens // quarter * quarter]
+        return [first, *(_rows_of(count, usual) for count in counts)]
 
     def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
         key = variant, mode, batch, length
@@ -202,6 +203,15 @@ class Binder:
                     examples = example_inputs(template, variant, lambda size: int(size.xreplace(numbers)), self.device)
             self.compiled[key] = compile_variant(variant, examples, mode, self.inductor)
         return self.compiled[key]
+
+
+def _rows_of(tokens: int, usual: int) -> tuple[int, int]:
+    """At least two rows with as many tokens together, a multiple of `UNIT`, and their length, at most the usual one if a length
+    divides the tokens. Rows have at least two units."""
+    units = max(4, tokens // UNIT)
+    lengths = [length for length in range(2, min(usual // UNIT, units // 2) + 1) if units % length == 0]
+    length = lengths[-1] if lengths else units // 2
+    return units // length, length * UNIT
 
 
 def _variant(template: Template, op: str, batch: int, plan: Plan) -> Variant:
