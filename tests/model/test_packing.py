@@ -216,5 +216,6 @@ def test_segments_are_attention_of_each_sequence_alone(kernel: str, window: int,
 
 def test_sequences_are_bounded_by_rows_and_by_segments() -> None:
     segments = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 2, 3]], dtype=torch.int32)
-    bounds, longest = segmented.sequence_bounds(segments)
-    assert bounds.tolist() == [0, 2, 5, 8, 9, 10] and bounds.dtype == torch.int32 and longest == 3
+    found = segmented.Bounds.of(segments)
+    assert found.starts.tolist() == found.on_host.tolist() == [0, 2, 5, 8, 9, 10] and found.longest == 3
+    assert found.starts.dtype == found.on_host.dtype == torch.int32

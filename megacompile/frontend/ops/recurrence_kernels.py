@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megacompile.compat import fla
 from megacompile.compat.core import differentiating
-from megacompile.frontend.ops.segmented_attention import sequence_bounds
+from megacompile.frontend.ops.segmented_attention import Bounds
 
 #: Tokens of a chunk of the reference. Decays of channels take chunk x chunk x channels values, so their chunks are small.
 CHUNK, CHUNK_OF_CHANNELS = 64, 16
@@ -105,7 +105,10 @@ def _as_one_row(tensors: Sequence[Tensor | None], segments: Tensor | None) -> tu
     """The tensors [B, T, ...] as [1, B x T, ...], and the bounds of their sequences, if rows hold several."""
     if segments is None:
         return list(tensors), {}
-    return [x if x is None else x.flatten(0, 1)[None] for x in tensors], {"cu_seqlens": sequence_bounds(segments)[0]}
+    bounds = Bounds.of(segments)
+    # With the host's copy, fla does not wait for the device to count chunks.
+    return ([x if x is None else x.flatten(0, 1)[None] for x in tensors],
+            {"cu_seqlens": bounds.starts, "cu_seqlens_cpu": bounds.on_host})
 
 
 def fla_recurrence(

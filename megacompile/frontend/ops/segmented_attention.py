@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megacompile.codegen import on_host
 from megacompile.frontend.ops import attention_kernels as whole
 from megacompile.frontend.ops.attention_kernels import (
     empty_heads_inside,
@@ -54,7 +56,7 @@ def _sequences(segments: Tensor, batch: int) -> list[tuple[int, slice]]:
     """The row and the positions of each sequence."""
     length = segments.shape[1]
     assert len(segments) == batch, f"segments of {len(segments)} rows, and {batch} rows of tokens"
-    bounds = sequence_bounds(segments)[0].tolist()
+    bounds = Bounds.of(segments).on_host.tolist()
     return [(start // length, slice(start % length, (stop - 1) % length + 1)) for start, stop in itertools.pairwise(bounds)]
 
 
@@ -86,22 +88,34 @@ def _each_backward(
 
 
 # ------------------------------------------------------------------ flash attention on CUDA, sequence by sequence
-#: The starts of a batch's sequences, by its segments. The host waits for the device to count them. Every layer reads the same
-#: tensor, so this happens once a micro-batch.
+#: By the segments of a batch. Every layer reads the same tensor, so this is found once a micro-batch.
 _bounds: Any = WeakTensorKeyDictionary()
 
 
-def sequence_bounds(segments: Tensor) -> tuple[Tensor, int]:
-    """The first position of each sequence among all B x T positions, with B x T at the end, int32 [sequences + 1]; and the
-    length of the longest sequence. Rows follow each other; segments of different rows are different sequences."""
-    if segments not in _bounds:
-        begins = torch.ones_like(segments, dtype=torch.bool)
-        begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-        starts = begins.flatten().nonzero().squeeze(1)
-        bounds = torch.cat([starts, starts.new_tensor([segments.numel()])]).to(torch.int32)
-        _bounds[segments] = bounds, int(bounds.diff().max())
-    found: tuple[Tensor, int] = _bounds[segments]
-    return found
+@dataclass(frozen=True)
+class Bounds:
+    """Where the sequences of rows begin. `starts`: the first position of each sequence among all B x T positions, with B x T at
+    the end, int32 [sequences + 1], on the device of the rows. `on_host`: the same numbers on the CPU. `longest`: the length of
+    the longest sequence. Rows follow each other; segments of different rows are different sequences."""
+
+    starts: Tensor
+    on_host: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, segments: Tensor) -> Bounds:
+        """For segments [B, T]. The host waits for the device the first time."""
+        if segments not in _bounds:
+            begins, count = torch.ones_like(segments, dtype=torch.bool), segments.numel()
+            begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+            # As many numbers as there could be: only the host will know how many there are.
+            starts = torch.nonzero_static(begins.flatten(), size=count + 1, fill_value=count).squeeze(1).to(torch.int32)
+            read = on_host(starts)
+            sequences = int((read < count).sum())
+            read = read[:sequences + 1].clone()
+            _bounds[segments] = cls(starts[:sequences + 1], read, int(read.diff().max()))
+        found: Bounds = _bounds[segments]
+        return found
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -115,10 +129,10 @@ def flash_packed_forward(
     assert not softcap, "flash attention does not cap scores"
     batch, heads, length, _ = query.shape
     assert len(segments) == batch, f"segments of {len(segments)} rows, and {batch} rows of tokens"
-    bounds, longest = sequence_bounds(segments)
+    bounds = Bounds.of(segments)
     out, logsumexp, *_ = aten._flash_attention_forward(
-        _rows(query), _rows(key), _rows(value), bounds, bounds, longest, longest, 0.0, True, False, scale=scale,
-        **window_of(window))
+        _rows(query), _rows(key), _rows(value), bounds.starts, bounds.starts, bounds.longest, bounds.longest, 0.0, True, False,
+        scale=scale, **window_of(window))
     out = out.unflatten(0, (batch, length)).transpose(1, 2)
     return heads_inside(out), logsumexp.view(heads, batch, length).transpose(0, 1).contiguous()
 
@@ -128,12 +142,13 @@ def flash_packed_backward(
     scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, length, _ = query.shape
-    bounds, longest = sequence_bounds(segments)
+    bounds = Bounds.of(segments)
     no_dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device)  # read only where dropout > 0
     gradients = aten._flash_attention_backward(
         _rows(grad_out), _rows(query), _rows(key), _rows(value), _rows(out),
-        logsumexp.transpose(0, 1).reshape(heads, batch * length), bounds, bounds, longest, longest, 0.0, True,
-        no_dropout_state, torch.empty(0, dtype=torch.uint64, device=query.device), scale=scale, **window_of(window))
+        logsumexp.transpose(0, 1).reshape(heads, batch * length), bounds.starts, bounds.starts,
+        bounds.longest, bounds.longest, 0.0, True, no_dropout_state,
+        torch.empty(0, dtype=torch.uint64, device=query.device), scale=scale, **window_of(window))
     grad_query, grad_key, grad_value = (
         heads_inside(g.unflatten(0, (batch, length)).transpose(1, 2)) for g in gradients)
     return grad_query, grad_key, grad_value

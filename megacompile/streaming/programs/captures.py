@@ -180,18 +180,16 @@ class Binder:
 
     def _hints(self, batch: int, length: int, any_length: bool) -> list[tuple[int, int]]:
         """Numbers of rows (at least 2) and their lengths for which inductor chooses kernels, in the order to try them. First
-        the usual ones. Then sizes with fewer and with more tokens than this one, since code may only hold above or below some
-        number of tokens. Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one."""
+        the usual ones. Then sizes with fewer, more and nearly as many tokens as this one, since code may hold only above or
+        below some number of tokens, or between two. Must not depend on earlier steps: a resumed run has the same bits."""
         usual = self.usual_length if any_length else length
         first = max(2, self.usual_rows or FULL_TOKENS // usual), usual
         if not any_length:
             return [first, (max(2, power_of_two(batch)), length)]
         tokens, below = batch * length, power_of_two(batch * length + 1) // 2
-        around = [below, power_of_two(tokens)]
-        # Code may also hold between two numbers that are closer than powers of two. Inductor has both 4,096 and 5,120.
-        quarter = max(UNIT, below // 4)
+        quarter, around = max(UNIT, below // 4), [below, power_of_two(tokens)]
         counts = [*(around if tokens < math.prod(first) else reversed(around)), tokens // quarter * quarter]
-        return [first, *(_rows_of(count, usual) for count in counts)]
+        return [first, *(_rows_of(max(4, count // UNIT), usual) for count in counts)]
 
     def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
         key = variant, mode, batch, length
@@ -205,12 +203,10 @@ class Binder:
         return self.compiled[key]
 
 
-def _rows_of(tokens: int, usual: int) -> tuple[int, int]:
-    """At least two rows with as many tokens together, a multiple of `UNIT`, and their length, at most the usual one if a length
-    divides the tokens. Rows have at least two units."""
-    units = max(4, tokens // UNIT)
-    lengths = [length for length in range(2, min(usual // UNIT, units // 2) + 1) if units % length == 0]
-    length = lengths[-1] if lengths else units // 2
+def _rows_of(units: int, usual: int) -> tuple[int, int]:
+    """Two rows or more of two units or more, together of so many units, and their length. It divides them if one can."""
+    dividing = (length for length in range(min(usual // UNIT, units // 2), 1, -1) if units % length == 0)
+    length = next(dividing, units // 2)
     return units // length, length * UNIT
 
 
