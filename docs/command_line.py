@@ -1,4 +1,5 @@
-"""The directive `command-line`: every command of `megacompile` with its options, as `--help` says them."""
+"""The directives `command-line`, every command of `megacompile` with its options as `--help` says them, and `stream-options`,
+the table of options of `stream`."""
 from __future__ import annotations
 
 import re
@@ -14,6 +15,28 @@ class CommandLine(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         return self.parse_text_to_nodes("\n".join(page()), allow_section_headings=True)
+
+
+class OptionTable(SphinxDirective):
+    """Puts the table in its place."""
+
+    def run(self) -> list[nodes.Node]:
+        return self.parse_text_to_nodes("\n".join(options()))
+
+
+def options() -> Iterator[str]:
+    """Markdown: a row for each option of `stream`, with the values that it takes and its default."""
+    from megacompile.ir.options import StreamOptions, Takes, rows
+
+    units = {Takes.BYTES: 'bytes, or text such as "24GiB"', Takes.TILES: "names of tiles, as a tuple or text"}
+    yield from ("| option | values | default | meaning |", "|---|---|---|---|")
+    for name, default, row in rows():
+        values = " or ".join(f'"{choice}"' for choice in row.choices) or units.get(row.takes, row.takes.value)
+        values += f", at least {row.least}" if row.least else ""
+        types = StreamOptions.__annotations__[name].replace(" | None", "").split(" | ")
+        taken = " or ".join(f"`{each}`" for each in types) if row.takes is Takes.OTHER else values
+        otherwise = row.unset if default is None or row.unset == "none" else repr(default)
+        yield f"| `{name}` | {_cell(taken)} | {_cell(otherwise)} | {_cell(row.help)} |"
 
 
 def page() -> Iterator[str]:
@@ -45,4 +68,4 @@ def _default(parameter: Any) -> str:
 
 def _cell(text: str) -> str:
     """Formats text for one line of a table cell. Only backticks stay markup."""
-    return re.sub(r"([|*<>_\[\]])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"(`[^`]*`)|([|*<>_\[\]])", lambda found: found[1] or f"\\{found[2]}", " ".join(text.split()))

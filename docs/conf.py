@@ -15,7 +15,7 @@ from sphinx.transforms import SphinxTransform
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from command_line import CommandLine  # noqa: E402  (after the path is complete)
+from command_line import CommandLine, OptionTable  # noqa: E402  (after the path is complete)
 
 from megacompile.version import __version__  # noqa: E402
 
@@ -117,6 +117,7 @@ class LinkFiles(SphinxTransform):
 
 def setup(app: Sphinx) -> None:
     app.add_directive("command-line", CommandLine)
+    app.add_directive("stream-options", OptionTable)
     app.add_transform(LinkPages)
     app.add_transform(LinkFiles)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon, at 500

@@ -98,7 +98,7 @@ class StreamOptions:
         None, Takes.BYTES, Scope.MODEL, 'Budget of host memory, tiles included, such as "256GiB".',
         unset="what is available", flag=True)
     dtype: torch.dtype | None = option(
-        None, Takes.OTHER, Scope.MODEL, "Compute dtype, or its name.", unset='or "auto": that of the model\'s parameters')
+        None, Takes.OTHER, Scope.MODEL, "Compute dtype, or its name.", unset='that of the model\'s parameters, as with "auto"')
     precision: Float8 | str | None = option(
         None, Takes.TEXT, Scope.MODEL, """float8: products of layers with their weights are computed in float8, on GPUs of
         compute capability 8.9 or later. float8-emulated: with the same rounding, but multiplied in FP32, on any device. Fields
