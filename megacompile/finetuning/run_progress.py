@@ -36,13 +36,9 @@ class Entry:
         disk = f"  written {format_bytes(step.disk_bytes_written)}" if step.disk_bytes_written else ""
         left = "" if self.seconds_left is None else f"  {format_seconds(self.seconds_left)} left"
         return (f"step {step.number:>{len(str(steps))}}/{steps}  epoch {self.epoch:.2f}  loss {step.loss:.4f}  mean "
-                f"{self.mean_loss:.4f}{norm}  lr {step.lr:.2e}  {_rate(step)}  {step.tflops:.3g} TFLOPS  device "
-                f"{format_bytes(step.device_bytes)}  host {format_bytes(step.host_bytes)}  process "
-                f"{format_bytes(step.process_bytes)}{disk}{left}")
-
-
-def _rate(step: Step) -> str:
-    return f"{step.rate:,.0f} tokens/s ({step.padding:.0%} padding)"
+                f"{self.mean_loss:.4f}{norm}  lr {step.lr:.2e}  {step.rate:,.0f} tokens/s ({step.padding:.0%} padding)  "
+                f"{step.tflops:.3g} TFLOPS  device {format_bytes(step.device_bytes)}  host {format_bytes(step.host_bytes)}  "
+                f"process {format_bytes(step.process_bytes)}{disk}{left}")
 
 
 def format_seconds(seconds: float) -> str:
@@ -105,7 +101,8 @@ class ProgressDisplay:
     def __call__(self, entry: Entry) -> None:
         """Updates the bar."""
         step = entry.step
-        self._latest = f"loss {step.loss:.4f}  mean {entry.mean_loss:.4f}  {_rate(step)}"
+        self._latest = (f"loss {step.loss:.4f}  mean {entry.mean_loss:.4f}  {step.rate:,.0f} tokens/s  device "
+                        f"{format_bytes(step.device_bytes)}  process {format_bytes(step.process_bytes)}")
         self._progress.update(self._task, completed=step.number, description=self._latest)
 
     def line(self, entry: Entry) -> None:

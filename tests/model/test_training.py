@@ -122,6 +122,14 @@ def test_a_log_file_gets_the_first_the_last_and_every_nth_line() -> None:
                         "0.125 TFLOPS  device 1.00 MiB  host 3.00 GiB  process 5.00 GiB  2 h 05 min left")
 
 
+def test_a_terminal_shows_the_last_step_s_loss_rate_and_memory() -> None:
+    out = io.StringIO()
+    with run_progress.ProgressDisplay(Console(file=out, force_terminal=True, width=160), steps=7, interval=9) as display:
+        display(entry(2))
+        display._progress.refresh()
+    assert "loss 2.5000  mean 2.7500  1,000 tokens/s  device 1.00 MiB  process 5.00 GiB" in out.getvalue()
+
+
 def test_a_run_s_course_has_epoch_mean_loss_and_time_left() -> None:
     ends = iter([100.0, 102.0, 106.0])
     course = run_progress.RunProgress(10, batch=4, rows=8, losses=[4.0], clock=lambda: next(ends))
