@@ -15,7 +15,9 @@ class DPOTrainer(PreferenceTrainer, trl.DPOTrainer):
     `peft_config`, the streamed model is closed, wrapped with the adapter, and streamed again with the same options
     (`trainer.model`); the reference is then the same model without the adapter.
 
-    Raises `UnsupportedError` for router losses, for `sync_ref_model`, and if TRL would copy an adapter; also what
+    A router loss (`router_aux_loss_coef`) trains if the model was streamed with `config.output_router_logits = True`.
+
+    Raises `UnsupportedError` for another router loss, for `sync_ref_model`, and if TRL would copy an adapter; also what
     `reference_of` raises."""
 
     module, settings, suffix = dpo_trainer, trl.DPOConfig, "DPO"

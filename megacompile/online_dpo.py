@@ -81,7 +81,8 @@ class OnlineDPOTrainer(trainer.Trainer, theirs.OnlineDPOTrainer):
         targets = torch.full_like(batch["input_ids"], IGNORED)
         targets[:, first:-1] = completion_ids.masked_fill(completion_mask == 0, IGNORED)
         function = function_of(1.0, ("log_probs",))
-        found: Tensor = model.megacompile.values_of_tokens(function, batch, {"targets": targets}, Wanted.TOKENS)["log_probs"]
+        values, _ = model.megacompile.values_of_tokens(function, batch, {"targets": targets}, Wanted.TOKENS)
+        found: Tensor = values["log_probs"]
         return found[:, first:-1]
 
 

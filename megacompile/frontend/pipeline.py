@@ -90,6 +90,7 @@ class CaptureState(Given):
     renaming: Renaming
     layer_names: tuple[str, ...]
     to_logits: Section | None
+    to_auxiliary: Section | None
     conditions: tuple[Condition, ...]
     build: BuildTemplate
     templates: dict[str, Template]

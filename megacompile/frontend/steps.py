@@ -147,7 +147,8 @@ def adopt_attention(graph: ModelGraph, batch: dict[str, Tensor]) -> None:
 
 
 def find_output(graph: ModelGraph, name: str, loss: Loss) -> tuple[OutputStructure, list[int]]:
-    """The structure of the model's return value, and which of the graph's results are the loss and the logits."""
+    """The structure of the model's return value, and which of the graph's results are the loss, the logits and the auxiliary
+    loss of routers."""
     return output_structure(graph, name, other_loss=loss is not None)
 
 
@@ -223,13 +224,20 @@ def repeat_layers(
 def attach_loss(
     graph: ModelGraph, sections: Sequence[Section], output: OutputStructure, positions: Sequence[int], renaming: Renaming,
     loss: Loss, read_by_loss: Described,
-) -> tuple[list[Section], Section | None]:
-    """The epilogue that returns only logits, if the model returns logits, and the user's loss instead of the model's."""
-    to_logits = with_results(sections[-1], [len(positions) - 1]) if output.has_logits else None
-    if loss is None:
-        return list(sections), to_logits
-    assert to_logits is not None, "refused in find_output"
-    return [*sections[:-1], with_loss(graph, renaming, to_logits, loss, read_by_loss)], to_logits
+) -> tuple[list[Section], Section | None, Section | None]:
+    """The sections, with the user's loss instead of the model's; the epilogue that returns only logits, if the model returns
+    logits; and the one that also returns an auxiliary loss of routers, if the model has one."""
+    *others, epilogue = sections
+    logits = output.logits_position
+    to_logits = with_results(epilogue, [logits]) if output.has_logits else None
+    to_auxiliary = None
+    if to_logits is not None and len(positions) > logits + 1:
+        to_auxiliary = with_results(epilogue, [logits, logits + 1])
+        epilogue = with_results(epilogue, range(logits + 1))
+    if loss is not None:
+        assert to_logits is not None, "refused in find_output"
+        epilogue = with_loss(graph, renaming, to_logits, loss, read_by_loss)
+    return [*others, epilogue], to_logits, to_auxiliary
 
 
 def collect_conditions(graph: ModelGraph, renaming: Renaming) -> tuple[Condition, ...]:
@@ -269,8 +277,8 @@ def _next_layer_name(templates: Mapping[str, Template]) -> str:
 
 def make_heads(
     graph: ModelGraph, fake_model: nn.Module, batch: dict[str, Tensor], key: CaptureKey, sections: Sequence[Section],
-    to_logits: Section | None, build: BuildTemplate, templates: dict[str, Template], renaming: Renaming,
-    calls: tuple[Call, ...], has_loss: bool, name: str,
+    to_logits: Section | None, to_auxiliary: Section | None, build: BuildTemplate, templates: dict[str, Template],
+    renaming: Renaming, calls: tuple[Call, ...], has_loss: bool, name: str,
 ) -> tuple[Heads | None, tuple[Call, ...]]:
     """The heads that can replace the epilogue when the caller differentiates. For a model without a loss, the calls end with
     that of its output."""
@@ -278,7 +286,7 @@ def make_heads(
         assert has_loss, "refused in find_output"
         return None, calls
     hidden = HiddenStates(name, fake_model, model_arguments(batch, key.images), sections[:-1], to_logits)
-    heads = Heads(graph, to_logits, hidden, build, templates, renaming)
+    heads = Heads(graph, to_logits, to_auxiliary, hidden, build, templates, renaming)
     return heads, calls if has_loss else (*calls, heads.head(LOGITS).call)
 
 
@@ -327,7 +335,7 @@ def describe_batch(
     return BatchFacts(
         forward_arguments=frozenset(forward_signature(fake_model).parameters), batch_inputs=inputs, labels=labels,
         same_logits_without_labels=same_logits,
-        logits_of_tokens=not output.has_logits or has_rows_of_tokens(graph, positions[-1]),
+        logits_of_tokens=not output.has_logits or has_rows_of_tokens(graph, positions[output.logits_position]),
         across_rows=arguments_mix or ("" if loss_facts.is_averaged else layers_mix), totals=totals,
         counts_positions=counts_positions, image_positions=image_positions, patches=patches, tables=tables)
 
@@ -377,7 +385,7 @@ STEPS: tuple[Step, ...] = (
     Step("name sizes", name_sizes, gives=("renaming",)),
     Step("cut expert pieces", cut_expert_pieces, gives=("sections",)),
     Step("repeat layers", repeat_layers, gives=("sections", "fake_model", "layer_names")),
-    Step("attach the loss", attach_loss, gives=("sections", "to_logits")),
+    Step("attach the loss", attach_loss, gives=("sections", "to_logits", "to_auxiliary")),
     Step("collect conditions", collect_conditions, gives=("conditions",)),
     Step("build templates", build_templates, gives=("build", "templates", "calls", "layers_mix")),
     Step("make heads", make_heads, gives=("heads", "calls"), changes=("templates",)),

@@ -265,11 +265,12 @@ class Handle:
         token.
 
         Raises `UnsupportedError` for a function that cannot be traced, and for arguments that are not supported."""
-        return self.values_of_tokens(function, batch, tensors)
+        return self.values_of_tokens(function, batch, tensors)[0]
 
     def values_of_tokens(self, function: Callable[..., Any], batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
-                         wanted: Wanted = Wanted.ALL) -> Any:
-        """Like `per_token`. `wanted` says which values the caller reads. If the caller reads no padding, rows may be packed."""
+                         wanted: Wanted = Wanted.ALL, auxiliary: bool = False) -> tuple[Any, Tensor | None]:
+        """Like `per_token`. `wanted` says which values the caller reads. If the caller reads no padding, rows may be packed.
+        Also returns, if `auxiliary`, the auxiliary loss of routers, 0-d: the mean over rows of their micro-batches'."""
         def with_tensors(given: BatchArguments) -> BatchArguments:
             packed = {batch_name(n): given.packed(x, filling(function, n)).contiguous() for n, x in tensors.items()}
             again = given.read_again
@@ -277,12 +278,17 @@ class Handle:
                            read_again=None if again is None else lambda rounding: with_tensors(again(rounding)))
 
         with self._told():
+            if auxiliary and not (self.streamed.captured.heads and self.streamed.captured.heads.has_auxiliary):
+                raise UnsupportedError("the model was streamed without an auxiliary loss of routers: set "
+                                       "config.output_router_logits = True before stream(), or pass router_aux_loss_coef=0")
             given = with_tensors(self._of_mapping("per_token", batch, tensors, wanted))
             heads = self._captured(given).require_heads()
-            output = heads.of_function(function, described(tensors))
+            output = heads.of_function(function, described(tensors), auxiliary)
         head = heads.head(output)
         assert head.structure is not None, "a function's head has one"
-        return pytree.tree_unflatten(self._unpacked(*self._outputs(given, output)), head.structure)
+        values = self._unpacked(*self._outputs(given, output))
+        found = pytree.tree_unflatten(values[:head.structure.num_leaves], head.structure)
+        return found, values[-1][:, 0].mean() if auxiliary else None
 
     def _captured(self, given: BatchArguments) -> CapturedModel:
         """The capture that serves a batch."""

@@ -204,10 +204,18 @@ def generate_by(model: StreamedPretrained, way: Way, finished: Finished) -> Any:
     found = None
     try:
         with torch.no_grad(), backend.issuing(Lane.COMPUTE), use as native:
-            found = generate_in_parts(native.generate, way.parts, native, way.arguments, finished)  # type: ignore[arg-type]
+            found = generate_in_parts(native.generate, way.parts, native,  # type: ignore[arg-type]
+                                      _without_router_losses(native, way.arguments), finished)
     finally:
         backend.exit(_tensors([found, finished.tokens]))
     return found
+
+
+def _without_router_losses(model: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the auxiliary losses that a config asks for in training. transformers computes them from the routers' logits of
+    the new tokens and a mask of all tokens, which raises an error."""
+    asks = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return {"output_router_logits": False, **given} if asks else given
 
 
 def generate_streamed(model: StreamedPretrained, given: Mapping[str, Any]) -> Any:

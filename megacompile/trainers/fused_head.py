@@ -34,18 +34,22 @@ class FusedHead:
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return type(self.model).forward(self.model, *args, **kwargs)
-        if args or kwargs.get("output_router_logits"):
-            raise UnsupportedError("the router auxiliary loss was not captured with the model: pass router_aux_loss_coef=0")
+        assert not args, "TRL passes names"
+        routers = bool(kwargs.get("output_router_logits"))
         labels, count = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         targets = next_tokens(labels)
         mask = kwargs.get("attention_mask")
         read = mask is not None and mask.shape == targets.shape and bool((targets[mask == 0] != IGNORED).any())
-        values = self.model.megacompile.values_of_tokens(  # type: ignore[operator, union-attr]
-            self.function, kwargs, {"targets": targets}, Wanted.ALL if read else Wanted.TOKENS)
+        # Packed rows are other micro-batches, and an auxiliary loss is one of micro-batches.
+        values, auxiliary = self.model.megacompile.values_of_tokens(  # type: ignore[operator, union-attr]
+            self.function, kwargs, {"targets": targets}, Wanted.ALL if read or routers else Wanted.TOKENS, auxiliary=routers)
         values = {name: value[:, :-1] for name, value in values.items()}  # the last position predicts nothing
         counted = (targets[:, :-1] != IGNORED).to(values["log_probs"].device)
         loss = -values["log_probs"].sum() / (counted.sum().clamp(min=1) if count is None else count)
-        return FusedCausalLMOutput(loss=loss, label_mask=counted, **values)
+        if auxiliary is not None:
+            config: Any = self.model.config
+            loss = loss + config.get_text_config().router_aux_loss_coef * auxiliary
+        return FusedCausalLMOutput(loss=loss, label_mask=counted, aux_loss=auxiliary, **values)
 
 
 @functools.cache

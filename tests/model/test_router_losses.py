@@ -77,6 +77,28 @@ def test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_as
     assert_native(rows, batch(1, rows=5, length=11))
 
 
+def doubled(logits: Tensor) -> Tensor:
+    return 2 * logits.float()
+
+
+@pytest.mark.parametrize("rows", [pytest.param(None, marks=pytest.mark.nightly), 2])
+def test_values_of_tokens_come_with_a_routers_loss(rows: int | None) -> None:
+    """DPO, KTO and GRPO add it to a loss of their own."""
+    native, given = mixtral(), batch(1, rows=5, length=11)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=rows)
+    ids = given["input_ids"]
+    values, auxiliary = model.megacompile.values_of_tokens(doubled, {"input_ids": ids}, {}, auxiliary=True)
+    parts = [(len(part) / 5, native(input_ids=part)) for part in ids.split(rows or 5)]
+    expected = sum(share * result.aux_loss for share, result in parts)
+    torch.testing.assert_close(auxiliary, expected, rtol=1e-6, atol=0)
+    logits = torch.cat([result.logits for _, result in parts])
+    torch.testing.assert_close(values, 2 * logits, rtol=1e-5, atol=1e-5)
+    (values.square().mean() + WEIGHT * auxiliary).backward()
+    ((2 * logits).square().mean() + WEIGHT * expected).backward()
+    assert_same_gradients(model, native)
+    model.megacompile.close()
+
+
 @pytest.mark.nightly(
     held_by="tests/model/test_router_losses.py::test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_asked_for")
 def test_router_logits_that_are_cast_to_the_dtype_they_have_are_recorded() -> None:

@@ -33,9 +33,9 @@ from megacompile.weights.quantizing import adopt_bitsandbytes
 
 NUMBERS = tiny_models.VOCABULARY - 3
 SHARED = {**trained.ARGUMENTS, "bf16": False, "learning_rate": 5e-3}
-#: What is measured of time; what TRL does not log; and how often a reward is the larger one, which rounding decides before the
-#: first update.
-_OTHERWISE = ("time", "runtime", "per_second", "padding_share", "rewards/accuracies")
+#: What is measured of time; what TRL does not log (loads of experts, too); and how often a reward is the larger one,
+#: which rounding decides before the first update.
+_OTHERWISE = ("time", "runtime", "per_second", "padding_share", "rewards/accuracies", "expert_")
 
 
 @pytest.fixture(autouse=True)
@@ -253,12 +253,42 @@ def test_references_that_cannot_be_had_are_refused(policy: Any, tokenizer: Any, 
                     processing_class=tokenizer, **more)
 
 
+def mixture(tokenizer: Any, routers: bool = True) -> Any:
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MixtralConfig(
+        vocab_size=tiny_models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, num_local_experts=4, output_router_logits=routers,
+        router_aux_loss_coef=0.5, initializer_range=0.3, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id), attn_implementation="eager").train()
+
+
+@pytest.mark.parametrize(("run", "trainers", "changes"), [
+    (dpo, (trl.DPOTrainer, DPOTrainer), {"precompute_ref_log_probs": True}),
+    (kto, (trl.KTOTrainer, KTOTrainer), {"precompute_ref_log_probs": True}),
+    (grpo, (trl.GRPOTrainer, GRPOTrainer), {})], ids=["dpo", "kto", "grpo"])
+def test_router_losses_train_as_they_do_unstreamed(run: Any, trainers: tuple[type, type], changes: dict[str, Any],
+                                                   tokenizer: Any, tmp_path: Path) -> None:
+    native = mixture(tokenizer, routers=run is not grpo)  # transformers cannot generate with them
+    model = megacompile.stream(mixture(tokenizer), device="cpu")
+    try:
+        theirs, ours = (run(trainer, tmp_path, each, tokenizer, **changes)
+                        for trainer, each in zip(trainers, (native, model), strict=True))
+        assert_alike(ours, theirs)
+        assert any("aux_loss" in entry for entry in logged(ours))
+        tiny_models.assert_same_weights(model, native, tolerance=1e-3)
+    finally:
+        model.megacompile.close()
+
+
 def test_a_router_loss_that_was_not_captured_is_refused(policy: Any) -> None:
     from megacompile.trainers.fused_head import FusedHead  # needs trl
 
     head = FusedHead(policy, 1.0, ("log_probs",))
-    with pytest.raises(UnsupportedError, match="the router auxiliary loss was not captured with the model: pass"):
-        head(fused_lm_head=True, output_router_logits=True)
+    with pytest.raises(UnsupportedError, match="streamed without an auxiliary loss of routers: set config"):
+        head(input_ids=torch.zeros(1, 4, dtype=torch.int64), labels=torch.zeros(1, 4, dtype=torch.int64),
+             fused_lm_head=True, output_router_logits=True)
 
 
 def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from megacompile.compat.symbols import statically_known_true
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.tracing.model_graph import ModelGraph
 
-_OF_ROUTERS = ("aux_loss", "router_logits")
+#: The field of the auxiliary loss of routers.
+AUXILIARY = "aux_loss"
+_OF_ROUTERS = (AUXILIARY, "router_logits")
 #: Outputs of models of transformers that are ingredients of the loss or the logits.
 _PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})
 
@@ -21,7 +23,8 @@ _PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})
 class OutputStructure:
     """The structure in which a model returns its loss and logits. `cls`: Tensor, tuple, list, or a mapping class built from
     keywords. `fields`: (key or position, "loss" | "logits" | "part" | "") in the model's order. A "part" is an ingredient of
-    the loss or logits, and is not returned."""
+    the loss or logits, and is not returned. The graph's results are those of the model: the loss, the logits, and the auxiliary
+    loss of routers."""
 
     cls: type
     fields: tuple[tuple[Any, str], ...]
@@ -33,6 +36,11 @@ class OutputStructure:
     @property
     def has_logits(self) -> bool:
         return any(role == "logits" for _, role in self.fields)
+
+    @property
+    def logits_position(self) -> int:
+        """Which of the graph's results are the logits."""
+        return int(self.has_loss)
 
     @property
     def records_routers(self) -> bool:
@@ -51,11 +59,11 @@ class OutputStructure:
 
 
 def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> tuple[OutputStructure, list[int]]:
-    """The structure, and which of the graph's results are the loss and, if the model returns them, the logits. The model must
-    return one scalar, with a gradient if anything in the model has one, and at most one other tensor, whose first dimensions
-    are batch and length. It may return that tensor alone if it is computed from the whole batch: a model without a head, whose
-    loss the caller computes. With `other_loss`, a loss that is not the model's, the model must return logits, and may return
-    only them. Raises `UnsupportedError` for anything else."""
+    """The structure, and which of the graph's results are the loss, the logits and the auxiliary loss of routers, if the
+    model returns them. The model must return one scalar, with a gradient if anything in the model has one, and at most one
+    other tensor, whose first dimensions are batch and length. It may return that tensor alone if it is computed from the
+    whole batch: a model without a head, whose loss the caller computes. With `other_loss`, a loss that is not the model's,
+    the model must return logits, and may return only them. Raises `UnsupportedError` for anything else."""
     returned = model.returned
     trained = any(getattr(n.meta["example_value"], "requires_grad", False) for n in model.sources)
     position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
@@ -63,6 +71,8 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
     for key, value in _items(returned, name):
         if value is None or key in _PARTS:
             fields.append((key, "" if value is None else "part"))
+            if key == AUXILIARY and id(value) in position:
+                found[key] = position[id(value)]
             continue
         if not isinstance(value, Tensor):
             raise UnsupportedError(f"{name} returns {key}={type(value).__name__}: return loss and logits only")
@@ -80,7 +90,7 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
         raise UnsupportedError(
             f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "
             "compute it with some parameter that has requires_grad=True")
-    return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]
+    return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits", AUXILIARY) if r in found]
 
 
 def has_rows_of_tokens(model: ModelGraph, position: int) -> bool:

@@ -184,14 +184,14 @@ class Heads:
     """The heads of one captured model. State: the heads built so far, by name; and the names of functions, by the tensors that
     they take."""
 
-    def __init__(self, model: ModelGraph, to_logits: Section, hidden: HiddenStates, build: BuildTemplate,
-                 templates: dict[str, Template], renaming: Renaming) -> None:
-        self._model, self._section, self._build, self._templates = model, to_logits, build, templates
+    def __init__(self, model: ModelGraph, to_logits: Section, to_auxiliary: Section | None, hidden: HiddenStates,
+                 build: BuildTemplate, templates: dict[str, Template], renaming: Renaming) -> None:
+        self._model, self._sections, self._build, self._templates = model, (to_logits, to_auxiliary), build, templates
         self.hidden = hidden
         self._own = {LOGITS: lambda: to_logits, LAST: hidden.last, ALL: hidden.beside_logits}
         self._renaming, self._known_guards = renaming, len(model.shape_env.guards)
         self._heads: dict[str, Head] = {}
-        self._functions: dict[tuple[Callable[..., Any], Described], str] = {}
+        self._functions: dict[tuple[Callable[..., Any], Described, bool], str] = {}
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -207,10 +207,16 @@ class Heads:
             raise UnsupportedError(f"the model has no output {name!r}: it has {there}")
         return self._heads[name]
 
-    def of_function(self, function: Callable[..., Any], described: Described) -> str:
-        """The name of the head of a function. Traced at its first use with tensors of these names and shapes. Raises
-        `UnsupportedError` for a function that cannot be traced, or that does not return rows for tokens."""
-        key = function, described
+    @property
+    def has_auxiliary(self) -> bool:
+        """True if the model returns an auxiliary loss of routers."""
+        return self._sections[1] is not None
+
+    def of_function(self, function: Callable[..., Any], described: Described, auxiliary: bool = False) -> str:
+        """The name of the head of a function. Traced at its first use with tensors of these names and shapes. With `auxiliary`,
+        a last value of each token is the auxiliary loss of its micro-batch. Raises `UnsupportedError` for a function that
+        cannot be traced, or that does not return rows for tokens."""
+        key = function, described, auxiliary
         if key not in self._functions:
             if len(self._functions) >= MOST_FUNCTIONS:
                 raise UnsupportedError(f"{len(self._functions)} functions of tokens have been compiled for this model: make a "
@@ -218,8 +224,9 @@ class Heads:
             label = name_of(function)
             taken = {*self._own, "loss", *self._templates}
             name = next(n for n in (label, *(f"{label}_{i}" for i in range(2, MOST_FUNCTIONS + 2))) if n not in taken)
-            section, structure = with_function(
-                self._model, self._renaming, self._section, name, function, described, batch_name)
+            section = self._sections[auxiliary]
+            assert section is not None, "the model has no auxiliary loss"
+            section, structure = with_function(self._model, self._renaming, section, name, function, described, batch_name)
             self._add(name, section, CHUNK_TOKENS, structure)
             self._functions[key] = name
         return self._functions[key]

@@ -59,12 +59,13 @@ def name_of(function: Callable[..., Any]) -> str:
 def with_function(model: ModelGraph, renaming: Renaming, section: Section, name: str, function: Callable[..., Any],
                   described: Described, in_batch: Callable[[str], str] = str) -> tuple[Section, pytree.TreeSpec]:
     """Turns a section that computes logits into one that computes a function of them. Returns it and the structure of the
-    values. `in_batch`: the name in a batch of a tensor that the function takes. Raises `UnsupportedError` for a function that
-    cannot be traced, does not return rows for tokens, or computes a token's value from other tokens: micro-batches and chunks
-    would each see only some of them."""
-    module = with_results(section, [0]).graph
+    values. If the section also computes a number, an auxiliary loss, each token has it as a last value. `in_batch`: the
+    name in a batch of a tensor that the function takes. Raises `UnsupportedError` for a function that cannot be traced,
+    does not return rows for tokens, or computes a token's value from other tokens: micro-batches and chunks would each see
+    only some of them."""
+    module = with_results(section, range(len(section.has_gradient))).graph
     graph, output = module.graph, module.graph.output_node()
-    (logits,) = output.all_input_nodes
+    logits, *numbers = output.all_input_nodes
     example = next(n.meta["example_value"] for n, s in model.sources.items() if s.kind == "batch")
     rows, length = example.shape[:2]
     value = logits.meta["example_value"]
@@ -77,6 +78,9 @@ def with_function(model: ModelGraph, renaming: Renaming, section: Section, name:
     with graph.inserting_before(output):
         made = graph.call_function(tokenwise, (logits, *given))
         results = [graph.call_function(operator.getitem, (made, position)) for position in range(len(values))]
+        results += [graph.call_function(_of_each_token, (logits, number)) for number in numbers]
+    with model.fakes, torch.enable_grad():
+        values = [*values, *(_of_each_token(value, number.meta["example_value"]) for number in numbers)]
     for node, example in zip(results, values, strict=True):
         node.meta["example_value"] = example
     output.args = (tuple(results),)
@@ -86,13 +90,19 @@ def with_function(model: ModelGraph, renaming: Renaming, section: Section, name:
     assert tokenwise.structure is not None, "the trial has run"
     sources = [*section.sources, *(Source("batch", in_batch(key)) for key, _, _ in described)]
     gradients = [needs_gradient(node) for node in results]
-    _check_alone(model, renaming, name, module)
+    _check_alone(model, renaming, name, module, len(values) - len(numbers))
     return Section(name, module, sources, gradients, [False] * len(results)), tokenwise.structure
 
 
-def _check_alone(model: ModelGraph, renaming: Renaming, name: str, module: fx.GraphModule) -> None:
+def _of_each_token(logits: Tensor, number: Tensor) -> Tensor:
+    """A number as a value of each token, float32 [B, T]."""
+    return torch.zeros_like(logits[..., 0], dtype=torch.float32) + number
+
+
+def _check_alone(model: ModelGraph, renaming: Renaming, name: str, module: fx.GraphModule, count: int) -> None:
+    """Raises `UnsupportedError` if one of the first `count` results of a token depends on other tokens."""
     traced = forward_graph(module, model.fakes, LOSSES_OF_TOKENS)
-    mixing = across_tokens(cut_graph(traced.graph, traced.inputs, traced.outputs).graph, renaming)
+    mixing = across_tokens(cut_graph(traced.graph, traced.inputs, traced.outputs[:count]).graph, renaming)
     if mixing is not None:
         raise UnsupportedError(f"the function {name} does not compute each token alone, or {mixing.target} is not known to: "
                                "compute that part outside, from what the function returns or from the model's logits")
