@@ -285,7 +285,7 @@ class Trainer(transformers.Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, and adds to each loss `tokens_per_second` (without padding) and `padding_share` (of the computed tokens) since
         the last one, and of a mixture `expert_load_max` and `expert_idle` of the last step (`Handle.stats`). Waits for
-        `grad_norm`, which is known once the update has begun; with `overlap="backward"` there is none. Before it waits, it
+        `grad_norm`, which is known once the update has begun; with `update="arrival"` there is none. Before it waits, it
         reads the batches of the next step, which the device would otherwise wait for."""
         if "loss" in logs:
             logs.update(self._token_rate.since(check_model(self.model).step.tokens))
@@ -338,10 +338,10 @@ def _joining_changes_results(captured: CapturedModel, batches: Sequence[Mapping[
 
 def _max_grad_norm(optimizer: StreamedOptimizer, argument: float) -> float | None:
     """The maximum norm that the optimizer and TrainingArguments agree on."""
-    wanted = checked_norm(argument, None)
-    if optimizer.overlap is not None and wanted is not None:
-        raise MegacompileError(f"max_grad_norm={argument} cannot be applied with overlap='backward', which updates before "
-                               "the global norm is known: pass TrainingArguments(max_grad_norm=0), or leave overlap out")
+    wanted = checked_norm(argument, False)
+    if optimizer.on_arrival and wanted is not None:
+        raise MegacompileError(f"max_grad_norm={argument} cannot be applied with update='arrival', which updates before "
+                               "the global norm is known: pass TrainingArguments(max_grad_norm=0), or leave update out")
     if optimizer.max_grad_norm not in (None, wanted):
         raise MegacompileError(f"the optimizer clips at max_grad_norm={optimizer.max_grad_norm}, but TrainingArguments at "
                                f"{argument}: pass the same value to both")

@@ -360,4 +360,4 @@ def optimizer_of(model: Any, settings: Settings, recipe: Recipe) -> Any:
     named = optimizer_named(settings.optim)
     known = dict(lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, weight_decay=recipe.weight_decay)
     return named.kind([group for group in groups if group["params"]], **named.arguments(known, settings.optim_args),
-                      max_grad_norm=recipe.max_grad_norm or None, overlap="backward" if settings.on_arrival else None)
+                      max_grad_norm=recipe.max_grad_norm or None, update="arrival" if settings.on_arrival else "step")

@@ -40,8 +40,8 @@ class StateChoice:
     @property
     def options(self) -> str:
         """The optimizer's options that select it."""
-        master, overlap = "master='bfloat16'" * (not self.exact), "overlap='backward'" * self.on_arrival
-        return ", ".join(filter(None, (f"state_dtype='{self.format.name}'", master, overlap)))
+        master, update = "master='bfloat16'" * (not self.exact), "update='arrival'" * self.on_arrival
+        return ", ".join(filter(None, (f"state_dtype='{self.format.name}'", master, update)))
 
     @property
     def state(self) -> ElementState:

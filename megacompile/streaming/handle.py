@@ -324,13 +324,13 @@ class Handle:
         """Runs a whole training step as one program: forward, backward and update of `batch`, which includes labels. Returns
         the loss, 0-d, on the compute device, without a gradient; reading it waits for the last forward, not for the backward
         after it. `.grad` stays None. Only whole steps run in waves (see `StreamConfig.waves`). With
-        `AdamW(overlap="backward")` they update as gradients arrive.
+        `AdamW(update="arrival")` they update as gradients arrive.
 
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
         with self.streamed.rank_group.told("train_step"):
             given = self._trained_arguments(batch, optimizer)
             optimizer.prepare()
-        return self.streamed.train_step(given, optimizer, optimizer.overlap is not None)
+        return self.streamed.train_step(given, optimizer, optimizer.on_arrival)
 
     def _trained_arguments(self, batch: Mapping[str, Any], optimizer: StreamedOptimizer) -> BatchArguments:
         streamed = self.streamed

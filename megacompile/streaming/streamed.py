@@ -238,16 +238,16 @@ class Streamed:
         forward.host, forward.give_back = self.activation_checkpoints.lend(forward, executable.host_slots, self.settle)
         return forward
 
-    def train_step(self, given: BatchArguments, optimizer: Updater, overlap: bool) -> Tensor:
-        """The loss of a step that runs as one program. Without `overlap`, its update runs during the next step's forward.
+    def train_step(self, given: BatchArguments, optimizer: Updater, on_arrival: bool) -> Tensor:
+        """The loss of a step that runs as one program. Without `on_arrival`, its update runs during the next step's forward.
         `optimizer`: prepared."""
         with self.guarded(), self.rank_group.failing():
             self.executor.check()
             given, _, all_rows, _ = self.rank_group.joined(given, "train_step")
-            wanted = replace(self.spec_of(given, training=True), update="arrival" if overlap else "step", whole_step=True)
+            wanted = replace(self.spec_of(given, training=True), update="arrival" if on_arrival else "step", whole_step=True)
             executable = self.rank_group.compiled(self.executables, wanted, self.in_use())
             self.store.allocate_sums(executable.plan.host_sums)
-            if not overlap:
+            if not on_arrival:
                 self.hold_gradients()
             update = optimizer.request(self.reached(executable))
             self._enter(executable, "train_step", "update")
@@ -255,13 +255,13 @@ class Streamed:
             batch = self._batch(executable, given, all_rows)
             self.rank_group.agree_on_update("update", update)
             self.step.backward_began(executable, batch)
-            if overlap:
+            if on_arrival:
                 self.begin_update(executable, update)
             # Compute ends only after every tile's weights were sent, so after the update before this one.
             self.runner.submit(executable, "train_step", batch, self._open(executable, batch), update).wait((Lane.COMPUTE,))
             self.step.gradients_stored()
             loss = batch_io.loss_of(self.backend, batch)
-            if not overlap:
+            if not on_arrival:
                 self.begin_update(executable, update)
                 self.runner.submit(executable, "update", update=update)
         return loss

@@ -249,7 +249,7 @@ class Planning:
         show_default=default_length())] = None
     update: Annotated[Update, typer.Option(
         rich_help_panel=_SCHEDULE_PANEL,
-        help="When to update a tile: at the end of the step, or on arrival of its gradients, as AdamW(overlap='backward') "
+        help="When to update a tile: at the end of the step, or on arrival of its gradients, as AdamW(update='arrival') "
              "does.")] = Update.STEP
     optim: Optim = "adamw"
     optim_args: OptimArgs = None

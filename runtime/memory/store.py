@@ -178,7 +178,7 @@ class Store:
         if needed and needed > (available := available_host_bytes()):
             raise InsufficientMemoryError(
                 f"gradients that wait for a step take {format_bytes(needed)} of host memory, and {format_bytes(available)} are "
-                "available: update on arrival (overlap='backward'), or use a machine with more memory")
+                "available: update on arrival (update='arrival'), or use a machine with more memory")
         for tile in missing:
             tile.allocate_gradients()
         return [tile.gradients for tile in missing if tile.gradients is not None]

@@ -227,7 +227,7 @@ USES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a device": (lambda m: megacompile.stream(LossAlone(), device="tpu"), "device must be 'cpu' or 'cuda', not 'tpu'"),
     "an update beside an unknown pass": (
         lambda m: megacompile.AdamW(m.parameters(), overlap="forward"),
-        r"overlap='forward' must be None \(update during the next forward\) or 'backward'"),
+        "overlap='forward' is out of range: give update='step'"),
     "a second derivative": (
         lambda m: m(**batch(1)).loss.backward(create_graph=True), r"create_graph=True \(double backward\) is not supported"),
 }

@@ -93,7 +93,7 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_is_traced(monkey
     monkeypatch.setattr(megacompile.api, "capture", traced)
     for entry, state in ((lambda **more: planned(hardware="rtx3090", **more), "16 bytes each"),
                          (lambda **more: megacompile.stream(tiny_models.build(), **more),  # the smallest state there is
-                          "6.03 bytes each with state_dtype='8bit', overlap='backward'")):
+                          "6.03 bytes each with state_dtype='8bit', update='arrival'")):
         with pytest.raises(InsufficientMemoryError, match=rf"training Qwen2ForCausalLM takes .*, {state}\) and 1.00 GiB are"):
             entry(host_memory="1GiB")
         with pytest.raises(AssertionError, match="traced"):
@@ -149,8 +149,8 @@ def large() -> Any:
 @pytest.mark.parametrize(("memory", "said"), [
     ("128GiB", ": use a model of up to 9.51 G parameters in bfloat16 (even its frozen weights take 135.42 GiB)\nor use"),
     ("192GiB", ": train adapters (LoRA) over frozen weights: then it takes 135.42 GiB, plus the adapters\nor train only the "),
-    ("300GiB", ": give the optimizer state_dtype='8bit', master='bfloat16', overlap='backward': then it takes 268.89 GiB"),
-    ("420GiB", ": give the optimizer state_dtype='8bit', overlap='backward': then it takes 400.30 GiB (6.03 bytes "
+    ("300GiB", ": give the optimizer state_dtype='8bit', master='bfloat16', update='arrival': then it takes 268.89 GiB"),
+    ("420GiB", ": give the optimizer state_dtype='8bit', update='arrival': then it takes 400.30 GiB (6.03 bytes "
                "each), and the host's update takes 0."),
     ("600GiB", ": give the optimizer state_dtype='8bit': then it takes 531.72 GiB (8.03 bytes each), "
                "and the host's update takes 0."),

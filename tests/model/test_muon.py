@@ -304,7 +304,7 @@ def test_a_plan_for_muon_holds_its_matrices_and_their_products() -> None:
 # ---------------------------------------------------------------- refusals
 @pytest.mark.nightly(held_by="tests/model/test_state_table.py::test_a_row_s_bytes_are_what_is_allocated")
 def test_what_whole_matrices_do_not_allow_is_refused(model: Any) -> None:
-    with pytest.raises(UnsupportedError, match="leave overlap out"):
+    with pytest.raises(UnsupportedError, match="leave update out"):
         muon(model, overlap="backward", max_grad_norm=None)
     with pytest.raises(UnsupportedError, match="one of the group has 16"):
         muon(model, split=(4, 4))

@@ -201,7 +201,7 @@ def test_a_loss_of_an_optimizer_that_is_gone_is_refused(model: Any) -> None:
     loss = model(**batch(0)).loss
     del optimizer
     gc.collect()
-    with pytest.raises(LeaseError, match=r"overlap='backward' that is no longer there: run the forward again"):
+    with pytest.raises(LeaseError, match=r"update='arrival' that is no longer there: run the forward again"):
         loss.backward()
     model(**batch(0)).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -212,7 +212,7 @@ def test_another_optimizer_s_step_is_refused_since_it_would_find_no_gradient(mod
     other = megacompile.AdamW([first], lr=1e-2)
     optimizer = megacompile.AdamW(others, lr=1e-2, overlap="backward")
     loss = model(**batch(0)).loss
-    with pytest.raises(MegacompileError, match="another optimizer, made later with overlap='backward'"):
+    with pytest.raises(MegacompileError, match="another optimizer, made later with update='arrival'"):
         other.step()
     with pytest.raises(MegacompileError, match=r"the gradient of model.embed_tokens.weight would be lost"):
         loss.backward()
@@ -361,3 +361,11 @@ def test_a_checkpoint_loaded_before_the_step_begins_anew(model: Any) -> None:
         step(model, optimizer, 1)
         found.append(weights(model))
     assert same_bits(*found) and not same_bits(found[0], saved)
+
+
+def test_the_former_name_of_updates_on_arrival_means_the_same(model: Any) -> None:
+    former = megacompile.AdamW(model.parameters(), overlap="backward")
+    assert former.on_arrival and not megacompile.AdamW(model.parameters()).on_arrival
+    assert megacompile.AdamW(model.parameters(), update="arrival").on_arrival
+    with pytest.raises(MegacompileError, match="update='later' is out of range: give update='step'"):
+        megacompile.AdamW(model.parameters(), update="later")

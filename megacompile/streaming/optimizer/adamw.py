@@ -85,10 +85,10 @@ class AdamW(StreamedOptimizer):
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, state_dtype: str = "float32", master: str = "float32",
-                 max_grad_norm: float | None = None, overlap: str | None = None, non_finite: str = "raise",
-                 dump_folder: str | os.PathLike[str] = "non-finite") -> None:
+                 max_grad_norm: float | None = None, update: str = "step", non_finite: str = "raise",
+                 dump_folder: str | os.PathLike[str] = "non-finite", overlap: str | None = None) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), state_dtype=state_dtype,
-                         master=master, max_grad_norm=max_grad_norm, overlap=overlap, non_finite=non_finite,
+                         master=master, max_grad_norm=max_grad_norm, update=update, overlap=overlap, non_finite=non_finite,
                          dump_folder=dump_folder)
 
     def options_of(self, group: Mapping[str, Any]) -> Options:

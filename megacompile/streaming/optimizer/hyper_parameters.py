@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from megacompile.runtime.optimizer.state_format import FORMATS
 
 #: Options of PyTorch's optimizers that change the update rule, with the values that leave it as it is.
 _UNSUPPORTED = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
-_OF_ALL = ("max_grad_norm", "overlap", "non_finite", "dump_folder")
+_OF_ALL = ("max_grad_norm", "update", "overlap", "non_finite", "dump_folder")
 MASTERS = ("float32", "bfloat16")
 
 
@@ -71,21 +71,23 @@ def check_complete(group: Mapping[str, Any], checks: Mapping[str, Check], optimi
     check_options(group, checks, optimizer)
 
 
-def checked_overlap(overlap: Any) -> str | None:
-    """The checked `overlap`, which says when updates run. Raises `MegacompileError`."""
-    if overlap not in (None, "backward"):
-        raise MegacompileError(f"overlap={overlap!r} must be None (update during the next forward) or 'backward' (as gradients "
-                               "arrive)")
-    return cast("str | None", overlap)
+def is_on_arrival(update: Any, overlap: Any) -> bool:
+    """True if a tile is updated when its gradients arrive. `overlap`: the former name, with None for "step" and "backward" for
+    "arrival". Raises `MegacompileError` for another value of either."""
+    if update not in ("step", "arrival") or overlap not in (None, "backward"):
+        given = f"update={update!r}" if overlap is None else f"overlap={overlap!r}"
+        raise MegacompileError(f"{given} is out of range: give update='step' (all at the end of the step) or update='arrival' "
+                               "(each tile when its gradients arrive)")
+    return bool(update == "arrival" or overlap)
 
 
-def checked_norm(value: Any, overlap: str | None) -> float | None:
+def checked_norm(value: Any, on_arrival: bool) -> float | None:
     """The global norm to clip gradients to. None, 0 and infinity mean no clipping. Raises `MegacompileError`."""
     if value is not None and not (is_number(value) and value >= 0):
         raise MegacompileError(f"max_grad_norm={value!r} is out of range: give a number above 0, or None or 0 for no clipping")
     limit = None if value is None or float(value) in (0.0, math.inf) else float(value)
-    if overlap is not None and limit is not None:
-        raise MegacompileError("overlap='backward' updates before the global norm is known: leave max_grad_norm out")
+    if on_arrival and limit is not None:
+        raise MegacompileError("update='arrival' updates before the global norm is known: leave max_grad_norm out")
     return limit
 
 

@@ -1,6 +1,6 @@
 """Updates on arrival in the plain loop: which optimizer a backward updates with, and what such a loop must not do.
 
-    optimizer = AdamW(model.parameters(), overlap="backward")
+    optimizer = AdamW(model.parameters(), update="arrival")
     loss = model(**batch).loss
     loss.backward()          # reads the hyper-parameters, and updates each tile as its gradients arrive; `.grad` stays None
     optimizer.step()         # ends the step; does nothing without a backward before it
@@ -75,25 +75,25 @@ class OptimizerInBackward:
         """The reason why a backward is refused."""
         if self.step.updated_in_backward:
             return LeaseError(
-                "a second backward before step() cannot add to gradients that overlap='backward' has consumed: call "
-                "optimizer.step() first, give the whole batch to one forward, or make the optimizer without overlap")
+                "a second backward before step() cannot add to gradients that update='arrival' has consumed: call "
+                "optimizer.step() first, give the whole batch to one forward, or make the optimizer without it")
         if forward.executable.spec.update != "arrival":
             return None
         if self.optimizer is None:
-            return LeaseError("this loss was computed to update with an optimizer with overlap='backward' that is no longer "
+            return LeaseError("this loss was computed to update with an optimizer with update='arrival' that is no longer "
                               "there: run the forward again")
         if any(other.version == forward.version for other in others):
             return LeaseError(
-                "another forward waits for its backward, and this one would change its weights (overlap='backward'): run one "
-                "forward at a time (others under torch.no_grad()), give both batches to one forward, or leave overlap out")
+                "another forward waits for its backward, and this one would change its weights (update='arrival'): run one "
+                "forward at a time (others under torch.no_grad()), give both batches to one forward, or leave update out")
         if self.gradients.waiting:
             return MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         left_out = [name for name in self.gradients if name in reached and id(self.gradients.parameters[name]) not in given]
         if left_out:
-            return MegacompileError(f"the gradient of {left_out[0]} would be lost, since overlap='backward' keeps none and the "
+            return MegacompileError(f"the gradient of {left_out[0]} would be lost, since update='arrival' keeps none and the "
                                     "optimizer has no such parameter: add it to a group, freeze it before stream(), or leave "
-                                    "overlap out")
+                                    "update out")
         try:
             self.optimizer.prepare()
         except MegacompileError as error:
@@ -104,7 +104,7 @@ class OptimizerInBackward:
         """Raises `MegacompileError` if `optimizer.step()` is called on an optimizer other than the one that consumes the
         gradients."""
         if self.optimizer is not None and self.optimizer is not optimizer:
-            raise MegacompileError("another optimizer, made later with overlap='backward', consumes this model's gradients as "
+            raise MegacompileError("another optimizer, made later with update='arrival', consumes this model's gradients as "
                                    "they arrive: make one optimizer, with parameter groups")
 
     def request(self, forward: OpenForward, reached: Collection[str]) -> Update | None:

@@ -68,10 +68,11 @@ class Lion(StreamedOptimizer):
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
                  weight_decay: float = 0.0, *, state_dtype: str = "float32", master: str = "float32",
-                 max_grad_norm: float | None = None, overlap: str | None = None, non_finite: str = "raise",
-                 dump_folder: str | os.PathLike[str] = "non-finite") -> None:
+                 max_grad_norm: float | None = None, update: str = "step", non_finite: str = "raise",
+                 dump_folder: str | os.PathLike[str] = "non-finite", overlap: str | None = None) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), state_dtype=state_dtype, master=master,
-                         max_grad_norm=max_grad_norm, overlap=overlap, non_finite=non_finite, dump_folder=dump_folder)
+                         max_grad_norm=max_grad_norm, update=update, overlap=overlap, non_finite=non_finite,
+                         dump_folder=dump_folder)
 
     def options_of(self, group: Mapping[str, Any]) -> Options:
         beta1, beta2 = map(float, group["betas"])

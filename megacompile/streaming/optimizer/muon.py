@@ -26,6 +26,7 @@ from megacompile.streaming.optimizer.hyper_parameters import (
     TWO_BETAS,
     Check,
     is_number,
+    is_on_arrival,
 )
 from megacompile.streaming.optimizer.optimizer import StreamedOptimizer
 from megacompile.weights.tiling import Tiling
@@ -182,8 +183,8 @@ class Muon(StreamedOptimizer):
     `eps` is `ns_eps` here; `betas` and `eps` are those of AdamW. The default of `adjust_lr_fn` is "match_rms_adamw", so that
     learning rates of AdamW fit. With "original", give matrices a group of their own with a larger one.
 
-    Matrices are updated on the device: they stay there with their state, or visit it for each update. So `overlap` and several
-    ranks are refused, with `UnsupportedError`."""
+    Matrices are updated on the device: they stay there with their state, or visit it for each update. So updates on arrival and
+    several ranks are refused, with `UnsupportedError`."""
 
     rule: ClassVar[Rule] = adamw.RULE
     matrix_rule: ClassVar[MatrixRule | None] = MATRICES
@@ -201,16 +202,16 @@ class Muon(StreamedOptimizer):
                  ns_eps: float = 1e-7, ns_steps: int = 5, adjust_lr_fn: str = "match_rms_adamw",
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, matrices: bool = True,
                  split: tuple[int, ...] | None = None, state_dtype: str = "float32", master: str = "float32",
-                 max_grad_norm: float | None = None, overlap: str | None = None, non_finite: str = "raise",
-                 dump_folder: str | os.PathLike[str] = "non-finite") -> None:
-        if overlap is not None:
-            raise UnsupportedError("Muon updates whole matrices on the device at the end of a step: leave overlap out")
+                 max_grad_norm: float | None = None, update: str = "step", non_finite: str = "raise",
+                 dump_folder: str | os.PathLike[str] = "non-finite", overlap: str | None = None) -> None:
+        if is_on_arrival(update, overlap):
+            raise UnsupportedError("Muon updates whole matrices on the device at the end of a step: leave update out")
         super().__init__(
             params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
                          ns_coefficients=ns_coefficients, ns_eps=ns_eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn,
                          betas=betas, eps=eps, matrices=matrices, split=split),
-            state_dtype=state_dtype, master=master, max_grad_norm=max_grad_norm, overlap=None, non_finite=non_finite,
-            dump_folder=dump_folder)
+            state_dtype=state_dtype, master=master, max_grad_norm=max_grad_norm, update="step", overlap=None,
+            non_finite=non_finite, dump_folder=dump_folder)
 
     def options_of(self, group: Mapping[str, Any]) -> adamw.Options:
         beta1, beta2 = map(float, group["betas"])

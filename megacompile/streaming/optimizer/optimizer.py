@@ -37,7 +37,7 @@ from megacompile.streaming.optimizer.hyper_parameters import (
     check_complete,
     check_options,
     checked_norm,
-    checked_overlap,
+    is_on_arrival,
     state_of_group,
 )
 from megacompile.streaming.optimizer.state import OptimizerState, ParameterState, SavedState, StateMemory
@@ -377,7 +377,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     their state; later uses of the other one raise. Whole steps, updates on arrival and checkpoints need one optimizer. Group
     options may change at any time, and take effect at the next `step()`, except `state_dtype` and `master`.
 
-    With `overlap="backward"` each tile is updated as its gradients arrive. Nothing is clipped. `.grad` and `grad_norm` stay
+    With `update="arrival"` each tile is updated as its gradients arrive. Nothing is clipped. `.grad` and `grad_norm` stay
     None, so PyTorch's own clipping has nothing to clip. Forward, backward and `step()` must alternate. The backward reads the
     hyper-parameters. `step()` ends the step, which schedulers rely on, and does nothing without a backward. The newest
     optimizer decides whether a model's backward updates.
@@ -385,7 +385,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     Gradients whose norm is not finite change nothing, including moments and step counts, with or without clipping. `non_finite`
     selects what happens then: "raise" (a `NonFiniteError` from the next call that waits for the update), "skip" (training goes
     on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (writes the batch and the norm of each gradient to a
-    folder in `dump_folder`, then raises). With `overlap="backward"` each tile is checked when its gradients arrive: a tile
+    folder in `dump_folder`, then raises). With `update="arrival"` each tile is checked when its gradients arrive: a tile
     whose gradients are not finite keeps its weights and moments, and the other tiles are updated (`stats["kept_tiles"]`
     counts). If no tile was updated, the step count is rolled back, unless the device skipped one: the host learns that later.
 
@@ -404,11 +404,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @torch.inference_mode(False)  # moments and weights outlive the call: no inference tensors
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, state_dtype: str, master: str,
-                 max_grad_norm: float | None, overlap: str | None, non_finite: str,
+                 max_grad_norm: float | None, update: str, overlap: str | None, non_finite: str,
                  dump_folder: str | os.PathLike[str]) -> None:
         defaults = defaults | dict(state_dtype=state_dtype, master=master)
         self._check(defaults)
-        self._overlap, self._made, self.ownership = checked_overlap(overlap), False, Ownership(self)
+        self.on_arrival, self._made, self.ownership = is_on_arrival(update, overlap), False, Ownership(self)
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self.max_grad_norm = max_grad_norm
         #: True if the norm covers all gradients of the model, including parameters of other optimizers, or of none.
@@ -418,14 +418,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         # A former optimizer that is garbage in a reference cycle still holds its state. A copy for it may not fit in memory.
         if any(memory.held for parameter in self._parameters() if (memory := self.memory(parameter)) is not None):
             gc.collect()
-        keep_groups(self.states_of, self.param_groups, overlap is not None)
+        keep_groups(self.states_of, self.param_groups, self.on_arrival)
         self._take_over(self._parameters())
         self._made = True
         for streamed in owners_of(self._parameters()):
             build_kernels(self, streamed)
-            if overlap is None:
+            if not self.on_arrival:
                 streamed.hold_gradients()
-            streamed.optimizer_in_backward.attach(self if overlap is not None else None)
+            streamed.optimizer_in_backward.attach(self if self.on_arrival else None)
             streamed.store.touch_state({memory.tile for parameter in self._parameters() if (memory := self.memory(parameter))})
 
     @abstractmethod
@@ -443,16 +443,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         check_options(group, self.checks, type(self).__name__)
 
     @property
-    def overlap(self) -> str | None:
-        return self._overlap
-
-    @property
     def max_grad_norm(self) -> float | None:
         return self._max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self._max_grad_norm = checked_norm(value, self.overlap)
+        self._max_grad_norm = checked_norm(value, self.on_arrival)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.ownership.check()
@@ -460,7 +456,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:  # the constructor takes over once all groups are checked
             if self._made:
-                keep_groups(self.states_of, self.param_groups, self.overlap is not None)
+                keep_groups(self.states_of, self.param_groups, self.on_arrival)
                 self._take_over(self.param_groups[-1]["params"])
                 for streamed in owners_of(self._parameters()):
                     build_kernels(self, streamed)
@@ -528,7 +524,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Hands the update to the lanes and returns. Parameters without `.grad` are not updated. A `closure` is called first,
-        while the previous update runs, and its loss is returned. After a backward that has updated (`overlap`), and after
+        while the previous update runs, and its loss is returned. After a backward that has updated (`update`), and after
         `train_step`, there is nothing left to do. Raises the failure of an earlier update (`LaneError`). The next call
         completes that update: the missing tiles, from the same gradients (`.grad` may have been set to None since), with the
         same hyper-parameters."""
@@ -589,7 +585,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def prepare(self) -> None:
         """Called before a whole step, and before a backward that updates. Raises `MegacompileError` for options out of range,
         and if another optimizer updates parameters of the model."""
-        self.ownership.check_alone("a whole step, or one with overlap='backward', takes")
+        self.ownership.check_alone("a whole step, or one with update='arrival', takes")
         self._ready(self.streamed.gradients)
 
     def _ready(self, names: Collection[str]) -> list[Ready]:
@@ -623,7 +619,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         counted = ([name for name in streamed.gradients if name in names] if self.norm_of_model
                    else [memory.name for _, memory, _ in ready])
         return Update(self.rule, segments, positions_of(streamed.tiling, counted), self.max_grad_norm, before=before,
-                      on_arrival=self.overlap is not None, states=[state for _, _, state in ready],
+                      on_arrival=self.on_arrival, states=[state for _, _, state in ready],
                       report=functools.partial(self.non_finite.report, streamed.step.skipped),
                       matrix_rule=self.matrix_rule, matrices=matrix_positions(streamed.tiling, segments))
 

@@ -66,12 +66,12 @@ class SGD(StreamedOptimizer):
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
                  weight_decay: float = 0.0, nesterov: bool = False, *, state_dtype: str = "float32", master: str = "float32",
-                 max_grad_norm: float | None = None, overlap: str | None = None, non_finite: str = "raise",
-                 dump_folder: str | os.PathLike[str] = "non-finite") -> None:
+                 max_grad_norm: float | None = None, update: str = "step", non_finite: str = "raise",
+                 dump_folder: str | os.PathLike[str] = "non-finite", overlap: str | None = None) -> None:
         super().__init__(
             params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov),
-            state_dtype=state_dtype, master=master, max_grad_norm=max_grad_norm, overlap=overlap, non_finite=non_finite,
-            dump_folder=dump_folder)
+            state_dtype=state_dtype, master=master, max_grad_norm=max_grad_norm, update=update, overlap=overlap,
+            non_finite=non_finite, dump_folder=dump_folder)
 
     def options_of(self, group: Mapping[str, Any]) -> Options:
         lr, momentum, dampening, decay = (float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay"))
