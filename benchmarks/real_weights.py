@@ -82,7 +82,8 @@ METHODS = {
     "dpo": Method(pairs, trl.DPOTrainer, megacompile.dpo.DPOTrainer, trl.DPOConfig, _BESIDE),
     "kto": Method(verdicts, trl.KTOTrainer, megacompile.kto.KTOTrainer, trl.KTOConfig, _BESIDE),
     "grpo": Method(prompts, trl.GRPOTrainer, megacompile.grpo.GRPOTrainer, trl.GRPOConfig,
-                   {"num_generations": 2, "max_completion_length": 16, "max_length": None}),
+                   {"num_generations": 2, "max_completion_length": 16, "max_length": None, "num_iterations": 2,
+                    "learning_rate": 1e-4}),
 }
 
 

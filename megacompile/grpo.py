@@ -18,10 +18,10 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
     With a `peft_config`, the streamed model is closed, wrapped with the adapter, and streamed again with the same options
     (`trainer.model`); the reference is then the same model without the adapter.
 
-    A router loss (`router_aux_loss_coef`) trains if the model was streamed with `config.output_router_logits = True`.
+    A mixture is streamed again if it was streamed without the router loss that TRL adds (`router_aux_loss_coef`).
 
-    Raises `UnsupportedError` for another router loss, for `sync_ref_model`, and if TRL would copy an adapter; also what
-    `reference_of` raises."""
+    Raises `UnsupportedError` for a router loss that the model was streamed without if `optimizers` are given, for
+    `sync_ref_model`, and if TRL would copy an adapter; also what `reference_of` raises."""
 
     theirs: ClassVar[type] = trl.GRPOTrainer
     name, settings = "GRPO", "GRPOConfig"

@@ -14,7 +14,7 @@ from megacompile import trainer
 from megacompile.errors import UnsupportedError
 from megacompile.trainers.fused_head import streamed_heads
 from megacompile.trainers.named_models import load_named
-from megacompile.trainers.reference_model import add_adapter, loaded_as, streamed_again
+from megacompile.trainers.reference_model import add_adapter, loaded_as, router_coefficient, with_router_loss
 from megacompile.trainers.trainer_arguments import check_model
 
 
@@ -42,7 +42,7 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
 
         def load(name: str, options: Mapping[str, Any]) -> Any:
             loaded = load_named(name, args, options, peft_config)
-            coefficients.append(_router_coefficient(loaded))
+            coefficients.append(router_coefficient(loaded))
             models.append(loaded)
             return loaded
 
@@ -52,9 +52,9 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
             if peft_config is not None:
                 check_model(model)
                 model = add_adapter(model, peft_config)
-            if not any(kwargs.get("optimizers") or ()):  # which would end with the model
-                model = _with_router_loss(model, args)
-            coefficients.append(_router_coefficient(model))
+            if getattr(args, "loss_type", "nll") == "nll":
+                model = with_router_loss(model, args, kwargs.get("optimizers"))
+            coefficients.append(router_coefficient(model))
         with streamed_heads(sft_trainer, model) as models, loaded_as(sft_trainer, model, load):
             super().__init__(model, args, *more, **kwargs)
         streamed_with = coefficients[0]
@@ -120,25 +120,3 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         count = int(mask.sum()) if mask is not None and mask.dim() == 2 else inputs["input_ids"].numel()
         self._total_train_tokens += sum(check_model(self.model).rank_group.values("counting tokens", count))
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-
-
-def _router_coefficient(model: Any) -> float:
-    """The weight of the router auxiliary loss that a streamed model was captured with; 0 without one."""
-    config = model.config.get_text_config()
-    return float(config.router_aux_loss_coef) if check_model(model).captured.output.records_routers else 0.0
-
-
-def _with_router_loss(model: Any, args: Any) -> Any:
-    """The model, streamed again if TRL would add another router loss than the one that it was streamed with."""
-    text = model.config.get_text_config()
-    asked = getattr(args, "router_aux_loss_coef", None)
-    wanted = getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked
-    mixture = hasattr(text, "output_router_logits") and getattr(args, "loss_type", "nll") == "nll"
-    if not mixture or wanted == _router_coefficient(model):
-        return model
-
-    def change(plain: Any) -> Any:
-        text.output_router_logits, text.router_aux_loss_coef = wanted != 0, wanted
-        return plain
-
-    return streamed_again(model, change, "", "megacompile.stream after setting config.output_router_logits")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from megacompile import trainer
 from megacompile.trainers.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
 from megacompile.trainers.named_models import loader
-from megacompile.trainers.reference_model import loaded_as
+from megacompile.trainers.reference_model import loaded_as, with_router_loss
 from megacompile.trainers.sent_weights import sends_weights
 
 
@@ -33,6 +33,7 @@ class OnlineTrainer(trainer.Trainer):
         refuse_moving_reference(settings)
         if without_dropout:
             refuse_dropout(given["model"], adapter)
+        given["model"] = with_router_loss(given["model"], settings, given.get("optimizers"))
         load = loader(settings, adapter, without_dropout)
         module: ModuleType = sys.modules[self.theirs.__module__]
         with streamed_heads(module, given["model"]), loaded_as(module, given["model"], load), sends_weights(module):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from megacompile import trainer
 from megacompile.trainers.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
 from megacompile.trainers.named_models import loader
-from megacompile.trainers.reference_model import loaded_as
+from megacompile.trainers.reference_model import loaded_as, with_router_loss
 
 
 class PreferenceTrainer(trainer.Trainer):
@@ -32,6 +32,7 @@ class PreferenceTrainer(trainer.Trainer):
         refuse_moving_reference(settings)
         for model in (given["model"], reference) if without_dropout else ():
             refuse_dropout(model, adapter)
+        given["model"] = with_router_loss(given["model"], settings, given.get("optimizers"))
         load = loader(settings, adapter, without_dropout)
         with streamed_heads(self.module, given["model"]), loaded_as(self.module, given["model"], load):
             super().__init__(**given)

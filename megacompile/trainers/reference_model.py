@@ -19,6 +19,7 @@ from megacompile.compat.hugging_face import replaced
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.frontend.tracing.peft_tracing import traceable_adapters
 from megacompile.sizes import format_bytes
+from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.trainers.trainer_arguments import check_model
 from megacompile.weights.empty_models import build_store
@@ -56,6 +57,31 @@ def streamed_again(model: Any, change: Callable[[nn.Module], nn.Module], prefix:
     del streamed
     gc.collect()  # frees the old gradients and optimizer state
     return attach(change(model), build_store, config, stacks, None)
+
+
+# -------------------- Adds the router loss that TRL's trainers add to mixtures
+def router_coefficient(model: Any) -> float:
+    """The weight of the router auxiliary loss that a streamed model was captured with; 0 without one."""
+    config = model.config.get_text_config()
+    return float(config.router_aux_loss_coef) if check_model(model).captured.output.records_routers else 0.0
+
+
+def with_router_loss(model: Any, args: Any, optimizers: Any = None) -> Any:
+    """The model, streamed again if TRL would add another router loss than the one that it was streamed with, and no optimizer
+    is given, which would end with the model. A name, or a model that is not streamed, is returned unchanged."""
+    if not isinstance(model, StreamedModule):
+        return model
+    text = model.config.get_text_config()
+    asked = getattr(args, "router_aux_loss_coef", None)
+    wanted = getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked
+    if not hasattr(text, "output_router_logits") or any(optimizers or ()) or wanted == router_coefficient(model):
+        return model
+
+    def change(plain: Any) -> Any:
+        text.output_router_logits, text.router_aux_loss_coef = wanted != 0, wanted
+        return plain
+
+    return streamed_again(model, change, "", "megacompile.stream after setting config.output_router_logits")
 
 
 def reference_of(policy: nn.Module) -> nn.Module:
