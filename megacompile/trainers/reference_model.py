@@ -71,7 +71,8 @@ def with_router_loss(model: Any, args: Any, optimizers: Any = None) -> Any:
     is given, which would end with the model. A name, or a model that is not streamed, is returned unchanged."""
     if not isinstance(model, StreamedModule):
         return model
-    text = model.config.get_text_config()
+    config: Any = model.config
+    text = config.get_text_config()
     asked = getattr(args, "router_aux_loss_coef", None)
     wanted = getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked
     if not hasattr(text, "output_router_logits") or any(optimizers or ()) or wanted == router_coefficient(model):
