@@ -98,7 +98,7 @@ def trained(method: Method, folder: str, base: Any, tokenizer: Any, data: Any, s
     model = copy.deepcopy(base)
     if method.adapter:
         model = peft.get_peft_model(model, peft.LoraConfig(
-            r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+            r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     if method.stored:
         model = megacompile.quantize(model, method.stored)
         model = model if ours else megacompile.dequantize(model)

@@ -227,12 +227,12 @@ PROMPT_COLUMNS = ("prompt", "question", *_PROMPT_READERS)
 
 def _string(row: Any, column: str) -> str:
     if not isinstance(row, Mapping):
-        raise MegacompileError(f"is a {type(row).__name__}, not an object with {column}")
+        raise MegacompileError(f"is of type {type(row).__name__}, not an object with {column}")
     value = row.get(column)
     if value is None:
         raise MegacompileError(f"{column} is missing")
     if not isinstance(value, str):
-        raise MegacompileError(f"{column} is a {type(value).__name__}, not text")
+        raise MegacompileError(f"{column} is of type {type(value).__name__}, not text")
     return value
 
 

@@ -94,14 +94,14 @@ def test_rows_under_a_key_are_pointed_at() -> None:
 
 @pytest.mark.parametrize(("format", "row", "reason"), [
     (Format.ALPACA, {"instruction": "hi"}, "output is missing"),
-    (Format.ALPACA, {"instruction": "hi", "output": 3}, "output is a int, not text"),
+    (Format.ALPACA, {"instruction": "hi", "output": 3}, "output is of type int, not text"),
     (Format.SHAREGPT, {"conversations": "hi"}, "conversations is a str, not a list of messages"),
     (Format.SHAREGPT, {"conversations": []}, "conversations is empty"),
     (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}, {"from": "bot", "value": "x"}]},
      "message 2: from is 'bot', but must be one of human"),
     (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}]}, r"no message is by the assistant \(roles: user\)"),
     (Format.MESSAGES, {"messages": [USER, {"role": "asistant", "content": "x"}]}, r"\(roles: asistant, user\)"),
-    (Format.MESSAGES, {"messages": [USER, "hello"]}, "message 2: is a str, not an object with role"),
+    (Format.MESSAGES, {"messages": [USER, "hello"]}, "message 2: is of type str, not an object with role"),
     (Format.MESSAGES, {"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content is missing"),
     (Format.MESSAGES, {"messages": LONG, "system": "be long"}, "both a column system and a first message"),
     (Format.ALPACA, {"instruction": "hi", "output": "hello", "history": [["a", "b"]]}, "history is not empty"),
