@@ -189,7 +189,7 @@ def test_a_folder_of_text_files_is_each_of_its_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "content", "reason"), [
     ("a.jsonl", lines(ALPACA) + '{"instruction": "three"', r"a\.jsonl, row 3 cannot be read \(Expecting"),
     ("a.jsonl", lines([*ALPACA, [1]]), r"a\.jsonl, row 3 is of type list, not an object"),
-    ("a.jsonl", lines([None]), r"a\.jsonl, row 1 is a NoneType, not an object"),
+    ("a.jsonl", lines([None]), r"a\.jsonl, row 1 is of type NoneType, not an object"),
     ("a.json", "[{}", r"a\.json, row 2 cannot be read \(Expecting"),
     ("a.json", json.dumps(ALPACA)[:-1] + ', {"a": 1 2}]', r"a\.json, row 3 cannot be read \(Expecting"),
     ("a.json", json.dumps(ALPACA)[:-1] + ",]", r"a\.json, row 3 cannot be read \(Expecting value"),
