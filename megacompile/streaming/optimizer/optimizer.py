@@ -404,7 +404,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @torch.inference_mode(False)  # moments and weights outlive the call: no inference tensors
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, state_dtype: str, master: str,
-                 max_grad_norm: float | None, update: str, overlap: str | None, non_finite: str,
+                 max_grad_norm: float | None, update: str = "step", overlap: str | None = None, non_finite: str,
                  dump_folder: str | os.PathLike[str]) -> None:
         defaults = defaults | dict(state_dtype=state_dtype, master=master)
         self._check(defaults)
