@@ -27,10 +27,10 @@ HOST_SHARE = 0.94
 HEAD = """# What fits
 
 Find your machine, then your model. Each cell has tokens per second, then GiB of GPU memory and of host memory. A dash: it does
-not fit. A question mark: not planned again since a fault in this figure was mended. All figures are predicted by `megacompile
-plan`, except those in **bold**, which were measured ([results](performance.md)). A step has {batch} sequences of {length:,}
-tokens on each GPU. Predictions for an H200 were within 10% of what was measured ([results](performance.md#predictions)). Rates
-of the other machines come from data sheets, and nothing was measured on them, so take their times as estimates.
+not fit. All figures are predicted by `megacompile plan`, except those in **bold**, which were measured
+([results](performance.md)). A step has {batch} sequences of {length:,} tokens on each GPU. Predictions for an H200 were within
+10% of what was measured ([results](performance.md#predictions)). Rates of the other machines come from data sheets, and nothing
+was measured on them, so take their times as estimates.
 
 - **full**: every weight is trained, with FP32 master weights and moments and exact gradient clipping (14 bytes a parameter).
 - **reduced**: every weight is trained, with bf16 weights as their own masters, 8-bit moments, and updates as gradients arrive
