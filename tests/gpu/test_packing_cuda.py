@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
 from megacompile.frontend.ops.attention import attention
+from megacompile.frontend.ops.segmented_attention import Bounds
 
 pytestmark = pytest.mark.gpu
 LENGTH = 200
@@ -83,3 +84,20 @@ def test_kernels_for_several_rows_serve_a_single_one() -> None:
     stats = model.megacompile.stats
     assert stats["variants_of_any_size"] == stats["compiled_variants"]
     model.megacompile.close()
+
+
+def test_where_sequences_begin_is_known_before_queued_copies_end() -> None:
+    """A step begins while the last one's weights are still copied to the host."""
+    segments = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]], dtype=torch.int32)
+    memory, target = torch.zeros(2**30, dtype=torch.uint8, device="cuda"), torch.zeros(2**30, dtype=torch.uint8).pin_memory()
+    copies, done = torch.cuda.Stream(), torch.cuda.Event()
+    on_device = segments.cuda()
+    Bounds.of(on_device.clone())  # compiles the kernel, and pins memory
+    torch.cuda.synchronize()
+    with torch.cuda.stream(copies):
+        for _ in range(8):
+            target.copy_(memory, non_blocking=True)
+        done.record()
+    found = Bounds.of(on_device)
+    assert not done.query()
+    assert found.on_host.tolist() == found.starts.tolist() == [0, 2, 5, 6, 7, 12] and found.longest == 5
