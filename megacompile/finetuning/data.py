@@ -295,8 +295,8 @@ def _refusing(path: Path, rows: Iterator[Any]) -> Iterator[Row]:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise MegacompileError(f"{path}, row {number} cannot be read ({reason}): fix or remove it") from error
         if not isinstance(row, dict):
-            raise MegacompileError(f"{path}, row {number} is of type {type(row).__name__}, not an object with columns: fix or remove "
-                                   "it")
+            raise MegacompileError(f"{path}, row {number} is of type {type(row).__name__}, not an object with columns: fix or "
+                                   "remove it")
         yield row
 
 
