@@ -231,7 +231,7 @@ def attach_loss(
     logits = output.logits_position
     to_logits = with_results(epilogue, [logits]) if output.has_logits else None
     to_auxiliary = None
-    if to_logits is not None and len(positions) > logits + 1:
+    if len(positions) > logits + 1:
         to_auxiliary = with_results(epilogue, [logits, logits + 1])
         epilogue = with_results(epilogue, range(logits + 1))
     if loss is not None:
@@ -331,7 +331,7 @@ def describe_batch(
     inputs += tuple(n for n, _, _ in read_by_loss if n not in inputs)
     labels = tuple(n for n in inputs
                    if loss_facts.has_loss and n not in read_early and n not in map(argument, key.further))
-    same_logits = _same_logits_without_labels(fake_model, graph, positions, batch, labels, key)
+    same_logits = _same_logits_without_labels(fake_model, graph, positions, output, batch, labels, key)
     return BatchFacts(
         forward_arguments=frozenset(forward_signature(fake_model).parameters), batch_inputs=inputs, labels=labels,
         same_logits_without_labels=same_logits,
@@ -341,14 +341,14 @@ def describe_batch(
 
 
 def _same_logits_without_labels(
-    fake_model: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: dict[str, Tensor], labels: tuple[str, ...],
-    key: CaptureKey,
+    fake_model: nn.Module, graph: ModelGraph, positions: Sequence[int], output: OutputStructure, batch: dict[str, Tensor],
+    labels: tuple[str, ...], key: CaptureKey,
 ) -> bool:
     """True if logits have the same shape without labels. Without them some models compute only those of the last position.
     transformers models do not, unless asked by an argument that streamed models refuse."""
-    if is_transformers_model(fake_model) or len(positions) < 2:
+    if is_transformers_model(fake_model) or not (output.has_loss and output.has_logits):
         return True
-    captured = tuple(graph.results[positions[1]].meta["example_value"].shape)
+    captured = tuple(graph.results[positions[output.logits_position]].meta["example_value"].shape)
     given = {name: value for name, value in model_arguments(batch, key.images).items() if name not in labels}
     fakes = next(fake_model.parameters()).fake_mode  # type: ignore[attr-defined]
     with fakes, torch.no_grad():

@@ -188,3 +188,35 @@ def test_totals_of_every_layer_are_made_in_the_layers_unless_others_see_what_the
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
     assert_same_gradients(streamed, model)
     streamed.megacompile.close()
+
+
+class LossWithoutLogits(nn.Module):
+    """Returns its loss, and the part of it that is not of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        auxiliary = x.square().mean()
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return {"loss": loss + WEIGHT * auxiliary, "aux_loss": auxiliary}
+
+
+def test_a_model_may_return_an_auxiliary_loss_without_logits() -> None:
+    native, given = LossWithoutLogits(), {name: batch(1)[name] for name in ("input_ids", "labels")}
+    given["labels"] = given["labels"].clamp(min=0)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    expected, found = native(**given), model(**given)
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-6, atol=0)
+    assert found["aux_loss"] is None
+    found["loss"].backward(), expected["loss"].backward()
+    assert_same_gradients(model, native)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given)["loss"], expected["loss"].detach(), rtol=1e-6, atol=0)
+    model.megacompile.close()

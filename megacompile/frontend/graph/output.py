@@ -59,11 +59,11 @@ class OutputStructure:
 
 
 def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> tuple[OutputStructure, list[int]]:
-    """The structure, and which of the graph's results are the loss, the logits and the auxiliary loss of routers, if the
-    model returns them. The model must return one scalar, with a gradient if anything in the model has one, and at most one
-    other tensor, whose first dimensions are batch and length. It may return that tensor alone if it is computed from the
-    whole batch: a model without a head, whose loss the caller computes. With `other_loss`, a loss that is not the model's,
-    the model must return logits, and may return only them. Raises `UnsupportedError` for anything else."""
+    """The structure, and which of the graph's results are the loss, the logits and, beside logits, the auxiliary loss of
+    routers, if the model returns them. The model must return one scalar, with a gradient if anything in the model has one,
+    and at most one other tensor, whose first dimensions are batch and length. It may return that tensor alone if it is
+    computed from the whole batch: a model without a head, whose loss the caller computes. With `other_loss`, a loss that is
+    not the model's, the model must return logits, and may return only them. Raises `UnsupportedError` for anything else."""
     returned = model.returned
     trained = any(getattr(n.meta["example_value"], "requires_grad", False) for n in model.sources)
     position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
@@ -90,7 +90,8 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
         raise UnsupportedError(
             f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "
             "compute it with some parameter that has requires_grad=True")
-    return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits", AUXILIARY) if r in found]
+    read = ("loss", "logits", AUXILIARY) if "logits" in found else ("loss",)  # only values of logits come with it
+    return OutputStructure(type(returned), tuple(fields)), [found[role] for role in read if role in found]
 
 
 def has_rows_of_tokens(model: ModelGraph, position: int) -> bool:
