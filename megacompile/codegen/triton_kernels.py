@@ -58,7 +58,8 @@ def _copy(source, target, count, size: tl.constexpr):  # type: ignore[no-untyped
 
 
 def on_host(values: Tensor, size: int = 1024) -> Tensor:
-    """A contiguous tensor of a few kilobytes, copied to the host by a kernel, after which the host waits."""
+    """A contiguous tensor of a few kilobytes, copied to the host by a kernel, for which the host waits. A copy would wait for
+    those of weights and gradients that are queued, often a whole model's."""
     found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     _copy[(triton.cdiv(values.numel(), size),)](values, found, values.numel(), size)
     known = torch.cuda.Event()

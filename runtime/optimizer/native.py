@@ -90,11 +90,15 @@ def update_library(definitions: str) -> ctypes.CDLL | None:
         return _update_library(definitions)
 
 
+def update_source(definitions: str) -> str:
+    """The C++ text of the update that these definitions describe."""
+    return ('#include "execution.h"\nnamespace {\n#include "values.h"\n' + definitions
+            + '#include "element.h"\n}\n#include "update.cpp"\n')
+
+
 @functools.cache
 def _update_library(definitions: str) -> ctypes.CDLL | None:
-    text = ('#include "execution.h"\nnamespace {\n#include "values.h"\n' + definitions
-            + '#include "element.h"\n}\n#include "update.cpp"\n')
-    return _loaded(text.encode(), "update", _UPDATE_SIGNATURES)
+    return _loaded(update_source(definitions).encode(), "update", _UPDATE_SIGNATURES)
 
 
 @functools.cache

@@ -97,9 +97,7 @@ class ArmUpdate(ArmLibrary):
     """In place of `native.update_library`."""
 
     def __init__(self, folder: Path, definitions: str) -> None:
-        text = (f'#include "execution.h"\nnamespace {{\n#include "values.h"\n{definitions}#include "element.h"\n}}\n'
-                '#include "update.cpp"\n')
-        super().__init__(folder, text, UPDATE)
+        super().__init__(folder, native.update_source(definitions), UPDATE)
         master, moments, self.count = (int(re.search(f"{name} (?:= )?([0-9])", definitions)[1])  # type: ignore[index]
                                        for name in ("MASTER", "MOMENTS", "kCount"))
         self.sizes = (4 if master == 1 else 2, 2 if master == 0 else 0, (4, 2, 1)[moments])

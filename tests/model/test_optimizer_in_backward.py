@@ -201,7 +201,7 @@ def test_a_loss_of_an_optimizer_that_is_gone_is_refused(model: Any) -> None:
     loss = model(**batch(0)).loss
     del optimizer
     gc.collect()
-    with pytest.raises(LeaseError, match=r"update='arrival' that is no longer there: run the forward again"):
+    with pytest.raises(LeaseError, match="with update='arrival', no longer exists: run the forward again"):
         loss.backward()
     model(**batch(0)).loss.backward()
     assert all(p.grad is not None for p in model.parameters())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megacompile.codegen import on_host
+from megacompile.codegen import HAS_TRITON
 from megacompile.frontend.ops import attention_kernels as whole
 from megacompile.frontend.ops.attention_kernels import (
     empty_heads_inside,
@@ -110,12 +110,20 @@ class Bounds:
             begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
             # As many numbers as there could be: only the host will know how many there are.
             starts = torch.nonzero_static(begins.flatten(), size=count + 1, fill_value=count).squeeze(1).to(torch.int32)
-            read = on_host(starts)
+            read = _on_host(starts)
             sequences = int((read < count).sum())
             read = read[:sequences + 1].clone()
             _bounds[segments] = cls(starts[:sequences + 1], read, int(read.diff().max()))
         found: Bounds = _bounds[segments]
         return found
+
+
+def _on_host(starts: Tensor) -> Tensor:
+    if not (starts.is_cuda and HAS_TRITON):
+        return starts.cpu()
+    from megacompile.codegen import triton_kernels
+
+    return triton_kernels.on_host(starts)
 
 
 def _rows(x: Tensor) -> Tensor:

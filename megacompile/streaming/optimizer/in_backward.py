@@ -80,8 +80,8 @@ class OptimizerInBackward:
         if forward.executable.spec.update != "arrival":
             return None
         if self.optimizer is None:
-            return LeaseError("this loss was computed to update with an optimizer with update='arrival' that is no longer "
-                              "there: run the forward again")
+            return LeaseError("the optimizer that this loss was computed for, with update='arrival', no longer exists: run the "
+                              "forward again")
         if any(other.version == forward.version for other in others):
             return LeaseError(
                 "another forward waits for its backward, and this one would change its weights (update='arrival'): run one "
