@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.inductor import wake_compilers
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.ops.attention_kernels import fused_kernel
@@ -108,6 +109,8 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
     check_tiles(tiling, min(available_host_bytes(), parse_bytes(config.host_memory) or there), config)
     check_device_memory(tiling, device_bytes)
     spend_pinned_memory(tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
+    if backend.device.type == "cuda" and config.compile is not False:
+        wake_compilers()  # beside the weights
     with under_way(f"moving the weights of {type(model).__name__} into tiles"):
         store = fill(model, tiling, memory=None if ranks is None else SharedTileMemory(tiling.host.values(), ranks))
     if ranks is not None:

@@ -113,6 +113,17 @@ def caching_in(folder: Path | None) -> Iterator[None]:
                     os.environ.pop(name, None)
 
 
+@contextlib.contextmanager
+def sharing_caches(device: torch.device) -> Iterator[None]:
+    """A context in which other threads may compile Triton kernels while this one compiles graphs. All kernels are kept in the
+    newest folder: the variables of the environment do not change while one is written."""
+    folder = newest_folder()
+    with caching_in(folder):
+        if folder is not None:
+            os.environ.setdefault(_VARIABLES[1], inductor.triton_cache_dir(device.index or 0))
+        yield
+
+
 def newest_folder() -> Path | None:
     """The folder of compiled code, made if absent: the newest one for these versions, this processor and our ops' code. It
     holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder. Each rank of a

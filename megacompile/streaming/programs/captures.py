@@ -25,6 +25,7 @@ from megacompile.errors import CaptureError, UnsupportedError, first_line
 from megacompile.frontend.batches import pair_masks
 from megacompile.frontend.batches.pair_masks import masks_in
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.templates.kernel_tuning import MixerCall, mixer_calls, tuned_beside
 from megacompile.frontend.templates.symbolic_sizes import UNIT, UNITS, CodeForAnySize, SymbolicSizes, can_be_symbols
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template, TemplateInput, Variant
 from megacompile.frontend.templates.variants import compile_for_any_size, compile_variant
@@ -58,8 +59,9 @@ AnySize: TypeAlias = tuple[Variant, int | None]
 class Binder:
     """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length). With `symbolic_sizes`, also
     variants of uneven rows that serve any number of rows, by (variant, length) with None for any length, each with the sizes
-    that inductor tuned for (None: the variant cannot serve any). `inductor` counts compilations. `usual_rows`, `usual_length`:
-    the packed rows to tune for; `usual_rows` None: the rows of full kernels."""
+    that inductor tuned for (None: the variant cannot serve any). `tuned`: the calls of mixers whose kernels are tuned.
+    `inductor` counts compilations. `usual_rows`, `usual_length`: the packed rows to tune for; `usual_rows` None: the rows of
+    full kernels."""
 
     captured: CapturedModel
     tiling: Tiling
@@ -70,6 +72,7 @@ class Binder:
     usual_length: int = PACKED_LENGTH
     compiled: dict[tuple[Variant, str, int, int], Callable[..., Any]] = field(default_factory=dict)
     for_any_size: dict[AnySize, dict[tuple[int, int], CodeForAnySize | None]] = field(default_factory=dict)
+    tuned: set[MixerCall] = field(default_factory=set)
     inductor: Inductor = field(default_factory=Inductor)
 
     @property
@@ -92,15 +95,21 @@ class Binder:
         """The kernels of a section, by (call, op, micro-batch). A shape that is unlikely to come again runs uncompiled."""
         mode = "inductor" if self.compiling and comes_again else "eager"
         calls = {c.name: c for c in self.captured.calls_for(plan.output)}
+        needed = [(calls[argument(node, "call")], op_of(node).name, argument(node, "mb"))
+                  for node in nodes(program.section(section)) if op_of(node).name in TEMPLATE_OPS]
         kernels = {}
         with under_way(f"compiling kernels for {plan.batch} x {plan.length}"), collections_paused():
-            for node in nodes(program.section(section)):
-                op = op_of(node).name
-                if op in TEMPLATE_OPS:
-                    call, mb = calls[argument(node, "call")], argument(node, "mb")
+            mixers = dict.fromkeys(each for call, op, mb in needed for each in self._mixer_calls(program, call, op, mb, plan))
+            with tuned_beside(mixers, self.device, self.tuned):
+                for call, op, mb in needed:
                     at(f"{call.template}, {op}")
                     kernels[call.name, op, mb] = self._kernel(program, call, op, mb, plan, mode)
+            self.tuned.update(mixers)
         return kernels
+
+    def _mixer_calls(self, program: Program, call: Call, op: str, mb: int, plan: Plan) -> Iterator[MixerCall]:
+        template, batch = self.captured.templates[call.template], program.micro_batches[mb]
+        return mixer_calls(template, _variant(template, op, batch, plan), batch, plan.length_of(mb))
 
     def compile_ahead(self, program: Program, plan: Plan) -> None:
         """Compiles what `bind` compiles for training beside code for any size, such as code for few tokens. Skips variants
