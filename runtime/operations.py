@@ -272,11 +272,11 @@ def _update_on_device(frame: Frame, node: fx.Node) -> None:
         own = tile.layout.flat(own_bytes(tile, weights.memory))
         scale, (elementwise, whole) = _gradient_scale(frame, node), update.divided(tile.layout.name, segments)
         if elementwise:
-            frame.backend.update(update.rule, own, state.remainder, gradients.flat, in_slot(elementwise, tile, state.moments),
+            frame.backend.update(update.rule, own, state.remainder, gradients.flat, in_slot(elementwise, tile, state.at),
                                  scale, judged)
         if update.matrix_rule is not None and whole:
             update_there(frame.backend, update.matrix_rule, own, state.remainder, gradients.flat,
-                         in_slot(whole, tile, state.moments), scale)
+                         in_slot(whole, tile, state.at), scale)
         _updated(update, tile)
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.ir.program import SLOT_KINDS, Slot, slot_family
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.tiles import TileLayout
+from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes, host_memory
 from megacompile.system.progress import at, under_way
@@ -60,11 +61,20 @@ class Gradients:
 
 @dataclass(frozen=True)
 class State:
-    """A tile's optimizer state in a slot: moments as in `StateLayout`, and remainder int16 [elements] if there is one."""
+    """A tile's optimizer state in a slot: moments as in `StateLayout`, and remainder int16 [elements] if there is one. Keeps
+    the views of moments that updates have read."""
 
-    tile: str
+    layout: TileLayout
     moments: list[Tensor]
     remainder: Tensor | None
+    _views: dict[tuple[int, int, int], Moments] = field(default_factory=dict)
+
+    def at(self, position: int, start: int, stop: int) -> Moments:
+        """The moments of elements [start, stop) of the parameter at this position."""
+        key = position, start, stop
+        if key not in self._views:
+            self._views[key] = self.layout.state_layout.at(self.moments, *key)
+        return self._views[key]
 
 
 class Arena:
@@ -141,7 +151,7 @@ class Arena:
     def state(self, slot: str, layout: TileLayout) -> State:
         key = slot, layout.name
         if key not in self._states:
-            self._states[key] = State(layout.name, *layout.state(self.slots[slot]))
+            self._states[key] = State(layout, *layout.state(self.slots[slot]))
         return self._states[key]
 
     def accumulators(self, layout: TileLayout) -> Accumulators:

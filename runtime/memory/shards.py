@@ -9,7 +9,7 @@ the whole tile. Each rank has norms of all parameters' gradients in memory of it
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -168,11 +168,12 @@ def moments_at_home(segment: Segment, tile: Share, moments: Sequence[Tensor] | N
     return tile.layout.state_layout.at(moments, segment.position, first, first + count)
 
 
-def in_slot(segments: Sequence[Segment], tile: Share, moments: Sequence[Tensor]) -> list[Pair]:
-    """Segments of a host tile -> segments of the slot that holds a share of it, with their `moments` in a separate slot."""
+def in_slot(segments: Sequence[Segment], tile: Share, moments: Callable[[int, int, int], Moments]) -> list[Pair]:
+    """Segments of a host tile -> segments of the slot that holds a share of it, with their moments in a separate slot
+    (`State.at`)."""
     found = (part for here, there in tile.runs for s in segments if (part := s.within(there.start, there.stop, here.start)))
     pairs = []
     for s in sorted(found, key=lambda s: s.start):
         start = s.start - tile.layout.slices[s.position].start
-        pairs.append((s, tile.layout.state_layout.at(moments, s.position, start, start + s.stop - s.start)))
+        pairs.append((s, moments(s.position, start, start + s.stop - s.start)))
     return pairs

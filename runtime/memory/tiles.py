@@ -181,13 +181,13 @@ class TileLayout:
         return self.weight_bytes + 4 * len(self.slices)
 
     # ---------------------------------------------------------------- the optimizer's state
-    @property
+    @functools.cached_property
     def _default_states(self) -> tuple[ElementState, ...]:
         return tuple(ADAMW_STATE if s.trainable else NO_STATE for s in self.slices)
 
     def state_of(self, position: int) -> ElementState:
         """The state that the optimizer stores for a parameter."""
-        return (self.states or self._default_states)[position]
+        return self.state_layout.states[position]
 
     @functools.cached_property
     def state_layout(self) -> StateLayout:

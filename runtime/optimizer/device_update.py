@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def update(cupy: Any, stream: Any, rule: Rule, weights: Tensor, remainder: Tenso
     tensors = [_pointer(tensor) for tensor in (weights, remainder, gradient)]
     norms, verdict = judged if judged is not None else (None, None)
     judging = _pointer(norms), numpy.int64(0 if norms is None else norms.numel()), _pointer(verdict)
-    for segment, moments in segments:
+    for segment, moments in merged(segments, exact=weights.dtype == torch.float32 or remainder is not None):
         assert not moments.format.scaled or segment.first % BLOCK == 0, f"{segment} divides a block that has one scale"
         kernel = _kernel(cupy, definitions(rule, weights.dtype, remainder is not None, moments.format))
         fields = native_segment(rule, segment, moments)
@@ -88,6 +88,30 @@ def update(cupy: Any, stream: Any, rule: Rule, weights: Tensor, remainder: Tenso
         kernel((blocks,), (_THREADS,), (
             *tensors, *state, numpy.float32(gradient_scale), *judging, numpy.int64(segment.start), numpy.int64(segment.stop),
             numpy.int64(segment.first), numpy.uint32(fields.key), numbers[0]), stream=stream)
+
+
+def merged(segments: Iterable[tuple[Segment, Moments]], exact: bool) -> Iterator[tuple[Segment, Moments]]:
+    """The segments, with those that follow each other in memory, and are updated alike, as one: issuing a kernel for each
+    parameter takes longer than updating a small model. Moments in FP32 and `exact` masters take no random bits, which depend on
+    the parameter. Only the addresses of the moments of a merged segment count."""
+    before: tuple[Segment, Moments] | None = None
+    for segment, moments in segments:
+        if before is not None and exact and _follows(before, (segment, moments)):
+            before = replace(before[0], stop=segment.stop), before[1]
+            continue
+        if before is not None:
+            yield before
+        before = segment, moments
+    if before is not None:
+        yield before
+
+
+def _follows(before: tuple[Segment, Moments], after: tuple[Segment, Moments]) -> bool:
+    (first, kept), (second, moments) = before, after
+    size = (first.stop - first.start) * FLOAT32.value_bytes
+    return (kept.format == moments.format == FLOAT32 and first.stop == second.start
+            and (first.options, first.step) == (second.options, second.step)
+            and all(a.data_ptr() + size == b.data_ptr() for a, b in zip(kept.values, moments.values, strict=True)))
 
 
 #: `Numbers` of update.cu. CuPy passes a structure as a NumPy scalar.

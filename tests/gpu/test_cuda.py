@@ -185,7 +185,8 @@ def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(
         drawn = [numbers(-38, 20) for _ in rule.moments]
         values = tuple((each if moment.signed else each.abs()).to(stored.dtype)
                        for each, moment in zip(drawn, rule.moments, strict=True))
-    segments = [Segment(0, 1000, first_options, step=3, seed=5),
+    segments = [Segment(0, 512, first_options, step=3, seed=5),
+                Segment(512, 1000, first_options, step=3, seed=6),  # with FP32 state, one kernel updates both
                 Segment(1024, count - 3, second_options, step=1, seed=9, first=512)]
 
     def moments(values: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor, ...]) -> list[tuple[Segment, Moments]]:
