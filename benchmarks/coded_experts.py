@@ -1,6 +1,6 @@
 """Times the forward products of a layer's experts, frozen in NF4, by where the codes are expanded; prints JSON lines.
 
-    python benchmarks/coded_experts.py --shape qwen3-moe-30b --tokens 256 2048 16384 --output benchmarks/results/experts.jsonl
+    python benchmarks/coded_experts.py --tokens 256 2048 16384 --output benchmarks/results/coded-experts.jsonl
 
 Answers whether a product should expand the codes itself.
 

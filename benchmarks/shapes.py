@@ -53,6 +53,8 @@ SHAPES: dict[str, dict[str, Any]] = {
                           layers_block_type=(["linear_attention", "mlp"] * 3 + ["full_attention", "mlp"]) * 7,
                           num_hidden_layers=52, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
                           mamba_num_heads=128, mamba_head_dim=64, ssm_state_size=128, n_groups=8),
+    "smollm2-135m": dict(model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                         num_attention_heads=9, num_key_value_heads=3),
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
                  num_key_value_heads=2),
     # Layers of the 7B shape, 1 to 5 times as wide. The vocabulary is small, so that the layers dominate.

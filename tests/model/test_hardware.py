@@ -376,6 +376,19 @@ def test_no_plan_that_was_left_out_would_have_been_faster(rate: float, weights: 
     assert update == "arrival" or compared < len(every), "some were left out"
 
 
+@pytest.mark.parametrize(("width", "batch", "memory", "all_there"), [
+    (576, 8, None, True), (576, 8, "1500MiB", False), (4096, 128, None, False)])
+def test_a_small_model_stays_on_a_device_that_holds_all_of_it(
+        width: int, batch: int, memory: str | None, all_there: bool) -> None:
+    """Simulated steps take as long with few tiles there. But copies and updates of the others must be issued."""
+    with torch.device("meta"):
+        model = tiny_models.build(bf16=True, hidden_size=width, intermediate_size=3 * width, num_attention_heads=width // 64,
+                                  num_key_value_heads=width // 64, num_hidden_layers=12, vocab_size=4096)
+    found = megacompile.schedule(model, batch=batch, length=512, hardware="h200", device_memory=memory, host_memory="256GiB")
+    there = set(found.plan.resident_state) == set(found.planner.tiling.layouts)
+    assert there == all_there and (found.plan.saved_layers == 12 or not all_there)
+
+
 @pytest.mark.nightly(held_by="tests/model/test_hardware.py::test_no_plan_that_was_left_out_would_have_been_faster")
 def test_a_batch_of_another_size_moves_state_from_the_device_only_for_a_much_faster_step(
         monkeypatch: pytest.MonkeyPatch) -> None:
