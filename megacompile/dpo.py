@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 import trl
-from trl.trainer import dpo_trainer
 
-from megacompile.trainers.preference import PreferenceTrainer
+from megacompile.trainers.policy import PolicyTrainer
 
 
-class DPOTrainer(PreferenceTrainer, trl.DPOTrainer):
+class DPOTrainer(PolicyTrainer, trl.DPOTrainer):
     """`trl.DPOTrainer` for a streamed policy. The reference model is streamed too.
 
     The reference is the given `ref_model`, or a frozen copy of the policy at this moment. With `precompute_ref_log_probs=True`
@@ -19,5 +18,3 @@ class DPOTrainer(PreferenceTrainer, trl.DPOTrainer):
 
     Raises `UnsupportedError` for a router loss that the model was streamed without if `optimizers` are given, for
     `sync_ref_model`, and if TRL would copy an adapter; also what `reference_of` raises."""
-
-    module, settings, suffix = dpo_trainer, trl.DPOConfig, "DPO"

@@ -2,13 +2,10 @@
 from __future__ import annotations
 
 import trl
-from trl.trainer import kto_trainer
 
-from megacompile.trainers.preference import PreferenceTrainer
+from megacompile.trainers.policy import PolicyTrainer
 
 
-class KTOTrainer(PreferenceTrainer, trl.KTOTrainer):
+class KTOTrainer(PolicyTrainer, trl.KTOTrainer):
     """`trl.KTOTrainer` for a streamed policy: answers with a verdict, good or bad. The reference model, adapters and refusals
     are as with `megacompile.dpo.DPOTrainer`."""
-
-    module, settings, suffix = kto_trainer, trl.KTOConfig, "KTO"

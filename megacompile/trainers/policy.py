@@ -1,38 +1,43 @@
-"""The constructor that TRL's trainers of a policy beside a reference model share, DPO and KTO."""
+"""The constructor that TRL's trainers of a policy share: DPO, KTO, GRPO and RLOO, with or without a reference model."""
 from __future__ import annotations
 
+import contextlib
 import inspect
-from types import ModuleType
+import sys
 from typing import Any, ClassVar
 
 from megacompile import trainer
 from megacompile.trainers.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
 from megacompile.trainers.named_models import loader
 from megacompile.trainers.reference_model import loaded_as, with_router_loss
+from megacompile.trainers.sent_weights import sends_weights
 
 
-class PreferenceTrainer(trainer.Trainer):
-    """A trainer of a streamed policy. Inherit from this class first, then from TRL's. `module`: the one that defines TRL's
-    class; `settings`: the class of its arguments; `suffix`: of the folder of a run whose model is given by name alone."""
+class PolicyTrainer(trainer.Trainer):
+    """A trainer of a streamed policy. Inherit from this class first, then from TRL's. `generates`: TRL's trainer samples
+    completions, perhaps by a server, which then needs the weights."""
 
-    module: ClassVar[ModuleType]
-    settings: ClassVar[Any]
-    suffix: ClassVar[str]
+    generates: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        import trl
+
         order = type(self).__mro__
         theirs: Any = order[order.index(trainer.Trainer) + 1]
+        module, name = sys.modules[theirs.__module__], theirs.__name__.removesuffix("Trainer")
+        kind = getattr(trl, f"{name}Config")
         given = inspect.signature(theirs.__init__).bind(self, *args, **kwargs).arguments
         del given["self"]
         if isinstance(given["model"], str) and given.get("args") is None:
-            given["args"] = self.settings(f"{given['model'].split('/')[-1]}-{self.suffix}")
+            given["args"] = kind(f"{given['model'].split('/')[-1]}-{name}")
         settings, reference, adapter = given.get("args"), given.get("ref_model"), given.get("peft_config")
-        without_dropout = getattr(settings, "disable_dropout", True)
-        refuse_copied_adapter(given["model"], reference is None)  # before TRL changes the model
+        without_dropout, beta = (getattr(settings or kind, option) for option in ("disable_dropout", "beta"))
+        refuse_copied_adapter(given["model"], reference is None and bool(beta))  # before TRL changes the model
         refuse_moving_reference(settings)
         for model in (given["model"], reference) if without_dropout else ():
             refuse_dropout(model, adapter)
         given["model"] = with_router_loss(given["model"], settings, given.get("optimizers"))
         load = loader(settings, adapter, without_dropout)
-        with streamed_heads(self.module, given["model"]), loaded_as(self.module, given["model"], load):
+        with (streamed_heads(module, given["model"]), loaded_as(module, given["model"], load),
+              sends_weights(module) if self.generates else contextlib.nullcontext()):
             super().__init__(**given)
