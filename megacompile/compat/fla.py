@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -50,12 +51,17 @@ def functions() -> dict[str, Callable[..., Any]]:
             "conv": causal_conv1d}
 
 
+#: Held while a function runs: a tuner keeps the arguments of its call, and what the context replaces is there for all threads.
+_lock = threading.RLock()
+
+
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """A context for the functions and their backwards. The backwards run on any GPU, and kernels are tuned in seconds."""
+    """A context for the functions and their backwards, for one thread at a time. The backwards run on any GPU, and kernels are
+    tuned in seconds."""
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
-    with contextlib.ExitStack() as patches:
+    with _lock, contextlib.ExitStack() as patches:
         if IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1:
             from megacompile.compat.fla_gradients import chunk_gradients
 

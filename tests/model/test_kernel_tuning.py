@@ -1,8 +1,11 @@
 """Kernels of recurrent mixers are tuned in a thread, beside the compilation of their templates."""
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,7 @@ from tiny_configs import FIRST_PLAIN_TOKEN, VOCABULARY
 
 import megacompile
 from megacompile.codegen import inductor
+from megacompile.compat import fla
 from megacompile.frontend.ops import recurrence_kernels
 from megacompile.frontend.templates import kernel_tuning
 
@@ -52,7 +56,7 @@ def test_each_mixer_runs_once_before_a_step_with_the_rows_of_a_micro_batch(monke
     assert set(tuned) == {(kind, (micro_batch, 4096 // micro_batch)) for kind in ("recurrence", "conv")}
     assert len(tuned) == 2 * 2  # the forward's and the backward's op; a backward runs the forward again
     ran.clear()
-    step(model, 2, 5000)
+    step(model, 3, 5000)  # more rows
     assert ran and not any(thread.startswith("megacompile tuning") for thread, *_ in ran)
     model.megacompile.close()
 
@@ -95,7 +99,7 @@ def test_tuning_ends_when_compiling_fails() -> None:
         ran.append(number)
 
     def compile_after_the_first() -> None:
-        with kernel_tuning.tuned_beside(calls, torch.device("cpu"), ()):
+        with kernel_tuning.tuned_beside(calls, torch.device("cpu"), contextlib.nullcontext):
             began.set()
             while not ran:
                 pass
@@ -117,9 +121,30 @@ def test_threads_that_compile_beside_inductor_see_one_folder(monkeypatch: pytest
         compiled.wait()
         seen.append((os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]))
 
-    with kernel_tuning.tuned_beside([kernel_tuning.MixerCall(op, ())], torch.device("cpu"), ()):
+    with kernel_tuning.tuned_beside([kernel_tuning.MixerCall(op, ())], torch.device("cpu"), contextlib.nullcontext):
         with inductor.caching_in(folder):
             assert "TRITON_CACHE_DIR" in os.environ  # inductor sets it only where it is missing
         compiled.set()
     assert seen == [(str(folder), f"{folder}/triton/0")]
     assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_one_thread_at_a_time_runs_functions_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two threads would take out what the other one has put in, and a tuner keeps the arguments of one call."""
+    there = types.SimpleNamespace(IS_NVIDIA_HOPPER=False, TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=True)
+    for name, module in (("fla", types.ModuleType("fla")), ("fla.utils", there)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(fla, "_tuning", lambda: (object, {}))
+    inside, left = threading.Event(), []
+
+    def other() -> None:
+        with fla.running():
+            left.append(inside.is_set())
+
+    thread = threading.Thread(target=other)
+    with fla.running():
+        thread.start()
+        thread.join(0.2)
+        inside.set()
+    thread.join()
+    assert left == [True]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -39,11 +39,13 @@ class MixerCall(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def mixer_calls(template: Template, variant: Variant, batch: int, length: int) -> Iterator[MixerCall]:
-    """The calls of a variant whose kernels tune themselves, for `batch` rows of at most `length` tokens."""
-    numbers = {BATCH: sympy.Integer(batch), LENGTH: sympy.Integer(min(length, max(64, _TOKENS // batch // 64 * 64)))}
+def mixer_calls(template: Template, variant: Variant, batch: int, length: int) -> Iterator[tuple[MixerCall, MixerCall]]:
+    """The calls of a variant whose kernels tune themselves: each for a fixed number of tokens, which identifies it, and for
+    `batch` rows of at most `length` tokens."""
+    few = min(length, max(64, _TOKENS // batch // 64 * 64))
+    sizes = [{BATCH: sympy.Integer(rows), LENGTH: sympy.Integer(tokens)} for rows, tokens in ((2, 64), (batch, few))]
 
-    def value(argument: Any) -> Any:
+    def value(argument: Any, numbers: dict[sympy.Symbol, sympy.Integer]) -> Any:
         if not isinstance(argument, torch.fx.Node):
             return argument
         found = argument.meta["val"]
@@ -51,38 +53,38 @@ def mixer_calls(template: Template, variant: Variant, batch: int, length: int) -
 
     for node in variant.graph.graph.nodes:
         if op_name(node.target) in _OPS and TUNED_KERNELS.intersection(a for a in node.args if isinstance(a, str)):
-            yield MixerCall(node.target, tuple(map(value, node.args)))
+            kind, call = (MixerCall(node.target, tuple(value(each, numbers) for each in node.args)) for numbers in sizes)
+            yield kind, call
 
 
 @contextlib.contextmanager
-def tuned_beside(calls: Iterable[MixerCall], device: torch.device, tuned: Collection[MixerCall]) -> Iterator[None]:
-    """A context that runs the calls in a thread, each once, and ends when they are done. Leaves out those in `tuned`. Raises
-    what a call raises. If there is too little memory for one, it is tuned when it runs in a step."""
-    missing = [call for call in dict.fromkeys(calls) if call not in tuned]
-    if not missing:
+def tuned_beside(calls: Sequence[MixerCall], device: torch.device,
+                 issuing: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    """A context that runs the calls in a thread, each once, and ends when they are done. `issuing`: a context for the stream of
+    the steps, which then take over the memory that the calls have freed. Raises what a call raises. If there is too little
+    memory for one, it is tuned when it runs in a step."""
+    if not calls:
         yield
         return
     stopped = threading.Event()
+
+    def run() -> None:
+        generator = torch.Generator(device).manual_seed(0)  # the user's random numbers do not change
+        with torch.no_grad(), issuing():
+            for call in calls:
+                if not stopped.is_set():
+                    with contextlib.suppress(torch.OutOfMemoryError):
+                        call.op(*(_random(each, device, generator) if isinstance(each, Values) else each
+                                  for each in call.arguments))
+
     with sharing_caches(device), ThreadPoolExecutor(1, "megacompile tuning") as thread:
-        done = thread.submit(_run, missing, device, stopped)
+        done = thread.submit(run)
         try:
             yield
+            done.result()
         except BaseException:
-            stopped.set()
+            stopped.set()  # the thread ends after its current call
             raise
-        done.result()
-
-
-def _run(calls: Iterable[MixerCall], device: torch.device, stopped: threading.Event) -> None:
-    generator = torch.Generator(device).manual_seed(0)  # the user's random numbers do not change
-    with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for call in calls:
-            if stopped.is_set():
-                return
-            with contextlib.suppress(torch.OutOfMemoryError):
-                call.op(*(_random(each, device, generator) if isinstance(each, Values) else each for each in call.arguments))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the caller may free what the calls read
 
 
 def _random(values: Values, device: torch.device, generator: torch.Generator) -> torch.Tensor:

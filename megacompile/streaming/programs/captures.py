@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import sympy
@@ -35,7 +35,7 @@ from megacompile.inputs.packed_layout import power_of_two
 from megacompile.inputs.repacking import Repacking
 from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import FULL_TOKENS, PLAIN, CaptureKey, Plan
-from megacompile.ir.program import Program, argument, nodes, op_of
+from megacompile.ir.program import Lane, Program, argument, nodes, op_of
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import device_budget
 from megacompile.planning.memory_budget import margins
@@ -59,13 +59,13 @@ AnySize: TypeAlias = tuple[Variant, int | None]
 class Binder:
     """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length). With `symbolic_sizes`, also
     variants of uneven rows that serve any number of rows, by (variant, length) with None for any length, each with the sizes
-    that inductor tuned for (None: the variant cannot serve any). `tuned`: the calls of mixers whose kernels are tuned.
+    that inductor tuned for (None: the variant cannot serve any). `tuned`: the kinds of calls of mixers whose kernels are tuned.
     `inductor` counts compilations. `usual_rows`, `usual_length`: the packed rows to tune for; `usual_rows` None: the rows of
     full kernels."""
 
     captured: CapturedModel
     tiling: Tiling
-    device: torch.device
+    backend: Backend
     compiling: bool
     symbolic_sizes: bool = False
     usual_rows: int | None = None
@@ -74,6 +74,10 @@ class Binder:
     for_any_size: dict[AnySize, dict[tuple[int, int], CodeForAnySize | None]] = field(default_factory=dict)
     tuned: set[MixerCall] = field(default_factory=set)
     inductor: Inductor = field(default_factory=Inductor)
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.device
 
     @property
     def variants_of_any_size(self) -> int:
@@ -99,17 +103,19 @@ class Binder:
                   for node in nodes(program.section(section)) if op_of(node).name in TEMPLATE_OPS]
         kernels = {}
         with under_way(f"compiling kernels for {plan.batch} x {plan.length}"), collections_paused():
-            mixers = dict.fromkeys(each for call, op, mb in needed for each in self._mixer_calls(program, call, op, mb, plan))
-            with tuned_beside(mixers, self.device, self.tuned):
+            sizes = {(call.template, op, program.micro_batches[mb], plan.length_of(mb)) for call, op, mb in needed}
+            mixers = dict(each for size in sorted(sizes) for each in self._mixer_calls(plan, *size))
+            missing = [call for kind, call in mixers.items() if kind not in self.tuned]
+            with tuned_beside(missing, self.device, partial(self.backend.issuing, Lane.COMPUTE)):
                 for call, op, mb in needed:
                     at(f"{call.template}, {op}")
                     kernels[call.name, op, mb] = self._kernel(program, call, op, mb, plan, mode)
             self.tuned.update(mixers)
         return kernels
 
-    def _mixer_calls(self, program: Program, call: Call, op: str, mb: int, plan: Plan) -> Iterator[MixerCall]:
-        template, batch = self.captured.templates[call.template], program.micro_batches[mb]
-        return mixer_calls(template, _variant(template, op, batch, plan), batch, plan.length_of(mb))
+    def _mixer_calls(self, plan: Plan, name: str, op: str, batch: int, length: int) -> Iterator[tuple[MixerCall, MixerCall]]:
+        template = self.captured.templates[name]
+        return mixer_calls(template, _variant(template, op, batch, plan), batch, length)
 
     def compile_ahead(self, program: Program, plan: Plan) -> None:
         """Compiles what `bind` compiles for training beside code for any size, such as code for few tokens. Skips variants
@@ -350,7 +356,7 @@ class ModelCaptures:
         any_size = compiling and config.dynamic is not False
         # Ranks pad their rows to those of the longest length on any rank.
         self.repacking = Repacking(self, config.repack, any_size, alone=tiling.ranks * tiling.hosts == 1)
-        binder = Binder(captured, tiling, backend.device, compiling, any_size, config.micro_batch_size, self.repacking.least)
+        binder = Binder(captured, tiling, backend, compiling, any_size, config.micro_batch_size, self.repacking.least)
         self._known = {PLAIN: Served(captured, planner, binder)}
         self._reads_masks: dict[CaptureKey, bool] = {}
         self._tried: dict[tuple[CaptureKey, int], str] = {}  # and why the model could not be captured for this length, or ""
