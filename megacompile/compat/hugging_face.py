@@ -121,6 +121,7 @@ PARTS = (
     Part("transformers.models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention", "the same"),
     Part(_MAMBA, "mamba_selective_scan", "the same"),
     Part("transformers.models.recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRglru", "_rnn_scan", "the same"),
+    Part("transformers.models.rwkv.modeling_rwkv", "rwkv_linear_attention", "the same"),
     Part(_BAMBA, "mamba2_chunk_scan", "the same"),
     Part(_BAMBA, "mamba2_split_conv1d_scan_combined", "trace the parts of a mixer, not a kernel for all of it"),
     Part(_MAMBA, "mamba_inner_fn", "the same"),

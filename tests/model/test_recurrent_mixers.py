@@ -13,14 +13,14 @@ from torch import Tensor
 
 import megacompile
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.tracing.recurrent_mixers import _causal_conv, _delta_rule, mixers_as_ops
+from megacompile.frontend.tracing.recurrent_mixers import _causal_conv, _delta_rule, _wkv, mixers_as_ops
 
 LENGTHS = (1, 17, 63, 64, 65, 128, 1000)
 SEQUENCES = (30, 41, 33, 70, 1, 5)
 PACKED = ("qwen3_5_text", "nemotron_h", "lfm2", "qwen3_next", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid", "falcon_h1",
           "bamba", "lfm2_moe", "zamba2", "minimax")
 #: Their scans are not told where sequences begin, or the model's masks do not read position IDs.
-NOT_PACKED = ("granitemoehybrid", "mamba2", "mamba", "falcon_mamba", "jamba", "recurrent_gemma", "zamba")
+NOT_PACKED = ("granitemoehybrid", "mamba2", "mamba", "falcon_mamba", "jamba", "recurrent_gemma", "zamba", "rwkv")
 EACH_RUN = 2
 
 
@@ -92,3 +92,30 @@ def test_what_a_mixer_cannot_do_in_a_trace_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"a recurrent layer reads or returns its state, which captured layers do not "
                                                r"keep: pass batches without past_key_values"):
         _delta_rule(x, x, x, x, x, output_final_state=True)
+
+
+@pytest.mark.parametrize("size", [1.0, 40.0])
+def test_weights_of_rwkv_neither_overflow_nor_vanish(size: float) -> None:
+    """exp(40 x) of normal numbers spans more than float32 does. Some channels forget at once, some never."""
+    from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
+
+    draw = torch.Generator().manual_seed(0)
+    decay, first = torch.linspace(-9, 4, 6), torch.randn(6, generator=draw)
+    key, value, given = (torch.randn(2, 150, 6, generator=draw) for _ in range(3))
+
+    def mean(decay: Tensor, first: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
+        """Of all values up to a token, with explicit weights."""
+        ages = torch.arange(150)[:, None] - torch.arange(150) - 1  # of the values [j] of a token [i]
+        exponents = key[:, None] - ages[..., None] * decay.exp()
+        exponents = torch.where(ages[..., None] < 0, key[:, None] + first, exponents)
+        weights = exponents.masked_fill(ages[..., None] < -1, float("-inf")).softmax(2)
+        return ((weights * value[:, None]).sum(2),)
+
+    def found(function: Any, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (decay, first, key * size, value)]
+        out = function(*leaves)[0]
+        return [out.detach(), *torch.autograd.grad(out, leaves, given.to(dtype))]
+
+    for ours, theirs, true in zip(found(_wkv), found(rwkv_linear_attention_cpu), found(mean, torch.float64), strict=True):
+        error, native_s = (float((x - true).norm() / true.norm()) for x in (ours, theirs))
+        assert error <= max(1e-5, 2 * native_s)

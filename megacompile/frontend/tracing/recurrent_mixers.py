@@ -128,6 +128,29 @@ def _gated_scan(
     return recurrence(ones, ones, hidden_states[..., None], decay, None, 1.0, "neutral", segments)[..., 0], None
 
 
+def _wkv(
+    time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, state: object = None, return_state: object = False,
+) -> tuple[Tensor, None]:
+    """RWKV's `rwkv_linear_attention` [B, T, C]: for each channel, a mean of earlier values, which decay, and the token's own.
+    Weights are exp(key). As in transformers' loop, a state is relative to the largest exponent so far, here a running maximum.
+    Results do not depend on it."""
+    _refuse_state(state, return_state)
+    keys, values, rate = _exact(key), _exact(value), _exact(time_decay).exp()
+    with torch.no_grad():
+        grown = torch.arange(key.shape[1], device=key.device)[:, None] * rate.double()
+        largest = (keys.double() + grown).cummax(1).values - grown
+        before = torch.cat([largest[:, :1], largest[:, :-1]], 1)
+        falls, highest, before = (x.to(rate.dtype) for x in (before - largest, largest, before))
+    weights, ones = (keys - highest).exp()[..., None], torch.ones_like(keys)[..., None]
+    sums = recurrence(ones, weights, torch.cat([values[..., None], ones], -1), falls - rate, None, 1.0, "neutral")
+    earlier = F.pad(sums[:, :-1], (0, 0, 0, 0, 1, 0))
+    own = keys + time_first
+    top = torch.maximum(before, own).detach()
+    kept, new = (before - top).exp(), (own - top).exp()
+    mean = (kept * earlier[..., 0] + new * values) / (kept * earlier[..., 1] + new)
+    return mean.to(value.dtype), None
+
+
 def _no_shortcut(*_: object, **__: object) -> None:
     """A fused kernel for a whole mixer. transformers' own code has none either."""
 
@@ -172,6 +195,7 @@ FUNCTIONS: dict[str, Callable[[ModuleType], AbstractContextManager[None]]] = {
     "mamba_inner_fn": lambda code: replaced(code, mamba_inner_fn=_no_shortcut),
     "MiniMaxLightningAttention": lambda code: replaced(code.MiniMaxLightningAttention, forward=_lightning_attention),
     "RecurrentGemmaRglru": lambda code: replaced(code.RecurrentGemmaRglru, _rnn_scan=_gated_scan),
+    "rwkv_linear_attention": lambda code: replaced(code, rwkv_linear_attention=_wkv),
     "create_recurrent_attention_mask": lambda code: replaced(code, create_recurrent_attention_mask=functools.partial(
         _recurrent_mask, code.create_recurrent_attention_mask)),
     "apply_mask_to_padding_states": lambda code: replaced(code, apply_mask_to_padding_states=functools.partial(
