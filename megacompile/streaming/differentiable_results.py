@@ -54,11 +54,11 @@ class StreamedResults(torch.autograd.Function):
 def refuse_hooks(model: nn.Module, also_of_whole: bool = False) -> None:
     """Raises `UnsupportedError` if a parameter or a module inside the model has hooks, since streamed calls run none.
     `also_of_whole`: also for hooks of the model as a whole, which run only when the model itself is called."""
-    for name, parameter in nn.Module.named_parameters(model):
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UnsupportedError(f"{name} has a gradient hook, which a streamed backward does not call: remove it, "
-                                   "and read .grad after backward()")
     for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+                raise UnsupportedError(f"{f'{name}.{own}'.lstrip('.')} has a gradient hook, which a streamed backward does not "
+                                       "call: remove it, and read .grad after backward()")
         if module is not model and _has_hooks(module):
             raise UnsupportedError(f"{name} has a hook, which a streamed model does not call: remove it "
                                    "(hooks of the model as a whole work)")

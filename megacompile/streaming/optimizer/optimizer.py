@@ -532,7 +532,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed.optimizer_in_backward.check_step(self)
         loss = None
         if closure is not None:
-            if self._completes():
+            if self._completes(streamed):
                 return None
             streamed.step.check_whole()
             with torch.enable_grad():
@@ -542,13 +542,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _take_step(self, streamed: Streamed) -> None:
-        if streamed.step.ended() or self._ended():
+        if streamed.step.ended() or self._ended(streamed):
             streamed.raise_pending()
             streamed.step.check_whole()
             return
         streamed.settle()
         self.ownership.write_back([streamed], drop=True)
-        if self._completes():
+        if self._completes(streamed):
             return
         streamed.step.check_whole()
         if not (trained := [p for p in self._parameters() if p.grad is not None]):
@@ -559,39 +559,42 @@ class StreamedOptimizer(torch.optim.Optimizer):
         streamed.step.check_stored()
         with streamed.rank_group.failing():
             streamed.adopt_writes()
-            update = self._request({name for name in streamed.gradients if streamed.parameters[name].grad is not None})
+            given = {name for name in streamed.gradients if streamed.parameters[name].grad is not None}
+            update = self._request(streamed, given)
             if streamed.gradients.refresh():
                 streamed.step.gradients_changed()
         self._update = update
         streamed.update(self._update)
 
-    def _completes(self) -> bool:
+    def _completes(self, streamed: Streamed) -> bool:
         """Completes a failed update of this optimizer. Returns False if there is none, or if gradients have changed."""
-        return self._update is not None and self._update is self.streamed.step.unfinished and self.streamed.complete()
+        return self._update is not None and self._update is streamed.step.unfinished and streamed.complete()
 
-    def _ended(self) -> bool:
+    def _ended(self, streamed: Streamed) -> bool:
         """True if the update in flight belongs to this optimizer, and no gradient was stored since."""
-        update = self.streamed.step.updating
+        update = streamed.step.updating
         return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
 
     def request(self, names: Collection[str]) -> Update:
         """An update of the parameters with these names, for a whole step or for a backward that updates."""
-        self.streamed.raise_pending()
-        self.streamed.step.check_whole()
-        self.streamed.adopt_writes()
-        self._update = self._request(names)
+        streamed = self.streamed
+        streamed.raise_pending()
+        streamed.step.check_whole()
+        streamed.adopt_writes()
+        self._update = self._request(streamed, names)
         return self._update
 
     def prepare(self) -> None:
         """Called before a whole step, and before a backward that updates. Raises `MegacompileError` for options out of range,
         and if another optimizer updates parameters of the model."""
         self.ownership.check_alone("a whole step, or one with update='arrival', takes")
-        self._ready(self.streamed.gradients)
+        streamed = self.streamed
+        self._ready(streamed, streamed.gradients)
 
-    def _ready(self, names: Collection[str]) -> list[Ready]:
+    def _ready(self, streamed: Streamed, names: Collection[str]) -> list[Ready]:
         """The parameters with these names, with their current options and their states. Raises `MegacompileError` for options
         and states that an update cannot use."""
-        self.ownership.write_back([self.streamed], drop=True)
+        self.ownership.write_back([streamed], drop=True)
         groups = []
         for group in self.param_groups:
             check_complete(group, self.checks, type(self).__name__)
@@ -609,10 +612,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         copied = {name: value for name, value in group.items() if name != "params"}
         return GroupOptions(self.options_of(copied), copied, self.matrix_rule)
 
-    def _request(self, names: Collection[str]) -> Update:
+    def _request(self, streamed: Streamed, names: Collection[str]) -> Update:
         """An update of the parameters with these names, with the current hyper-parameters."""
-        streamed = self.streamed
-        ready = self._ready(names)
+        ready = self._ready(streamed, names)
         with counting:
             before = self._update if self._update is not None and self._update.open else None
             segments = segments_of(streamed.tiling, ready)
