@@ -17,20 +17,17 @@ takes beside its operands and its result.
 """
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
+import functools
 
 import torch
 from float8 import seconds
-from float8_experts import Experts
-from rows import Row, append, commit, machine, measured_before
-from shapes import SHAPES
+from float8_experts import Experts, measure_each
+from rows import Row
 from torch import Tensor
 
 from megacompile.codegen import HAS_TRITON
 from megacompile.compat.core import grouped_mm
-from megacompile.weights.codes import FORMATS, FourBits
+from megacompile.weights.codes import FORMATS, FourBits, Stack
 
 RUNS = ("bfloat16", "expanded", "in pieces", "fused", "fused, int8")
 PIECES = 4
@@ -102,7 +99,7 @@ class CodedExperts(Experts):
         self.gradients = []
         self.coded: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ("nf4", "int8")}
         for weight in self.weights:
-            matrix = (weight.shape[0] * weight.shape[1], weight.shape[2])
+            matrix = Stack.of(weight).matrix
             for name, each in self.coded.items():
                 stored = FORMATS[name]
                 codes = torch.empty(stored.code_bytes(matrix), dtype=torch.uint8)
@@ -113,8 +110,7 @@ class CodedExperts(Experts):
     def values(self, name: str, at: int) -> Tensor:
         weight = self.weights[at]
         codes, scales = self.coded[name][at]
-        matrix = (weight.shape[0] * weight.shape[1], weight.shape[2])
-        return FORMATS[name].decode(codes, scales, matrix, torch.bfloat16).view(weight.shape)
+        return FORMATS[name].decode(codes, scales, Stack.of(weight).matrix, torch.bfloat16).view(weight.shape)
 
     def outputs(self, run: str) -> list[Tensor]:
         if run == "bfloat16":
@@ -123,7 +119,7 @@ class CodedExperts(Experts):
             return [grouped_mm(x, self.values("nf4", at).mT, offs=self.ends) for at, x in enumerate(self.inputs)]
         if run == "in pieces":
             return [self.in_pieces(at, x) for at, x in enumerate(self.inputs)]
-        name = "int8" if "int8" in run else "nf4"
+        name = format_in(run)
         return [fused(x, *self.coded[name][at], self.ends, self.weights[at].shape[1], name == "nf4")
                 for at, x in enumerate(self.inputs)]
 
@@ -141,52 +137,36 @@ class CodedExperts(Experts):
             out[:, row:row + height] = grouped_mm(x, weight.view(experts, height, columns).mT, offs=self.ends)
         return out
 
-    def relative_error(self, run: str, found: list[Tensor]) -> float:
-        worst, starts = 0.0, [0, *self.ends.tolist()]
-        for at, (x, out) in enumerate(zip(self.inputs, found, strict=True)):
-            weight = self.weights[at] if run == "bfloat16" else self.values("int8" if "int8" in run else "nf4", at)
-            exact = torch.cat([x[start:end].float() @ one.float().mT
-                               for start, end, one in zip(starts, starts[1:], weight, strict=False)])
-            worst = max(worst, float((out.float() - exact).norm() / exact.norm()))
-        return worst
+    def error_of(self, run: str) -> float:
+        weights = self.weights if run == "bfloat16" else [self.values(format_in(run), at) for at in range(len(self.weights))]
+        return self.largest_error(self.outputs(run), [(x, w.mT) for x, w in zip(self.inputs, weights, strict=True)])
 
 
-def measured(run: str, experts: CodedExperts, device: str, repeats: int) -> Row:
-    error = experts.relative_error(run, experts.outputs(run)) if run != "in pieces" else None
-    call: Callable[[], object] = lambda: experts.outputs(run)  # noqa: E731
-    took = seconds(call, device, repeats)
+def format_in(run: str) -> str:
+    return "int8" if "int8" in run else "nf4"
+
+
+#: One run measures the experts that the run before has encoded, which takes seconds.
+_experts = functools.lru_cache(maxsize=1)(CodedExperts)
+
+
+def measured(run: str, shape: str, tokens: int, device: str, repeats: int) -> Row:
+    experts = _experts(shape, tokens, device)
+    took = seconds(lambda: experts.outputs(run), device, repeats)
     workspace = 0
     if device == "cuda":
-        held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        out = call()
-        results = torch.cuda.memory_allocated() - held
-        workspace = torch.cuda.max_memory_allocated() - held - results
+        out = experts.outputs(run)
+        workspace = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         del out
-    return {"error": error, "step_s": took, "tflops": experts.operations / 3 / took / 1e12, "workspace_bytes": workspace}
+    return {"error": experts.error_of(run) if run != "in pieces" else None, "step_s": took,
+            "tflops": experts.operations / 3 / took / 1e12, "workspace_bytes": workspace}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=[name for name, sizes in SHAPES.items() if "num_experts_per_tok" in sizes],
-                        default="qwen3-moe-30b")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[256, 2048, 16384], help="tokens of a micro-batch")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="append rows to this JSON-lines file")
-    given = parser.parse_args()
-    for tokens in given.tokens:
-        experts = None
-        for run in RUNS if given.device == "cuda" else RUNS[:3]:
-            row: Row = {"kind": "coded experts", "run": run, "shape": given.shape, "tokens": tokens, **machine(given.device)}
-            done = measured_before(given.output, row)
-            if done is None:
-                experts = experts or CodedExperts(given.shape, tokens, given.device)
-                done = row | measured(run, experts, given.device, given.repeats) | {"commit": commit()}
-                if given.output is not None:
-                    append(given.output, done)
-            print(f"{run}, {tokens} tokens: {1e3 * done['step_s']:.3f} ms, {done['tflops']:.3g} TFLOPS, "
-                  f"error {done['error']}, workspace {done['workspace_bytes'] / 2**20:.0f} MiB", flush=True)
+    measure_each(__doc__ or "", "coded experts", lambda device: RUNS if device == "cuda" else RUNS[:3], [256, 2048, 16384],
+                 measured, lambda done: (f"{1e3 * done['step_s']:.3f} ms, {done['tflops']:.3g} TFLOPS, error {done['error']}, "
+                                         f"workspace {done['workspace_bytes'] / 2**20:.0f} MiB"))
 
 
 if __name__ == "__main__":

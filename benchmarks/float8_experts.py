@@ -15,7 +15,7 @@ over. Weight gradients stay in bfloat16: their groups of tokens would have to be
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,16 @@ class Experts:
         return [product(*pair, self.ends) for pair in operands]
 
     def error(self, found: list[Tensor]) -> float:
-        exact = []
-        starts = [0, *self.ends.tolist()]
-        for x, g, weight in self._each():
-            for rows, matrices in ((x, weight.mT), (g, weight)):
-                exact.append(torch.cat([rows[start:end].float() @ matrix.float()
-                                        for start, end, matrix in zip(starts, starts[1:], matrices, strict=False)]))
-        return max(float((each.float() - other).norm() / other.norm()) for each, other in zip(found, exact, strict=True))
+        return self.largest_error(found, [pair for x, g, weight in self._each() for pair in ((x, weight.mT), (g, weight))])
+
+    def largest_error(self, found: list[Tensor], operands: Sequence[tuple[Tensor, Tensor]]) -> float:
+        """The largest relative error of products of rows [R, K] and their experts' matrices [E, K, N], beside float32."""
+        worst, starts = 0.0, [0, *self.ends.tolist()]
+        for made, (rows, matrices) in zip(found, operands, strict=True):
+            exact = torch.cat([rows[start:end].float() @ matrix.float()
+                               for start, end, matrix in zip(starts, starts[1:], matrices, strict=False)])
+            worst = max(worst, float((made.float() - exact).norm() / exact.norm()))
+        return worst
 
     def _each(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         return list(zip(self.inputs, self.gradients, self.weights, strict=True))
@@ -121,25 +124,32 @@ def measured(run: str, shape: str, tokens: int, device: str, repeats: int) -> Ro
     return {"error": error, "step_s": took, "tflops": experts.operations / took / 1e12}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def measure_each(description: str, kind: str, runs: Callable[[str], Sequence[str]], tokens: Sequence[int],
+                 measured: Callable[[str, str, int, str, int], Row], shown: Callable[[Row], str]) -> None:
+    """Reads the command line, measures each of the `runs` on a device for each number of tokens, unless its row is in the file
+    already, and prints what is `shown` of it. `measured`: of a run, a shape, tokens, a device and repeats."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--shape", choices=[name for name, sizes in SHAPES.items() if "num_experts_per_tok" in sizes],
                         default="qwen3-moe-30b")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 65536], help="tokens of a micro-batch")
+    parser.add_argument("--tokens", type=int, nargs="*", default=tokens, help="tokens of a micro-batch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--output", type=Path, help="append rows to this JSON-lines file")
     given = parser.parse_args()
-    for tokens in given.tokens:
-        for run in RUNS:
-            row: Row = {"kind": "experts", "run": run, "shape": given.shape, "tokens": tokens, **machine(given.device)}
+    for count in given.tokens:
+        for run in runs(given.device):
+            row: Row = {"kind": kind, "run": run, "shape": given.shape, "tokens": count, **machine(given.device)}
             done = measured_before(given.output, row)
             if done is None:
-                done = row | measured(run, given.shape, tokens, given.device, given.repeats) | {"commit": commit()}
+                done = row | measured(run, given.shape, count, given.device, given.repeats) | {"commit": commit()}
                 if given.output is not None:
                     append(given.output, done)
-            print(f"{run}, {tokens} tokens: {1e3 * done['step_s']:.2f} ms, {done['tflops']:.3g} TFLOPS, "
-                  f"error {done['error']:.4f}", flush=True)
+            print(f"{run}, {count} tokens: {shown(done)}", flush=True)
+
+
+def main() -> None:
+    measure_each(__doc__ or "", "experts", lambda device: RUNS, [8192, 65536], measured, lambda done: (
+        f"{1e3 * done['step_s']:.2f} ms, {done['tflops']:.3g} TFLOPS, error {done['error']:.4f}"))
 
 
 if __name__ == "__main__":

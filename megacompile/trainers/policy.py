@@ -32,7 +32,8 @@ class PolicyTrainer(trainer.Trainer):
             given["args"] = kind(f"{given['model'].split('/')[-1]}-{name}")
         settings, reference, adapter = given.get("args"), given.get("ref_model"), given.get("peft_config")
         without_dropout, beta = (getattr(settings or kind, option) for option in ("disable_dropout", "beta"))
-        refuse_copied_adapter(given["model"], reference is None and bool(beta))  # before TRL changes the model
+        # Before TRL changes the model. Those that generate make no reference if beta is 0.
+        refuse_copied_adapter(given["model"], reference is None and (bool(beta) or not self.generates))
         refuse_moving_reference(settings)
         for model in (given["model"], reference) if without_dropout else ():
             refuse_dropout(model, adapter)

@@ -90,20 +90,17 @@ def update(cupy: Any, stream: Any, rule: Rule, weights: Tensor, remainder: Tenso
             numpy.int64(segment.first), numpy.uint32(fields.key), numbers[0]), stream=stream)
 
 
-def merged(segments: Iterable[tuple[Segment, Moments]], exact: bool) -> Iterator[tuple[Segment, Moments]]:
+def merged(segments: Iterable[tuple[Segment, Moments]], exact: bool) -> list[tuple[Segment, Moments]]:
     """The segments, with those that follow each other in memory, and are updated alike, as one: issuing a kernel for each
     parameter takes longer than updating a small model. Moments in FP32 and `exact` masters take no random bits, which depend on
     the parameter. Only the addresses of the moments of a merged segment count."""
-    before: tuple[Segment, Moments] | None = None
-    for segment, moments in segments:
-        if before is not None and exact and _follows(before, (segment, moments)):
-            before = replace(before[0], stop=segment.stop), before[1]
-            continue
-        if before is not None:
-            yield before
-        before = segment, moments
-    if before is not None:
-        yield before
+    found: list[tuple[Segment, Moments]] = []
+    for pair in segments:
+        if found and exact and _follows(found[-1], pair):
+            found[-1] = replace(found[-1][0], stop=pair[0].stop), found[-1][1]
+        else:
+            found.append(pair)
+    return found
 
 
 def _follows(before: tuple[Segment, Moments], after: tuple[Segment, Moments]) -> bool:

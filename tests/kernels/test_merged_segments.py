@@ -38,25 +38,25 @@ def spans(found: list[tuple[Segment, Moments]]) -> list[tuple[int, int]]:
 
 
 def test_parameters_with_the_same_options_are_one_segment() -> None:
-    assert spans(list(merged(pairs(ElementState()), exact=True))) == [(0, 192), (192, 320), (320, 384)]
+    assert spans(merged(pairs(ElementState()), exact=True)) == [(0, 192), (192, 320), (320, 384)]
 
 
 @pytest.mark.parametrize("stored", [each for each in FORMATS.values() if each != FLOAT32], ids=lambda each: each.name)
 def test_random_bits_and_scales_belong_to_a_parameter(stored: StateFormat) -> None:
     there = pairs(ElementState(format=stored), counts=(256, 256))
-    assert spans(list(merged(there, exact=True))) == [(0, 256), (256, 512)]
+    assert spans(merged(there, exact=True)) == [(0, 256), (256, 512)]
 
 
 def test_masters_that_are_rounded_at_random_are_not_merged() -> None:
-    assert spans(list(merged(pairs(ElementState()), exact=False))) == spans(pairs(ElementState()))
+    assert spans(merged(pairs(ElementState()), exact=False)) == spans(pairs(ElementState()))
 
 
 def test_what_lies_apart_or_has_done_other_steps_is_not_merged() -> None:
     ragged = pairs(ElementState(), counts=(60, 64))  # the moments of the second begin on a cache line
-    assert len(list(merged(ragged, exact=True))) == 2
+    assert len(merged(ragged, exact=True)) == 2
     (first, m), (second, v) = pairs(ElementState())[:2]
-    assert len(list(merged([(first, m), (dataclasses.replace(second, step=4), v)], exact=True))) == 2
-    assert len(list(merged([(first, m), (dataclasses.replace(second, start=70), v)], exact=True))) == 2
+    assert len(merged([(first, m), (dataclasses.replace(second, step=4), v)], exact=True)) == 2
+    assert len(merged([(first, m), (dataclasses.replace(second, start=70), v)], exact=True)) == 2
 
 
 def test_a_merged_segment_has_the_bits_of_its_parts() -> None:
@@ -64,7 +64,7 @@ def test_a_merged_segment_has_the_bits_of_its_parts() -> None:
         there = pairs(ElementState())
         weights = torch.randn(sum(COUNTS), generator=torch.Generator().manual_seed(1))
         gradient = torch.randn(sum(COUNTS), generator=torch.Generator().manual_seed(2))
-        parts = list(merged(there, exact=True)) if merge else there
+        parts = merged(there, exact=True) if merge else there
         whole = [(segment, Moments(FLOAT32, tuple(values.as_strided((segment.stop - segment.start,), (1,))
                                                   for values in moments.values))) for segment, moments in parts]
         host_update.update(RULE, weights, None, gradient, whole)

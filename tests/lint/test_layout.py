@@ -20,8 +20,8 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 #: feature that raises one says in its commit what the lines buy.
 BUDGET = {
     "": 3937, "checkpoint": 1410, "codegen": 778, "compat": 778, "finetuning": 3199, "frontend": 9812, "inference": 580,
-    "inputs": 2020, "ir": 3020, "passes": 2560, "planning": 2789, "predict": 1550, "runtime": 6244, "streaming": 7239,
-    "system": 860, "tools": 1126, "trainers": 604, "verify": 1630, "weights": 2390,
+    "inputs": 2020, "ir": 3020, "passes": 2560, "planning": 2789, "predict": 1550, "runtime": 6244, "streaming": 7241,
+    "system": 860, "tools": 1126, "trainers": 605, "verify": 1630, "weights": 2390,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 

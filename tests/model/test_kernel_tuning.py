@@ -92,17 +92,17 @@ def test_too_little_memory_for_tuning_is_no_failure(monkeypatch: pytest.MonkeyPa
 
 
 def test_tuning_ends_when_compiling_fails() -> None:
-    began, ran = threading.Event(), []
+    began, first, ran = threading.Event(), threading.Event(), []
 
     def op(number: int) -> None:
         began.wait()
         ran.append(number)
+        first.set()
 
     def compile_after_the_first() -> None:
         with kernel_tuning.tuned_beside(calls, torch.device("cpu"), contextlib.nullcontext):
             began.set()
-            while not ran:
-                pass
+            first.wait()
             raise KeyboardInterrupt
 
     calls = [kernel_tuning.MixerCall(op, (number,)) for number in range(100_000)]

@@ -104,7 +104,7 @@ def test_weights_of_rwkv_neither_overflow_nor_vanish(size: float) -> None:
     key, value, given = (torch.randn(2, 150, 6, generator=draw) for _ in range(3))
 
     def mean(decay: Tensor, first: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
-        """Of all values up to a token, with explicit weights."""
+        """The mean of all values up to each token, by a matrix of weights."""
         ages = torch.arange(150)[:, None] - torch.arange(150) - 1  # of the values [j] of a token [i]
         exponents = key[:, None] - ages[..., None] * decay.exp()
         exponents = torch.where(ages[..., None] < 0, key[:, None] + first, exponents)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from torch import nn
+from torch import fx, nn
 
 from megacompile.codegen.inductor import Inductor
 from megacompile.compat.core import FakeTensorMode
@@ -98,9 +98,7 @@ class Binder:
     def bind(self, program: Program, section: str, plan: Plan, comes_again: bool = True) -> dict[tuple[str, str, int], Kernel]:
         """The kernels of a section, by (call, op, micro-batch). A shape that is unlikely to come again runs uncompiled."""
         mode = "inductor" if self.compiling and comes_again else "eager"
-        calls = {c.name: c for c in self.captured.calls_for(plan.output)}
-        needed = [(calls[argument(node, "call")], op_of(node).name, argument(node, "mb"))
-                  for node in nodes(program.section(section)) if op_of(node).name in TEMPLATE_OPS]
+        needed = list(self._uses(program.section(section), plan))
         kernels = {}
         with under_way(f"compiling kernels for {plan.batch} x {plan.length}"), collections_paused():
             sizes = {(call.template, op, program.micro_batches[mb], plan.length_of(mb)) for call, op, mb in needed}
@@ -113,6 +111,12 @@ class Binder:
             self.tuned.update(mixers)
         return kernels
 
+    def _uses(self, graph: fx.Graph, plan: Plan) -> Iterator[tuple[Call, str, int]]:
+        """(call, op, micro-batch) of each node of a section that runs a template."""
+        calls = {c.name: c for c in self.captured.calls_for(plan.output)}
+        return ((calls[argument(node, "call")], op_of(node).name, argument(node, "mb"))
+                for node in nodes(graph) if op_of(node).name in TEMPLATE_OPS)
+
     def _mixer_calls(self, plan: Plan, name: str, op: str, batch: int, length: int) -> Iterator[tuple[MixerCall, MixerCall]]:
         template = self.captured.templates[name]
         return mixer_calls(template, _variant(template, op, batch, plan), batch, length)
@@ -122,10 +126,8 @@ class Binder:
         without compiled code, and code for a single size."""
         if not (self.symbolic_sizes and self.captured.key.packed and self.compiling):
             return
-        calls = {c.name: c for c in self.captured.calls_for(plan.output)}
-        needed = {(calls[argument(node, "call")].template, op_of(node).name, program.micro_batches[argument(node, "mb")])
-                  for section, graph in program.sections.items() if section != "evaluate"
-                  for node in nodes(graph) if op_of(node).name in TEMPLATE_OPS}
+        needed = {(call.template, op, program.micro_batches[mb]) for section, graph in program.sections.items()
+                  if section != "evaluate" for call, op, mb in self._uses(graph, plan)}
         with collections_paused():
             for name, op, batch in sorted(needed):
                 at(f"{name}, {op}")
