@@ -12,7 +12,7 @@ from tiny_configs import FIRST_PLAIN_TOKEN, VOCABULARY
 from torch import Tensor
 
 import megacompile
-from megacompile.errors import UnsupportedError
+from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.tracing.recurrent_mixers import _causal_conv, _delta_rule, _wkv, mixers_as_ops
 
 LENGTHS = (1, 17, 63, 64, 65, 128, 1000)
@@ -119,3 +119,17 @@ def test_weights_of_rwkv_neither_overflow_nor_vanish(size: float) -> None:
     for ours, theirs, true in zip(found(_wkv), found(rwkv_linear_attention_cpu), found(mean, torch.float64), strict=True):
         error, native_s = (float((x - true).norm() / true.norm()) for x in (ours, theirs))
         assert error <= max(1e-5, 2 * native_s)
+
+
+def test_rwkv_evaluates_if_it_does_not_divide_its_weights() -> None:
+    native: Any = verdicts._build("rwkv")
+    batch = dict(input_ids=tokens(2, 70), labels=tokens(2, 70))
+    refused = megacompile.stream(copy.deepcopy(native), device="cpu").eval()
+    native.config.rescale_every = 0
+    model = megacompile.stream(copy.deepcopy(native), device="cpu").eval()
+    with torch.no_grad():
+        with pytest.raises(CaptureError, match="computes something else at each call"):
+            refused(**batch)
+        torch.testing.assert_close(model(**batch).logits, native.eval()(**batch).logits, rtol=1e-5, atol=1e-6)
+    refused.megacompile.close()
+    model.megacompile.close()
