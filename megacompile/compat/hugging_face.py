@@ -122,6 +122,7 @@ PARTS = (
     Part(_MAMBA, "mamba_selective_scan", "the same"),
     Part("transformers.models.recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRglru", "_rnn_scan", "the same"),
     Part("transformers.models.rwkv.modeling_rwkv", "rwkv_linear_attention", "the same"),
+    Part("transformers.models.rwkv.modeling_rwkv.RwkvModel", "_rescale_layers", "refuse evaluations that change weights"),
     Part(_BAMBA, "mamba2_chunk_scan", "the same"),
     Part(_BAMBA, "mamba2_split_conv1d_scan_combined", "trace the parts of a mixer, not a kernel for all of it"),
     Part(_MAMBA, "mamba_inner_fn", "the same"),

@@ -151,6 +151,13 @@ def _wkv(
     return mean.to(value.dtype), None
 
 
+def _undivided(self: Any) -> None:
+    """`RwkvModel._rescale_layers`, which divides weights in place before an evaluation, and multiplies them after it. Raises
+    `UnsupportedError` if there are layers to divide."""
+    if 0 < self.config.rescale_every <= len(self.blocks):
+        raise UnsupportedError("RWKV divides its weights before an evaluation: set config.rescale_every = 0 before stream()")
+
+
 def _no_shortcut(*_: object, **__: object) -> None:
     """A fused kernel for a whole mixer. transformers' own code has none either."""
 
@@ -196,6 +203,7 @@ FUNCTIONS: dict[str, Callable[[ModuleType], AbstractContextManager[None]]] = {
     "MiniMaxLightningAttention": lambda code: replaced(code.MiniMaxLightningAttention, forward=_lightning_attention),
     "RecurrentGemmaRglru": lambda code: replaced(code.RecurrentGemmaRglru, _rnn_scan=_gated_scan),
     "rwkv_linear_attention": lambda code: replaced(code, rwkv_linear_attention=_wkv),
+    "RwkvModel": lambda code: replaced(code.RwkvModel, _rescale_layers=_undivided),
     "create_recurrent_attention_mask": lambda code: replaced(code, create_recurrent_attention_mask=functools.partial(
         _recurrent_mask, code.create_recurrent_attention_mask)),
     "apply_mask_to_padding_states": lambda code: replaced(code, apply_mask_to_padding_states=functools.partial(
