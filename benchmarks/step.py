@@ -94,7 +94,7 @@ _COPYING = (Lane.H2D, Lane.D2H, Lane.COLLECTIVE)
 _YES = {"yes": True, "no": False}
 #: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
-            "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
+            "held_state", "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
 #: The options of `stream` that a row may have, besides those of all rows, and their defaults where these are not `stream`'s.
 OPTIONS = {*_PLANNED, "pinned_memory", "host_memory", "disk", "disk_state", "state_slabs", "precision"} - {"micro_batch_size"}
 DEFAULTS: dict[str, Any] = {"checkpoint_interval": 1, "resident": []}
@@ -148,7 +148,7 @@ class Models(KeptModel):
     def planned(self, given: argparse.Namespace) -> dict[str, Any]:
         found = {name: getattr(given, name) for name in _PLANNED}
         found["resident"] = tuple(given.resident)
-        for name in ("resident_state", "visiting_state"):
+        for name in ("resident_state", "visiting_state", "held_state"):
             found[name] = "all" if found[name] == ["all"] else found[name]
         found["deferred_moments"] = _YES.get(given.deferred_moments)
         return found
@@ -216,8 +216,8 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         layers=model.config.num_hidden_layers, checkpoint_interval=plan.checkpoint_interval,
         micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
         resident=list(plan.resident), resident_state=list(plan.resident_state),
-        visiting_state=list(plan.visiting_state), deferred_moments=plan.deferred_moments, saved_layers=plan.saved_layers,
-        residuals=plan.residuals,
+        visiting_state=list(plan.visiting_state), held_state=list(plan.held_state),
+        deferred_moments=plan.deferred_moments, saved_layers=plan.saved_layers, residuals=plan.residuals,
         host_checkpoints=plan.host_checkpoints, host_sums=list(plan.host_sums), update_order=list(plan.update_order),
         token_chunk=plan.token_chunk,
         precision=given.precision, compute_only=given.compute_only, device_memory=given.device_memory,

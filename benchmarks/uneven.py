@@ -76,11 +76,31 @@ class Lengths:
         return [int(length) for length in drawn.clamp(self.shortest, self.longest).round().tolist()]
 
 
-#: Typical data. Instructions are short, chats have a long tail, documents are truncated.
-DATA = {
+@dataclass(frozen=True)
+class Mixture:
+    """Lengths of two kinds: each is from `long` with the probability `share`, else from `short`."""
+
+    short: Lengths
+    long: Lengths
+    share: float
+
+    @property
+    def longest(self) -> int:
+        return self.long.longest
+
+    def draw(self, count: int, seed: int) -> list[int]:
+        drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed + 2)).tolist()
+        lengths = zip(self.short.draw(count, seed), self.long.draw(count, seed + 1), drawn, strict=True)
+        return [long if each < self.share else short for short, long, each in lengths]
+
+
+#: Typical data. Instructions are short, chats have a long tail, documents are truncated. "bimodal" has short questions and
+#: pages.
+DATA: dict[str, Lengths | Mixture] = {
     "instructions": Lengths(180, 0.8, 16, 2048),
     "chat": Lengths(500, 1.1, 32, 8192),
     "documents": Lengths(1200, 1.2, 64, 4096),
+    "bimodal": Mixture(Lengths(90, 0.5, 16, 4096), Lengths(1340, 0.5, 16, 4096), 0.25),
 }
 #: Rows of one length, with as many tokens per step as instructions have.
 FULL = "full"

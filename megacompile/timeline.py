@@ -39,10 +39,12 @@ KINDS: dict[str, str] = {
     "clip": "clip", **dict.fromkeys((*UPDATE_OPS, "update_moments"), "update"),
     "read_state": "optimizer state from disk", "write_state": "optimizer state to disk",
     "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
+    **dict.fromkeys(("hold", "fetch_held", "return_state"), "optimizer state moved"),
+    "return_weights": "updated weights to the host",
     "offload_weights": "updated weights to the host"}
 #: Ops that do no work.
 MARKS = frozenset({"record", "wait", "enter", "leave", "release", "lease", "leased", "result", "resident", "resident_state",
-                   "resident_gradients", "stashed", "output_gradient", "total_loss", "announce"})
+                   "resident_gradients", "held", "stashed", "output_gradient", "total_loss", "announce"})
 
 
 def kind_of(item: Item) -> str | None:

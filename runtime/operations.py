@@ -20,7 +20,7 @@ from megacompile.runtime.frame import Frame, gradients_of, norms_of, own_bytes, 
 from megacompile.runtime.kernels import Activation, Kernel, bind
 from megacompile.runtime.kernels import accumulate as accumulate_gradients
 from megacompile.runtime.memory.activation_checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
-from megacompile.runtime.memory.arena import Accumulators, Gradients, State, Weights
+from megacompile.runtime.memory.arena import Accumulators, Gradients, Held, State, Weights
 from megacompile.runtime.memory.shards import Pair, Share, at_home, in_slot, moments_at_home, rows_with
 from megacompile.runtime.memory.state_layout import aligned_bytes
 from megacompile.runtime.memory.tiles import MomentFile
@@ -345,11 +345,76 @@ def _state(tile: Share, state: State, moments: Sequence[Tensor]) -> Iterator[tup
         yield from zip_longest(away.scales, kept.scales if kept is not None else ())
 
 
+# A tile that the device holds. If the step fails before its update, its memory is freed, and the host updates it. If the step
+# fails after it, the memory stays until the step is completed.
+def _hold(frame: Frame, node: fx.Node) -> str:
+    held = frame.arena.hold(argument(node, "into"), frame.store[argument(node, "tile")].layout)
+    held.gradients.memory.copy_(frame.read(node, "reduced").memory)
+    if (current := frame.read(node, "current")) is not None:
+        held.weights.memory.copy_(current.memory)
+        held.has_weights = True
+    return _held(frame, node)
+
+
+def _held(frame: Frame, node: fx.Node) -> str:
+    """The slot. It is read when its lane comes to it: a failed step may clear it before."""
+    return str(argument(node, "into"))
+
+
+def _held_by(frame: Frame, node: fx.Node) -> Held | None:
+    return frame.arena.held.get(frame.read(node, "held"))
+
+
+def _fetch_held(frame: Frame, node: fx.Node) -> None:
+    tile, held = frame.store[argument(node, "tile")], _held_by(frame, node)
+    assert held is not None, f"nothing holds {tile.layout.name}"
+    for away, kept in tile.weights_with(held.weights.memory) if not held.has_weights else ():
+        frame.backend.copy(away, kept, Lane.H2D)
+    with frame.backend.issuing(Lane.H2D):
+        for there, here in _state(tile, held.state, [] if tile.home.moments_are_zero else tile.home.moments):
+            if here is None:
+                there.zero_()
+            else:
+                frame.backend.copy(_bytes(there), _bytes(here), Lane.H2D)
+
+
+def _update_held(frame: Frame, node: fx.Node) -> None:
+    update, tile, held = _updating(frame), frame.store[argument(node, "tile")], _held_by(frame, node)
+    if held is None:
+        _update_on_host(frame, node, tile)
+    elif held.updated is not update and (segments := update.pending(tile.layout.name)):  # else the step is being completed
+        own, state = tile.layout.flat(held.weights.memory), held.state
+        frame.backend.update(update.rule, own, state.remainder, held.gradients.flat, in_slot(segments, tile, state.at),
+                             _gradient_scale(frame, node), lane=Lane.H2D)
+        held.updated = update
+
+
+def _return_weights(frame: Frame, node: fx.Node) -> None:
+    update, tile, held = _updating(frame), frame.store[argument(node, "tile")], _held_by(frame, node)
+    if held is not None and update.pending(tile.layout.name):
+        frame.store.preserve(tile.layout.name)
+        update.halfway.add(tile.layout.name)
+        for away, kept in tile.weights_with(held.weights.memory):
+            frame.backend.copy(kept, away, Lane.D2H)
+
+
+def _return_state(frame: Frame, node: fx.Node) -> None:
+    update, tile, held = _updating(frame), frame.store[argument(node, "tile")], _held_by(frame, node)
+    if held is not None and update.pending(tile.layout.name):
+        frame.store.preserve(tile.layout.name)
+        for there, here in _state(tile, held.state, tile.home.moments):
+            assert here is not None, f"{tile.layout.name} has no state in host memory"
+            frame.backend.copy(_bytes(here), _bytes(there), Lane.D2H)
+        _updated(update, tile)
+    frame.arena.let_go(frame.read(node, "held"))
+
+
 UPDATE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     accumulate=_accumulate, clip=_clip, add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, update=_update,
     update_weights=_update_weights, update_moments=_update_moments, update_from_sum=_update_from_sum,
     update_on_device=_update_on_device, update_visiting=_update_visiting, read_state=_read_state, write_state=_write_state,
-    fetch_state=_fetch_state, store_state=_store_state)
+    fetch_state=_fetch_state, store_state=_store_state, hold=_hold, held=_held, fetch_held=_fetch_held,
+    update_held=_update_held, return_weights=_return_weights, return_state=_return_state)
 
 
 # -------------------- The ops that several ranks run together, and what each rank tells the others

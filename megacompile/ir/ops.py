@@ -154,6 +154,21 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("update_visiting", Lane.H2D, ("tile", "rule", "clip", "into"), ("rule", "into"), ("gradients[tile]", "clip"),
        ("weights[tile]", "result"), "visiting",
        "the same update, on the device, a chunk at a time, and back"),
+    # A tile that the device holds arrives before the clip is known, beside the backward, and returns beside the next forward.
+    Op("hold", Lane.COMPUTE, ("tile", "reduced", "current", "into"), ("current", "into"), ("reduced", "current"), ("result",),
+       "held", "device memory for a tile's update, with its gradients, and its weights if they are on the device"),
+    # Moments are no place of their own: gradients arrive after whatever still updates those of the step before.
+    Op("fetch_held", Lane.H2D, ("tile", "held"), (), ("weights[tile]", "gradients[tile]"), ("held",), None,
+       "its optimizer state, host -> device, and its weights if `hold` had none"),
+    Op("held", None, ("tile", "into"), ("into",), (), (), "held", "what the backward fetched for its update"),
+    # Beside the next forward, which compute has begun. It reads the host's gradients only to complete a step that failed.
+    Op("update_held", Lane.H2D, ("tile", "rule", "held", "clip"), ("rule",), ("gradients[tile]", "clip"), ("held",), None,
+       "the same update, on the device"),
+    Op("return_weights", Lane.D2H, ("tile", "held"), (), ("held",), ("weights[tile]",), None,
+       "its updated weights, device -> host"),
+    # It touches no weights, as `update_moments`.
+    Op("return_state", Lane.D2H, ("tile", "held", "clip"), (), ("clip",), ("held",), None,
+       "its updated state, device -> host; ends its life on the device"),
     Op("announce", Lane.CPU, ("tiles", "on_disk"), ("on_disk",), ("weights[tiles]", "moments[on_disk]"), (), None,
        "tells other ranks that this rank's shards are updated",
        only_waits=True),
@@ -195,4 +210,4 @@ OPS: dict[str, Op] = {op.name: op for op in (
 #: Ops that run a template; the variant has the op's name.
 TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward"})
 #: Ops that update a tile's weights.
-UPDATE_OPS = ("update", "update_weights", "update_from_sum", "update_on_device", "update_visiting")
+UPDATE_OPS = ("update", "update_weights", "update_from_sum", "update_on_device", "update_visiting", "update_held")

@@ -148,7 +148,12 @@ class StreamOptions:
     visiting_state: tuple[str, ...] | str | None = option(
         None, Takes.TILES, Scope.PLAN, """Tiles that are copied to the device for their update, with their optimizer state, and
         back. Only with updates at the end of a step. A tile may be named in one of `resident_state`, `visiting_state`,
-        `host_sums` and `disk_state`.""", unset="as many as make a step faster that waits for the host's updates", replan=True,
+        `held_state`, `host_sums` and `disk_state`.""",
+        unset="as many as make a step faster that waits for the host's updates", replan=True, flag=True)
+    held_state: tuple[str, ...] | str | None = option(
+        None, Takes.TILES, Scope.PLAN, """Tiles that are copied to the device for their update during the last backward, into
+        the memory that it leaves, and back during the next forward. Only in whole steps of one process, with updates at the end
+        of a step; elsewhere the host updates them.""", unset="as many as fit and as make a whole step faster", replan=True,
         flag=True)
     deferred_moments: bool | None = option(
         None, Takes.FLAG, Scope.PLAN, """The host first updates the weights of all tiles, which the next forward waits for, and

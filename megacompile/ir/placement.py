@@ -26,6 +26,7 @@ class Updated(StrEnum):
     ON_HOST = "host"  # gradients are added up on the device
     ON_DEVICE = "resident_state"  # weights, optimizer state and gradients stay there
     VISITING = "visiting_state"  # on the device, to which weights, gradients and state are copied in chunks, and back
+    HELD = "held_state"  # on the device, to which weights and state are copied during the backward, and back after the update
     FROM_HOST_SUMS = "host_sums"  # on the host, where gradients are added up in FP32
     FROM_DISK = "disk_state"  # on the host; moments are read from the disk into a slab before, and written back after
 

@@ -38,6 +38,7 @@ class Family(StrEnum):
     FETCHED_CHECKPOINTS = "C"  # on the device again
     STATE_SLABS = "M"  # host memory, for moments between the disk and their update
     VISITING = "V"  # a chunk of a tile that visits the device for its update
+    HELD = "RH"  # a tile from the end of its backward to that of its update; memory that lives as long
     RESIDENT = "R"  # weights that stay on the device
     UPDATED_WEIGHTS = "RW"  # of a tile that is updated on the device; so are the next two
     UPDATED_STATE = "RS"
@@ -48,7 +49,7 @@ class Family(StrEnum):
 OF_A_FORWARD = frozenset({Family.HOST_CHECKPOINTS})
 #: Families whose slots outlive sections: each holds one tile's weights, state or gradients.
 RESIDENT_FAMILIES = frozenset(
-    {Family.RESIDENT, Family.UPDATED_WEIGHTS, Family.UPDATED_STATE, Family.UPDATED_GRADIENTS})
+    {Family.RESIDENT, Family.UPDATED_WEIGHTS, Family.UPDATED_STATE, Family.UPDATED_GRADIENTS, Family.HELD})
 
 
 @dataclass(frozen=True, order=True)
@@ -90,7 +91,7 @@ SLOT_KINDS: Mapping[str, tuple[str, ...]] = {
     Family.WEIGHTS: ("weights",), Family.GRADIENTS: ("reduced",), Family.WEIGHT_SLABS: ("staging", "packed_shard"),
     Family.GRADIENT_SLABS: ("slab",), Family.WEIGHT_SHARDS: ("shard",), Family.HOST_CHECKPOINTS: ("stashed",),
     Family.FETCHED_CHECKPOINTS: ("checkpoint", "inputs"), Family.VISITING: ("visiting",), Family.STATE_SLABS: ("moments",),
-    Family.RESIDENT: ("weights",),
+    Family.HELD: ("held",), Family.RESIDENT: ("weights",),
     Family.UPDATED_WEIGHTS: ("weights", "resident"), Family.UPDATED_STATE: ("state",),
     Family.UPDATED_GRADIENTS: ("gradients", "reduced")}
 

@@ -207,6 +207,8 @@ class Plan:
         if self.visiting_state and self.update == "arrival":
             raise MegacompileError("visiting_state needs updates at the end of a step, not on arrival of gradients: leave out "
                                    "one of the two")
+        if self.held_state and (self.update == "arrival" or self.processes > 1):
+            raise MegacompileError("held_state needs updates at the end of a step, and one process: leave it out")
         if self.deferred_moments and self.update == "arrival":
             raise MegacompileError("deferred_moments needs updates at the end of a step, not on arrival of gradients: leave "
                                    "out one of the two")
@@ -245,6 +247,11 @@ class Plan:
     def visiting_state(self) -> tuple[str, ...]:
         """The tiles that are copied to the device for their update."""
         return self.placements.lists["visiting_state"]
+
+    @property
+    def held_state(self) -> tuple[str, ...]:
+        """The tiles that the device holds from their last backward until they are updated. In a loop the host updates them."""
+        return self.placements.lists["held_state"]
 
     @property
     def host_sums(self) -> tuple[str, ...]:

@@ -81,10 +81,10 @@ def boundary_tiles(calls: Sequence[Reader]) -> set[str]:
 
 
 __all__ = [
-    "OPS", "SECTIONS_OF_ALL_RANKS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec",
-    "Kept", "Lane", "Op", "Program", "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find",
-    "gives_outputs", "lane_of", "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places",
-    "reached", "rebuild", "results_of", "size_classes", "slot_family", "stays", "trainable", "uses"]
+    "OPS", "SECTIONS_OF_ALL_RANKS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder",
+    "CallSpec", "Kept", "Lane", "Op", "Program", "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated",
+    "find", "gives_outputs", "lane_of", "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of",
+    "places", "reached", "rebuild", "results_of", "size_classes", "slot_family", "stays", "trainable", "uses"]
 
 #: Bytes of a chunk of a visiting tile. Copies of this size reach the link's rate, and the slot costs a plan little memory.
 VISITING_BYTES = 1 << 25
@@ -115,6 +115,8 @@ class Tile:
         match kind:
             case "state":
                 return self.state_bytes // ranks
+            case "held":
+                return self.weight_bytes + self.gradient_bytes + self.state_bytes
             case "visiting":
                 return max(self.visit_bytes, min(VISITING_BYTES, self.state_bytes // ranks + 2 * shard))
             case "moments":
@@ -129,9 +131,13 @@ class Tile:
         """Bytes that a copy moves."""
         if op.name == "offload_norms":
             return 0  # a few
+        if op.name in ("fetch_held", "return_state"):
+            return self.state_bytes
         if op.name == "prefetch_routed":
             return self.routed_bytes
-        return self.weight_bytes // ranks if op.name == "offload_weights" else self.bytes_of(op.result or "", ranks)
+        if op.name in ("offload_weights", "return_weights"):
+            return self.weight_bytes // ranks
+        return self.bytes_of(op.result or "", ranks)
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,10 @@ class Program:
         if op_of(node).name in ("stash", "fetch"):
             return self.value_bytes(node)
         tile = argument(node, "tile")
-        return self.tiles[tile].moved_bytes(op_of(node), self.ranks) if tile is not None else 0
+        if tile is None:
+            return 0
+        also = op_of(node).name == "fetch_held" and not operands(operands(node, "held")[0], "current")
+        return self.tiles[tile].moved_bytes(op_of(node), self.ranks) + also * self.tiles[tile].weight_bytes
 
     def head(self, made_for: tuple[BatchSpec, Plan] | None = None) -> str:
         """The text above the sections: the declarations. `made_for` is declared in it (`text.parse_with_plan`)."""

@@ -67,7 +67,8 @@ def _updating(plan: Plan, on_arrival: bool) -> Plan:
         return plan
     if not on_arrival:
         return replace(plan, update="step", update_order=())
-    return replace(plan.placed(Updated.VISITING, ()), update="arrival", deferred_moments=False,
+    at_home = plan.placed(Updated.VISITING, ()).placed(Updated.HELD, ())
+    return replace(at_home, update="arrival", deferred_moments=False,
                    gradient_slabs=_SLABS_ON_ARRIVAL)
 
 
@@ -335,7 +336,8 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Se
         sizes = (plan.checkpoint_interval, f"{size}{chunked}", plan.waves,
                  kept_residuals(plan.saved_layers, plan.residuals),
                  len(plan.from_host(layers)), len(plan.host_sums),
-                 f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
+                 " + ".join([str(len(plan.resident_state)), *(f"{len(tiles)} {what}" for what, tiles in (
+                     ("visit", plan.visiting_state), ("held", plan.held_state)) if tiles)]),
                  "after weights" if plan.deferred_moments else "",
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
         if times is None:

@@ -234,7 +234,36 @@ def training_moments(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
     outputs, joined = ([], 0) if plan.output == "loss" else _outputs(captured, plan)
     activations, workspace = _activations(stack, outputs, joined), _workspace(stack, outputs, joined, fused)
     slots, accumulators = slot_bytes(captured, tiling, plan), accumulator_bytes(tiling, plan, calls)
+    if plan.held_state:
+        _count_held(accumulators, stack, tiling)
     return {at: Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace}
+
+
+def _count_held(accumulators: dict[str, int], stack: _Stack, tiling: Tiling) -> None:
+    """Adds the tiles that the device holds for their update to accumulators, by moment. The first wave's forward may run while
+    all of them return; its first accumulators come after that. In the last wave's backward, each takes its memory after that of
+    its call's residuals and accumulators was freed. The memory that is free may be in pieces that are too small for the
+    largest part of a tile."""
+    plan, tiles = stack.plan, tiling.tiles()
+    held = {name: tiles[name].bytes_of("held") for name in plan.held_state}
+    for moment in {"forward", "outputs", "loss", "epilogue"}.intersection(accumulators):
+        accumulators[moment] = max(accumulators[moment], sum(held.values()))
+    # Accumulators that other waves have added to are counted as long as any lives.
+    counted = {t for t in tiling.layouts if plan.waves > 1 and t not in plan.host_sums}
+    kept = [sum(cost.residual_bytes(layer, *plan.sizes[mb], plan.residuals) + cost.output_bytes(layer, *plan.sizes[mb])
+                for mb in plan.wave(plan.waves - 1)) for layer in (stack.kinds[name] for name in stack.saving)]
+    calls = list(tiling.tiles_of)
+    moments = ["prologue", *["recompute"] * (len(calls) - 2 - len(kept)), *["backward"] * len(kept), "epilogue"]
+    more, taken, freed = dict.fromkeys(moments, 0), 0, 0
+    for at in reversed(range(len(calls))):
+        in_residuals = sum(kept[at - len(calls) + 1 + len(kept) + 1:]) if moments[at] == "backward" else 0
+        more[moments[at]] = max(more[moments[at]], taken - freed - in_residuals)
+        ended = {tile for tile in tiling.tiles_of[calls[at]] if not any(tile in tiling.tiles_of[name] for name in calls[:at])}
+        taken += sum(held.get(tile, 0) for tile in ended)
+        freed += _sum(tiling, ended & counted)
+    for moment in accumulators:
+        accumulators[moment] += more.get(moment, 0) + max(
+            max(tiling.layouts[name].gradient_bytes, *tiling.layouts[name].moment_bytes) for name in held)
 
 
 def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str, int]:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Self
 
 from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
@@ -175,7 +176,7 @@ class Planner(SearchSpace):
         for variant in others:
             if self._compared_s(variant, whole_step, simulator) * WORTH < self._compared_s(best, whole_step, simulator):
                 best = variant
-        best = self._all_there(best, found, whole_step, simulator)
+        best = self._with_best_held(self._all_there(best, found, whole_step, simulator), simulator)
         best = self._with_state_slabs(fewest_slabs(best, simulator, whole_step), simulator, whole_step)
         return fastest_device_updates(self._with_device_updates(best), simulator, whole_step)
 
@@ -189,6 +190,20 @@ class Planner(SearchSpace):
         elsewhere = len(self.tiling.layouts) - len(best.resident_state)
         limit = self._compared_s(best, whole_step, simulator) + ISSUING_S * elsewhere
         return next((plan for plan in there if self._compared_s(plan, whole_step, simulator) <= limit), best)
+
+    def _with_best_held(self, plan: Plan, simulator: StepSimulator) -> Plan:
+        """The plan with as many held tiles as are fastest. Seconds of a whole step fall up to that number and rise after it:
+        the update waits for what the link has not brought yet."""
+        if not plan.held_state or self.config.held_state is not None:
+            return plan
+        tiles = self.may_be_held(plan)
+        for by in (-1, 1):
+            while 0 <= (count := len(plan.held_state) + by) <= len(tiles):
+                other = plan.placed(Updated.HELD, tiles[:count])
+                if not self.fits_device(other) or simulator.cautious_s(other, True) >= simulator.cautious_s(plan, True):
+                    break
+                plan = other
+        return plan
 
     def _compared_s(self, plan: Plan, whole_step: bool, simulator: StepSimulator) -> float:
         """The seconds used to compare a plan with others. A plan that moves state from the device counts as slower than its
@@ -237,7 +252,36 @@ class Planner(SearchSpace):
             found |= dict.fromkeys(plan for plan in plans if self.fits(plan))
         if refusal is not None and not found:
             raise refusal
-        return list(found)
+        return [*found, *(self._with_held_state(found) if whole_step else ())]
+
+    def _with_held_state(self, found: Iterable[Plan]) -> Iterator[Plan]:
+        """Variants of plans with several waves in which the device holds tiles for their update, from the first that the host
+        updates on: about as many as the link brings there while it copies no other weights, and fewer. Within one wave they
+        would take the memory that its forward needs. Of plans that differ in the number of tiles that stay on the device alone,
+        only the one that keeps the most beside the most residuals, and the one that keeps more."""
+        if self.simulator is None or self.config.held_state is not None or self.pinned_bytes is not None:
+            return  # the state of held tiles is pinned
+        groups = defaultdict[Any, list[Plan]](list)
+        for plan in found:
+            groups[plan.micro_batches, plan.waves, plan.residuals, bool(plan.host_sums)].append(plan)
+        for (_, waves, _, summed), plans in groups.items():
+            if waves == 1 or summed:
+                continue
+            kept = len(min(plans, key=self._by_compute).resident_state)
+            for plan in sorted((p for p in plans if len(p.resident_state) >= kept), key=lambda p: len(p.resident_state))[:2]:
+                tiles, specs = self.may_be_held(plan), self.tiling.tiles()
+                idle_s = self.simulator.compute_s(plan) / waves * len(plan.resident) / len(self.tiling.layouts)
+                sizes = accumulate(specs[tile].state_bytes for tile in tiles)
+                most = sum(size <= idle_s * self.simulator.durations.hardware.link["h2d"] for size in sizes)
+                # They need some memory of their own: that of a tile that stays.
+                bases = [plan, *(plan.placed(Updated.ON_DEVICE, plan.resident_state[:-1]) for _ in plan.resident_state[:1])]
+                for count in (most, 3 * most // 4):
+                    variants = (base.placed(Updated.HELD, self.may_be_held(base)[:count]) for base in bases)
+                    yield from [each for each in variants if each.held_state and self.fits_device(each)][:1]
+
+    def _by_compute(self, plan: Plan) -> tuple[float, int]:
+        assert self.simulator is not None
+        return self.simulator.compute_s(plan), -len(plan.resident_state)
 
     def _state_counts(self, training: bool) -> list[int]:
         """The numbers of tiles that the device may update, in order of preference."""

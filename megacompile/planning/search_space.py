@@ -184,6 +184,8 @@ class SearchSpace(MemoryBudget):
         config = self.config
         # More residuals fit with several waves than with one, so the plan starts without any.
         plan = replace(self, config=replace(config, saved_layers=0)).plan(batch, length, update=update)
+        if (named := config.held_state) is not None:
+            plan = plan.placed(Updated.HELD, [tile for tile in self.may_be_held(plan) if named == "all" or tile in named])
         count = len(plan.micro_batches)
         if config.waves is not None:
             plan = replace(plan, waves=min(config.waves, count))
@@ -195,6 +197,15 @@ class SearchSpace(MemoryBudget):
         waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
         found = [each for n in waves for each in dict.fromkeys(self._in_waves(replace(plan, waves=n)))]
         return [each for each in found if self.fits(each)] or [self._fitting(found[0], batch, length)]
+
+    def may_be_held(self, plan: Plan) -> list[str]:
+        """The tiles that the device may hold for their update: those that the host would update, in the order of the next
+        forward. A step that failed can be completed only if moments can be updated after weights."""
+        if plan.update != "step" or plan.processes > 1:
+            return []
+        layouts = self.tiling.layouts
+        return [tile for tile in self.in_memory() if plan.placement(tile).updated in (Updated.ON_HOST, Updated.HELD)
+                and not layouts[tile].has_matrices and all(each.separable for each in layouts[tile].state_layout.states)]
 
     def _in_waves(self, plan: Plan) -> Iterator[Plan]:
         """The plan with all accumulators on the device, if they fit, and then as many residuals as fit. For several waves also

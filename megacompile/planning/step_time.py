@@ -75,7 +75,8 @@ class StepSimulator:
         key = plan, whole_step
         if key not in self.cautious:
             hardware = self.durations.hardware
-            link = {way: self.caution * rate for way, rate in hardware.link.items()} if plan.visiting_state else hardware.link
+            link = {way: self.caution * rate for way, rate in hardware.link.items()} if (
+                plan.visiting_state or plan.held_state) else hardware.link
             at(f"simulation {len(self.cautious) + 1}")
             slower = replace(self.durations, hardware=replace(hardware, adam=self.caution * hardware.adam, link=link))
             self.cautious[key] = slower.simulate(self.program(plan, whole_step), plan).step_s

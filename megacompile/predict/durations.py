@@ -319,6 +319,8 @@ COSTS: dict[str, str] = {
     "reduce_scatter": "accumulators of other shards / peer bandwidth",
     "all_reduce": "2 x (hosts - 1) / hosts x accumulators of a shard / network bandwidth",
     "fetch_gradients": "gradient bytes / h2d rate",
+    "fetch_held": "(state bytes, and those of weights that are not on the device) / h2d rate",
+    "return_weights": "weight bytes / d2h rate", "return_state": "state bytes / d2h rate",
     "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
     "stash": "bytes / d2h rate", "fetch": "bytes / h2d rate",
     **dict.fromkeys(("pack", "pack_shard"), "weight bytes / host copy rate"),
@@ -332,7 +334,9 @@ COSTS: dict[str, str] = {
     "write_state": "bytes / rate of the disk's writes",
     "add_to_sum": "(gradient + FP32 sum bytes; the sum's twice where it adds) / (2 x host copy rate)",
     "norms_of_sum": "FP32 sum bytes / (2 x host copy rate)",
-    "update_on_device": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth; products of matrices over the GEMM rate",
+    **dict.fromkeys(("update_on_device", "update_held"), "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth; "
+                    "products of matrices over the GEMM rate"),
+    "hold": "2 x (gradient and weight bytes) / memory bandwidth",
     "zeros": "accumulators / memory bandwidth",
     "reduce": "(accumulators + 2 x gradient bytes) / memory bandwidth", "scale": "2 x bytes / memory bandwidth"}
 
@@ -457,9 +461,9 @@ class Durations:
         ranks = program.ranks
         others = (ranks - 1) / ranks
         match op:
-            case "prefetch" | "prefetch_routed" | "prefetch_shard" | "fetch_gradients" | "fetch":
+            case "prefetch" | "prefetch_routed" | "prefetch_shard" | "fetch_gradients" | "fetch" | "fetch_held":
                 return program.moved_bytes(node) / hardware.link["h2d"]
-            case "offload" | "offload_weights" | "offload_norms" | "stash":
+            case "offload" | "offload_weights" | "offload_norms" | "stash" | "return_weights" | "return_state":
                 return program.moved_bytes(node) / hardware.link["d2h"]
             case "gather" | "gather_resident":
                 return tile.weight_bytes * others / hardware.peer_rate
@@ -493,7 +497,9 @@ class Durations:
                 back = tile.weight_bytes + tile.state_bytes
                 copies = ((back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]) / ranks
                 return copies + self._products_s(self.layouts[tile.name])
-            case "update_on_device":  # gradients are read, weights and state read and written
+            case "hold":
+                return self._through_memory(2 * (tile.gradient_bytes + tile.weight_bytes))
+            case "update_on_device" | "update_held":  # gradients are read, weights and state read and written
                 moved = (tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes)) / ranks
                 return self._through_memory(moved) + self._products_s(self.layouts[tile.name])
             case "zeros":

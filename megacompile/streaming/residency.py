@@ -132,6 +132,7 @@ class Residency:
             return
         if self.executable is None:
             wait_for_updates()
+            self.runner.drain()  # the state of tiles that the device held may still be returning
             self._run(executable, "load")
         self.executable = executable
 
@@ -161,7 +162,7 @@ class Residency:
         """Pins optimizer state that visits the device, once it exists, unless the user has limited pinned memory. Copies of
         memory that is not pinned are also correct, but slower."""
         if self.runner.executables.planner.pinned_bytes is None:
-            tiles = map(self.runner.store.__getitem__, executable.plan.visiting_state)
+            tiles = map(self.runner.store.__getitem__, (*executable.plan.visiting_state, *executable.plan.held_state))
             pin_all(self.runner.backend, (part for tile in tiles for part in tile.home.state()))
 
     def refresh_gradients(self, executable: Executable) -> None:
@@ -186,6 +187,7 @@ class Residency:
         """Handles a failed section. `updated`: an update had already changed tiles. Slots may be half written. Saves weights
         that were updated on the device now, or at the next opportunity."""
         self.stale = self.executable is not None
+        self.runner.arena.drop_held()
         self.weights_ahead |= updated and self.state_ahead
         self.rescue()
 

@@ -74,6 +74,33 @@ def updated(program: Program) -> Iterator[Fault]:
     yield from _moments(graph, clips)
     yield from _refreshed(program, "update", tiles)
     yield from _copied_home(program, "update")
+    yield from _held(program)
+
+
+def _held(program: Program) -> Iterator[Fault]:
+    """Checks each tile that the device holds for its update: the whole step holds the gradients of its last wave and then
+    fetches its weights and state, from which it is updated and returned, once each."""
+    graph, tiles = program.section("update"), [argument(n, "tile") for n in find(program.section("update"), "update_held")]
+    before = program.sections.get("train_step", fx.Graph())
+    for name, section, op in (("train_step", before, "hold"), ("train_step", before, "fetch_held"),
+                              ("update", graph, "return_weights"), ("update", graph, "return_state")):
+        yield from once(name, section, (op,), tiles)
+    holds = {argument(node, "tile"): node for node in find(before, "hold")}
+    last = {argument(node, "tile"): node for node in find(before, "reduce")}
+    for tile, node in holds.items():
+        if operands(node, "reduced") != (last[tile],):
+            yield Fault(f"{describe(node)} does not take the gradients of {tile} that its update needs", "give it those of "
+                        "its last reduce", node, last[tile])
+    life = ("update_held", "return_weights", "return_state")
+    done: dict[str, list[str]] = {}
+    for node in find(graph, *life):
+        so_far = done.setdefault(argument(node, "tile"), [])
+        if tuple(so_far) != life[:life.index(op_of(node).name)]:
+            yield Fault(f"{describe(node)} comes after {', '.join(so_far) or 'no update of its tile'}",
+                        f"have {', '.join(life)}, in this order", node)
+        if op_of(node).name == "return_state" and operands(node, "clip") != tuple(find(graph, "clip")):
+            yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)
+        so_far.append(op_of(node).name)
 
 
 def _moments(graph: fx.Graph, clips: list[fx.Node]) -> Iterator[Fault]:
@@ -115,7 +142,7 @@ def consumed_there(program: Program) -> list[str]:
 
 
 def _copied_home(program: Program, name: str) -> Iterator[Fault]:
-    """Checks that weights which were updated on the device are then copied back to the host."""
+    """Checks that weights of tiles that stay on the device are copied back to the host after their update."""
     graph = program.section(name)
     updated: dict[str, fx.Node] = {}
     for node in find(graph, "update_on_device", "offload_weights"):

@@ -34,7 +34,7 @@ _TAKES = {
     "saved": {"activation"},
     "reduced": {"reduced", "gradients"}, "resident": {"weights"},
     "state": {"state"}, "slab": {"slab"}, "stashed": {"stashed"}, "staging": {"staging", "packed_shard"}, "shard": {"shard"},
-    "clip": {"clip"}, "moments": {"moments"}, "router": {"activation"},
+    "clip": {"clip"}, "held": {"held"}, "current": {"weights"}, "moments": {"moments"}, "router": {"activation"},
     "event": {"event"}, "values": {"activation", "gradient"}}
 _SEVERAL = (tuple, list)
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -43,7 +43,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 #: Ops whose values have residuals.
 _SAVING = ("forward_saving", "leased")
 #: A value that is passed as one of these, and the node that takes it, are of one tile.
-_OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "shard", "resident", "state", "moments"})
+_OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "shard", "resident", "state", "moments", "held", "current"})
 
 
 def well_formed(program: Program) -> Iterator[Fault]:
@@ -178,7 +178,9 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("offload_norms", "add_to_sum", "norms_of_sum"), ("train_step",)),
     "clip": ("update",), "update_from_sum": ("update", "train_step"),
     **dict.fromkeys(("update", "update_on_device", "read_state", "write_state"), _UPDATES),
-    **dict.fromkeys(("update_weights", "update_moments", "update_visiting"), ("update",)),
+    **dict.fromkeys(("update_weights", "update_moments", "update_visiting", "held", "update_held", "return_weights",
+                     "return_state"), ("update",)),
+    **dict.fromkeys(("hold", "fetch_held"), ("train_step",)),
     "offload_weights": (*_UPDATES, "rescue"), "fetch_gradients": ("backward_accumulate", "refresh"),
     "fetch_state": ("load",), "store_state": ("store",),
     **dict.fromkeys(("reduce_scatter", "all_reduce", "share_norms"), _BACKWARDS),

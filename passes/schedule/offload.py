@@ -15,6 +15,12 @@ Where the host adds gradients up, the sums are copied back:
 With several ranks each tile is reduced after the last contribution to the next one, so that ranks add up accumulators during
 the next tile's backward.
 
+A tile that the device holds for its update stays there too, with the weights of its last backward. Its optimizer state follows
+once the section has fetched all weights, last backward first:
+
+    e5 = hold("layers.5", d5, current=w5)
+    fetch_held("layers.5", e5)
+
 Where waves are added up on the host:
 
     offload("layers.5", d5)
@@ -29,7 +35,7 @@ from torch import fx
 
 from megacompile.ir.placement import Updated
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import Builder, Program, argument, copy_section, find, nodes, operands, results_of
+from megacompile.ir.program import Builder, Lane, Program, argument, copy_section, find, nodes, op_of, operands, results_of
 
 name, requires, provides = "offload", "prefetch", "offload"
 
@@ -67,10 +73,20 @@ def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: 
             if value is waves[-1] and plan.update == "step":
                 build.after(added, "norms_of_sum", tile=tile)
             continue
+        if updated is Updated.HELD and section == "train_step":
+            current = next((each for each in operands(anchors[value], "weights") if argument(each, "tile") == tile), None)
+            build.after(sent, "hold", f"v{number}", tile=tile, reduced=reduced, current=current)
         if slabs and not (plan.update == "arrival" and overwrite):
             added = build.after(sent, "accumulate", tile=tile, slab=sent, overwrite=overwrite)
             if stays and not overwrite:
                 build.after(added, "fetch_gradients", f"g{number}", tile=tile)
+    last = None
+    for node in nodes(graph):
+        last = node if op_of(node).lane is Lane.H2D else last
+    held = list(find(graph, "hold"))
+    for node in reversed(held):  # each goes in front of those that are held later
+        after = node if last is None or last < node else last
+        build.after(after, "fetch_held", tile=argument(node, "tile"), held=node)
     return graph
 
 

@@ -15,6 +15,13 @@ A tile whose state visits the device is updated there, in the lane of the copies
 
     v5 = update_visiting("layers.5", c, into="V0")
 
+A tile that the device holds since its backward returns in two parts, since the next forward only waits for weights:
+
+    e5 = held("layers.5")
+    update_held("layers.5", e5, c)
+    return_weights("layers.5", e5)
+    return_state("layers.5", e5, c)                        # after the weights of all tiles
+
 If the plan defers moments, the weights of all tiles are updated first, then their moments, in the opposite order:
 
     update_weights("prologue", c)
@@ -59,6 +66,7 @@ from .prefetch import layer_size_classes
 name, requires, provides = "optimizer", "offload", "optimizer"
 #: The op that updates a tile.
 _OPS = {Updated.ON_HOST: "update", Updated.ON_DEVICE: "update_on_device", Updated.VISITING: "update_visiting",
+        Updated.HELD: "update_held",
         Updated.FROM_HOST_SUMS: "update_from_sum", Updated.FROM_DISK: "update"}
 
 
@@ -93,7 +101,14 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     build = Builder(graph, name)
     clip = build.add("clip", "c", tiles=tuple(tiles))
     for tile in tiles:
-        op = _op(plan, tile)
+        op = _op(program, plan, tile)
+        if op == "update_held":
+            held = build.add("held", f"v{program.number(tile)}", tile=tile)
+            build.add(op, tile=tile, rule=_rule(program, tile), held=held, clip=clip)
+            build.add("return_weights", tile=tile, held=held)
+            if plan.placement(tile).resident:
+                _arrive(build, program, plan, tile)
+            continue
         if op == "update_on_device":
             gradients = build.add("resident_gradients", f"g{program.number(tile)}", tile=tile)
             _update_there(build, program, tile, gradients, clip)
@@ -108,6 +123,8 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
             build.add(op, value, tile=tile, rule=_rule(program, tile), clip=clip)
         if plan.placement(tile).resident:
             _arrive(build, program, plan, tile)
+    for node in list(find(graph, "update_held")):
+        build.add("return_state", **{name: argument(node, name) for name in ("tile", "held", "clip")})
     for node in reversed([*find(graph, "update_weights")]):
         tile = argument(node, "tile")
         if plan.placement(tile).updated is not Updated.FROM_DISK:
@@ -120,9 +137,11 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     return graph
 
 
-def _op(plan: Plan, tile: str) -> str:
-    """The op that updates a tile."""
+def _op(program: Program, plan: Plan, tile: str) -> str:
+    """The op that updates a tile. In a loop the user may change weights and gradients before the update, so the device holds
+    nothing until then, and the host updates those tiles."""
     op = _OPS[plan.placement(tile).updated]
+    op = "update" if op == "update_held" and "train_step" not in program.sections else op
     return "update_weights" if op == "update" and plan.deferred_moments else op
 
 
@@ -159,7 +178,7 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     position = {node: number for number, node in enumerate(graph.nodes)}
     last = dict(homes)  # the last node that was put after each tile's arrival
     for tile, arrival in _turns(program, plan, sorted(homes, key=lambda tile: position[homes[tile]])):
-        op, on_disk = _op(plan, tile), plan.placement(tile).updated is Updated.FROM_DISK
+        op, on_disk = _op(program, plan, tile), plan.placement(tile).updated is Updated.FROM_DISK
         reads = {"slab": homes[tile]} if op == "update" else {}
         if on_disk:
             reads["moments"] = last[arrival] = build.after(last[arrival], "read_state", f"m{program.number(tile)}", tile=tile)

@@ -73,7 +73,7 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
     match op_of(value).result:
         case "weights":
             return plan.placement(tile).resident
-        case "state" | "gradients":
+        case "state" | "gradients" | "held":
             return True
         case "reduced":
             return plan.placement(tile).updated is Updated.ON_DEVICE and plan.update == "step"
@@ -125,6 +125,8 @@ class _Places:
     def _choose(self, node: fx.Node) -> SlotName:
         tile, kind = argument(node, "tile"), op_of(node).result
         if _stays(node, self.plan):
+            if kind == "held":
+                return SlotName(Family.HELD, number=self.plan.held_state.index(tile))
             updated_there = self.plan.placement(tile).updated is Updated.ON_DEVICE
             return SlotName(_UPDATED_THERE[kind or ""] if updated_there else Family.RESIDENT, number=self.numbers[tile])
         if kind == "visiting":  # tiles visit one after the other, boundary tiles too: their chunks are no larger

@@ -133,6 +133,11 @@ class CudaBackend:
     def issuing(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(torch.cuda.ExternalStream(self.streams[lane].ptr, device=self.device))
 
+    def used_by(self, lane: Lane, memory: Sequence[Tensor]) -> None:
+        stream = torch.cuda.ExternalStream(self.streams[lane].ptr, device=self.device)
+        for part in memory:
+            part.record_stream(stream)
+
     def record(self, lane: Lane) -> Any:
         if lane not in _QUEUES:
             return None

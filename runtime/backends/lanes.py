@@ -50,6 +50,9 @@ class Backend(Protocol):
     def issuing(self, lane: Lane) -> AbstractContextManager[object]:
         """A context in which PyTorch's operations are issued to compute or h2d."""
 
+    def used_by(self, lane: Lane, memory: Sequence[Tensor]) -> None:
+        """Tells PyTorch's allocator that work issued to the lane so far uses memory from compute, which may be dropped then."""
+
     def record(self, lane: Lane) -> Any:
         """The device's event after everything issued to the lane; None if work is already done when it is issued."""
 

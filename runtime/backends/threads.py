@@ -61,6 +61,9 @@ class ThreadBackend:
     def issuing(self, lane: Lane) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
+    def used_by(self, lane: Lane, memory: Sequence[Tensor]) -> None:
+        """Nothing: work is done when it is issued."""
+
     def record(self, lane: Lane) -> Any:
         return None
 

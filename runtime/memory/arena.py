@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
-from megacompile.ir.program import SLOT_KINDS, Slot, slot_family
+from megacompile.ir.places import Family
+from megacompile.ir.program import SLOT_KINDS, Lane, Slot, slot_family
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.runtime.optimizer.host_update import Moments
@@ -77,9 +78,23 @@ class State:
         return self._views[key]
 
 
+@dataclass
+class Held:
+    """A tile that the device holds for its update. `has_weights`: they came from the device. `updated`: by which step, if its
+    weights and state are newer than the host's."""
+
+    memory: list[Tensor]
+    weights: Weights
+    gradients: Gradients
+    state: State
+    has_weights: bool = False
+    updated: object | None = None
+
+
 class Arena:
     """The memory of the slots, by name. It grows if a program of another shape needs more. It shrinks only in `close` and
-    `forget`."""
+    `forget`. `held`: tiles that the device holds for their update, by slot. Their memory comes from PyTorch's allocator, as
+    that of activations, whose place it takes."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -88,11 +103,14 @@ class Arena:
         self._gradients: dict[tuple[str, str], Gradients] = {}
         self._states: dict[tuple[str, str], State] = {}
         self._verdicts: dict[str, tuple[Tensor, Any]] = {}
+        self.held: dict[str, Held] = {}
+        self._returning: list[Any] = []
 
     def reserve(self, slots: Mapping[str, Slot]) -> None:
         """Allocates missing slots, and reallocates slots that are too small (lanes must be idle then). Raises
         `InsufficientMemoryError`, before it allocates anything, if the host has too little memory for slabs."""
-        grown = [s for s in slots.values() if s.name not in self.slots or self.slots[s.name].numel() < s.bytes]
+        grown = [s for s in slots.values() if slot_family(s.name) != Family.HELD
+                 and (s.name not in self.slots or self.slots[s.name].numel() < s.bytes)]
         slabs = [s for s in grown if self.is_slab(s.name)]
         needed = sum(s.bytes - (self.slots[s.name].numel() if s.name in self.slots else 0) for s in slabs)
         if slabs and needed > (available := available_host_bytes()):
@@ -155,9 +173,35 @@ class Arena:
         return self._states[key]
 
     def accumulators(self, layout: TileLayout) -> Accumulators:
-        """New accumulators, zeros. They never cross the link, so they come from PyTorch's allocator, on the compute lane."""
+        """New accumulators, zeros. They never cross the link, so they come from PyTorch's allocator, on the compute lane. That
+        issues kernels ahead of the device: it waits here for the memory of tiles that are returning to the host."""
+        while self._returning:
+            self.backend.wait(Lane.CPU, self._returning.pop())
         flat = torch.zeros(layout.elements, dtype=torch.float32, device=self.backend.device)
         return Accumulators(layout.name, flat, layout.views(flat))
+
+    def hold(self, slot: str, layout: TileLayout) -> Held:
+        """New memory for a tile's weights, gradients and state, on the compute lane. Each part has a block of its own, which
+        finds room more easily."""
+        sizes = layout.weight_bytes, layout.gradient_bytes, layout.remainder_bytes, *layout.moment_bytes
+        parts = [torch.empty(size, dtype=torch.uint8, device=self.backend.device) for size in sizes]
+        weights, gradients, remainder, *moments = parts
+        flat = layout.flat(gradients)
+        self.held[slot] = Held(
+            parts, Weights(layout.name, weights, layout.views(layout.flat(weights))),
+            Gradients(layout.name, gradients, flat, layout.views(flat), layout.norms(gradients)),
+            State(layout, moments, remainder.view(torch.int16) if layout.has_remainder else None))
+        return self.held[slot]
+
+    def let_go(self, slot: str) -> None:
+        """Frees the memory of a tile that was held, once what the d2h lane was issued is done."""
+        if (held := self.held.pop(slot, None)) is not None:
+            self.backend.used_by(Lane.D2H, held.memory)
+            self._returning.append(self.backend.record(Lane.D2H))
+
+    def drop_held(self) -> None:
+        """Frees the memory of held tiles that were not updated, after a failure. The device must be idle."""
+        self.held = {slot: held for slot, held in self.held.items() if held.updated is not None}
 
     def device_bytes(self) -> int:
         return sum(t.numel() for name, t in self.slots.items() if not self.is_slab(name))
@@ -167,6 +211,7 @@ class Arena:
 
     def close(self) -> None:
         self.forget(*self.slots)
+        self.held.clear()
 
     def forget(self, *names: str) -> None:
         """Frees the memory of these slots, if there is any."""

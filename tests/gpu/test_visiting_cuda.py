@@ -1,4 +1,4 @@
-"""On CUDA: tiles that visit the device for their update, in several chunks, have the bits of updates on the host."""
+"""On CUDA: tiles that visit the device, in several chunks, or that it holds, have the bits of updates on the host."""
 from __future__ import annotations
 
 import random
@@ -29,7 +29,7 @@ def streamed(dtype: torch.dtype, **options: Any) -> Any:
     config = Qwen2Config(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
                          num_key_value_heads=2)
     return megacompile.stream(AutoModelForCausalLM.from_config(config, dtype=dtype), device="cuda", compile=False,
-                              micro_batch_size=2, **{"visiting_state": (), "resident_state": (), **options})
+                              micro_batch_size=2, **{"visiting_state": (), "resident_state": (), "held_state": (), **options})
 
 
 def late(model: Any) -> None:
@@ -58,8 +58,9 @@ KEPT: tuple[tuple[torch.dtype, dict[str, str]], ...] = (
 @pytest.mark.parametrize(("dtype", "kept"), KEPT, ids=str)
 @pytest.mark.parametrize("options", [
     {"visiting_state": "all"}, {"visiting_state": ("prologue", "model.layers.1"), "resident_state": ("model.layers.0",)},
-    {"visiting_state": "all", "pinned_memory": "2MiB"}], ids=str)
-def test_visits_give_the_bits_of_updates_on_the_host(
+    {"visiting_state": "all", "pinned_memory": "2MiB"}, {"held_state": "all"},
+    {"held_state": ("prologue", "model.layers.1"), "resident_state": ("model.layers.0",), "waves": 2}], ids=str)
+def test_visiting_and_held_tiles_get_the_bits_of_updates_on_the_host(
         options: dict[str, Any], dtype: torch.dtype, kept: dict[str, str]) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     found = []

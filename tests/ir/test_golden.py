@@ -58,6 +58,9 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "whole_step_two_waves_added_up_on_the_host": {
         "micro_batches": (1, 1), "waves": 2, "whole_step": True, "host_sums": ("layers.1", "epilogue")},
     "outputs_k2_two_micro_batches": {"outputs": True, "checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (1, 1)},
+    "whole_step_held_for_the_update_two_waves": {
+        "micro_batches": (1, 1), "waves": 2, "whole_step": True, "resident": ("prologue", "layers.1"),
+        "resident_state": ("prologue",), "held_state": ("layers.1", "layers.2", "epilogue")},
     "whole_step_k1_two_waves": {"checkpoint_interval": 1, "micro_batches": (1, 1), "waves": 2, "whole_step": True},
 }
 

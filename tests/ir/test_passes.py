@@ -198,7 +198,7 @@ def test_each_trainable_tile_is_offloaded_and_updated_once(case: tuple[Program, 
     program, plan = case
     trainable = {name: 1 for name, tile in program.tiles.items() if tile.trainable}
     there = dict.fromkeys(plan.resident_state, 1)
-    for section, ops in {"update": ("update update_weights update_on_device update_visiting",),
+    for section, ops in {"update": ("update update_weights update_on_device update_visiting update_held",),
                          "backward": ("reduce", "offload"),
                          "backward_accumulate": ("reduce", "offload", "accumulate")}.items():
         for op in ops:

@@ -67,8 +67,8 @@ def test_exactly_the_given_tiles_are_placed(placed: dict[str, Placement], update
 def test_order_is_kept_since_it_numbers_slots() -> None:
     first, second = (Placements.named(tiles) for tiles in (("a", "b"), ("b", "a")))
     assert first != second and first.lists["resident"] == ("a", "b") and second.lists["resident"] == ("b", "a")
-    mixed = dict(resident=("c", "e"), resident_state=("c",), visiting_state=("a", "d", "e", "f"), host_sums=("z", "b"),
-                 disk_state=("y",))
+    mixed = dict(resident=("c", "e"), resident_state=("c",), visiting_state=("a", "d", "e", "f"), held_state=("x",),
+                 host_sums=("z", "b"), disk_state=("y",))
     assert Placements.named(**mixed).lists == mixed
     contradicting = Placements.named(("c", "e"), host_sums=("e", "d", "c"))
     assert contradicting.lists["resident"] == ("c", "e"), "where lists contradict each other, that of resident tiles decides"

@@ -79,6 +79,12 @@ def forward(p):
     p.update_moments("layers.0", rule="lion", clip=c)                                  # cpu
     p.update_from_sum("layers.0", clip=c)                                              # cpu
     v_3 = p.update_visiting("layers.0", clip=c, into="V0")                             # h2d
+    u = p.hold("layers.0", reduced=d, current=w, into="RH0")                           # compute
+    p.fetch_held("layers.0", held=u)                                                   # h2d
+    u_1 = p.held("layers.0", into="RH0")
+    p.update_held("layers.0", held=u_1, clip=c)                                        # h2d
+    p.return_weights("layers.0", held=u_1)                                             # d2h
+    p.return_state("layers.0", held=u_1, clip=c)                                       # d2h
     m = p.read_state("layers.0", into="M0")                                            # disk_read
     p.write_state("layers.0", moments=m)                                               # disk_write
     p.announce(tiles=("layers.0",))                                                    # cpu
@@ -114,6 +120,8 @@ CASES: dict[str, dict[str, Any]] = {
     "two ranks on each of three hosts": {"micro_batches": (2, 1), "ranks": 2, "hosts": 3},
     "one rank on each of two hosts": {"micro_batches": (1, 1), "hosts": 2},
     "moments on disk": {"disk_state": ("prologue", "layers.1", "layers.2"), "state_slabs": 1},
+    "held for the update": {"whole_step": True, "micro_batches": (1, 1), "waves": 2, "resident": ("layers.1",),
+                            "held_state": ("layers.1", "layers.2", "epilogue")},
     "visiting the device": {"resident": ("layers.1",), "visiting_state": ("prologue", "layers.1"), "deferred_moments": True},
 }
 
@@ -199,7 +207,7 @@ def test_the_shape_and_the_plan_in_a_text_are_exact(spec: BatchSpec, plan: Plan,
     placements = Placements(placed)
     plan = replace(plan, length=spec.length, checkpoint_interval=1 if residuals != "all" else plan.checkpoint_interval,
                    residuals=residuals, waves=2 if placements.lists["host_sums"] else plan.waves, placements=placements,
-                   update="step" if placements.lists["visiting_state"] else "arrival")
+                   update="step" if placements.lists["visiting_state"] or placements.lists["held_state"] else "arrival")
     program = parse(EVERY_OP)
     text = print_program(program, made_for=(spec, plan))
     assert parse_with_plan(text) == (program, spec, plan)

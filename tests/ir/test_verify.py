@@ -20,6 +20,7 @@ RESIDENT: dict[str, Any] = {**STREAMED, "resident": ("layers.0", "layers.1")}
 DISK: dict[str, Any] = {**STREAMED, "disk_state": ("layers.0", "layers.1"), "state_slabs": 1}
 ARRIVAL: dict[str, Any] = {**STREAMED, "whole_step": True, "update": "arrival"}
 SUMS: dict[str, Any] = {**STREAMED, "whole_step": True, "waves": 2, "host_sums": ("layers.1", "epilogue")}
+HELD: dict[str, Any] = {**STREAMED, "whole_step": True, "waves": 2, "held_state": ("layers.1",)}
 RANKS: dict[str, Any] = {**STREAMED, "ranks": 2}
 HOSTS: dict[str, Any] = {**STREAMED, "ranks": 2, "hosts": 2}
 SINGLES: dict[str, Any] = {**STREAMED, "hosts": 2}
@@ -55,7 +56,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("well_formed", "event of a node that no lane runs"): (
         STREAMED, "synchronize", "forward", r"record\(w1\)", "record(e)", "is of a node that no lane executes"),
     ("well_formed", "event of the past handed on"): (
-        STREAMED, "synchronize", "forward", r'("W0", "read", )e_12', r"\1e_3", "passes an event of an earlier section to"),
+        STREAMED, "synchronize", "forward", r'("W0", "read", )e_16', r"\1e_3", "passes an event of an earlier section to"),
     ("well_formed", "release of an event"): (
         STREAMED, "synchronize", "forward", r"release\(w1\)", "release(e_1)", "takes e_1, but enter keeps nothing"),
     ("well_formed", "residuals of a plain forward"): (
@@ -138,18 +139,18 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         DISK, "place", "update", r"(    p.write_state\(\"layers.0\".*\n    p.release\(m1\)\n)(    m2 = .*\n)", r"\2\1",
         "slot M0 is overwritten by read_state layers.1 while m1"),
     ("ordered", "an update that does not wait for the disk"): (
-        DISK, "synchronize", "update", r'    p.wait\("cpu", e_16\).*\n', "",
+        DISK, "synchronize", "update", r'    p.wait\("cpu", e_20\).*\n', "",
         "slot M0 is overwritten by update layers.0 while read_state layers.0 may still write it"),
     ("ordered", "moments that are written while they are updated"): (
-        DISK, "synchronize", "update", r'    p.wait\("disk_write", e_17\).*\n', "",
+        DISK, "synchronize", "update", r'    p.wait\("disk_write", e_21\).*\n', "",
         "slot M0 is read by write_state layers.0 while update layers.0 may still write it"),
     ("ordered", "a slab that is read into while it is written from"): (
-        DISK, "synchronize", "update", r'    p.wait\("disk_read", e_18\).*\n',
+        DISK, "synchronize", "update", r'    p.wait\("disk_read", e_22\).*\n',
         '    e_99 = p.enter("moments/layers.1", "write", "disk_write")\n    p.wait("disk_read", e_99)\n'
-        '    p.wait("disk_read", e_17)\n',
+        '    p.wait("disk_read", e_21)\n',
         "slot M0 is overwritten by read_state layers.1 while write_state layers.0 may still read it"),
     ("ordered", "moments that are read while an earlier step writes them"): (
-        DISK, "synchronize", "update", r'    p.wait\("disk_read", e_6\).*\n', "",
+        DISK, "synchronize", "update", r'    p.wait\("disk_read", e_7\).*\n', "",
         "tile part moments/layers.0 is read by read_state layers.0 while disk_write may still write it from an earlier"),
     ("handed_on", "moments whose write is not handed on"): (
         DISK, "synchronize", "update", r'    p.leave\("moments/layers.1", "write".*\n', "",
@@ -323,28 +324,28 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("placed", "slot of no kind"): (
         STREAMED, "place", "", r'slot\("W1"', 'slot("X1", bytes=1)\nprogram.slot("W1"', "slot X1 is of an unknown family"),
     ("ordered", "read after write"): (
-        STREAMED, "synchronize", "forward", r'    p.wait\("compute", e_8\).*\n', "",
+        STREAMED, "synchronize", "forward", r'    p.wait\("compute", e_12\).*\n', "",
         "slot W0 is read by forward layers.0 mb 0 while prefetch layers.0 may still write it"),
     ("ordered", "write after read"): (
-        STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_10\).*\n', "",
+        STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_14\).*\n', "",
         "slot WB0 is overwritten by prefetch epilogue while forward prologue mb 1 may still read it"),
     ("ordered", "write after read of an earlier section"): (
-        STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_3\).*\n', "",
+        STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_5\).*\n', "",
         "slot W0 is overwritten by prefetch layers.0 while compute may still read it from an earlier section"),
     ("ordered", "read after write of an earlier section"): (
-        STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_2\).*\n', "",
+        STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_3\).*\n', "",
         "tile part weights/layers.0 is read by prefetch layers.0 while cpu may still write it from an earlier section"),
     ("ordered", "shard overwritten while it is gathered"): (
-        RANKS, "synchronize", "forward", r'    p.wait\("h2d", e_11\).*\n', "",
+        RANKS, "synchronize", "forward", r'    p.wait\("h2d", e_15\).*\n', "",
         "slot PB0 is overwritten by prefetch_shard epilogue while gather prologue may still read it"),
     ("ordered", "gradients reduced while ranks add them up"): (
-        RANKS, "synchronize", "backward", r'    p.wait\("compute", e_17\).*\n', "",
+        RANKS, "synchronize", "backward", r'    p.wait\("compute", e_19\).*\n', "",
         "value %a3 is read by reduce epilogue while reduce_scatter epilogue may still write it"),
     ("ordered", "weights read while they are gathered"): (
-        RANKS, "synchronize", "forward", r'    p.wait\("compute", e_13\).*\n', "",
+        RANKS, "synchronize", "forward", r'    p.wait\("compute", e_17\).*\n', "",
         "slot W0 is read by forward layers.0 mb 0 while gather layers.0 may still write it"),
     ("ordered", "norms copied while ranks share them"): (
-        RANKS, "synchronize", "backward", r'    p.wait\("d2h", e_25\).*\n', "",
+        RANKS, "synchronize", "backward", r'    p.wait\("d2h", e_27\).*\n', "",
         "slot G0 is read by offload layers.1 while reduce layers.1 may still write it"),
     ("ordered", "event of the wrong access"): (
         STREAMED, "synchronize", "forward", r'enter\("W0", "read"', 'enter("W0", "write"', "compute may still read it"),
@@ -423,8 +424,16 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         STREAMED, "shard", "update", r"(    c = p.clip.*\n)", r'\1    p.announce(tiles=("layers.0",))\n',
         "exchanges values between ranks, but the program has one rank"),
     ("handed_on", "event that fires too early"): (
-        STREAMED, "synchronize", "forward", r'(leave\("W1", "write", )e_9', r"\1e_8",
-        "e_8 fires before prefetch layers.1 is done"),
+        STREAMED, "synchronize", "forward", r'(leave\("W1", "write", )e_13', r"\1e_12",
+        "e_12 fires before prefetch layers.1 is done"),
+    ("updated", "a held tile whose state does not return"): (
+        HELD, "optimizer", "update", r"    p.return_state.*\n", "", "tile layers.1 trains, but has no return_state in update"),
+    ("updated", "a held tile that returns before its update"): (
+        HELD, "optimizer", "update", r"(    p.update_held.*\n)(    p.return_weights.*\n)", r"\2\1",
+        "return_weights layers.1 comes after no update of its tile"),
+    ("updated", "a held tile that was not fetched"): (
+        HELD, "optimizer", "train_step", r"    p.fetch_held.*\n", "",
+        "tile layers.1 trains, but has no fetch_held in train_step"),
     ("handed_on", "place that was not touched"): (
         STREAMED, "synchronize", "update", r'leave\("gradients/prologue", "read"', 'leave("D0", "read"',
         "but cpu does not access D0 in update"),
@@ -484,7 +493,7 @@ def test_a_wait_before_its_record_is_a_deadlock(make_schedule: Callable[..., Any
         listed[-1].append(event)
 
     program = edit_graph(make_schedule(**STREAMED).program, "forward", late)
-    with pytest.raises(HazardError, match=r"e_7 comes before its event is recorded: the lane would never go on"):
+    with pytest.raises(HazardError, match=r"e_11 comes before its event is recorded: the lane would never go on"):
         verify(program)
 
 
@@ -572,7 +581,7 @@ def test_what_stays_on_the_device_has_one_slot_in_programs_of_all_shapes(make_sc
 def test_an_error_has_four_parts_and_the_way_out(make_schedule: Callable[..., Any]) -> None:
     def forget(listed: list[fx.Node]) -> None:
         for node in listed:
-            if op_of(node).name == "wait" and argument(node, "event").name == "e_10":
+            if op_of(node).name == "wait" and argument(node, "event").name == "e_14":
                 node.graph.erase_node(node)
 
     with pytest.raises(HazardError) as caught:
@@ -584,17 +593,18 @@ in node:      w3 = p.prefetch("epilogue", into="WB0")  # h2d
 inserted by:  pass prefetch
 program:      section forward, stage synchronize
       #  -           h2d                     compute
-     19  .           .                       wait compute e_7
-     20  .           .                       s_0 = forward prologue mb 0
-     21  .           .                       lease s_0
-     22  .           .                       s_1 = forward prologue mb 1  <-- conflicts with
-     23  .           .                       e_10 = record s_1
-     24  release w0  .                       .
-     25  .           wait h2d e_6            .
-     26  .           w3 = prefetch epilogue  .                            <-- ERROR HERE
-     27  .           e_11 = record w3        .
-     28  .           .                       lease s_1
-     29  .           .                       wait compute e_8
+     26  .           .                       wait compute e_11
+     27  .           .                       s_0 = forward prologue mb 0
+     28  .           .                       lease s_0
+     29  .           .                       s_1 = forward prologue mb 1  <-- conflicts with
+     30  .           .                       e_14 = record s_1
+     31  release w0  .                       .
+     32  .           wait h2d e_9            .
+     33  .           wait h2d e_10           .
+     34  .           w3 = prefetch epilogue  .                            <-- ERROR HERE
+     35  .           e_15 = record w3        .
+     36  .           .                       lease s_1
+     37  .           .                       wait compute e_12
 to fix:       let h2d wait for an event recorded on compute after s_1'''
 
 
@@ -666,7 +676,7 @@ p.accumulate("t", slab=o, overwrite=True)"""
 
 def test_a_lane_is_ordered_after_its_own_past() -> None:
     assert hazards('c = p.clip(tiles=())\np.update("t", clip=c)') == [
-        ("gradients/t", "cpu", None), *[("weights/t", "cpu", None)] * 3]  # written by h2d; read by it, and by pack
+        ("gradients/t", "cpu", None), *[("weights/t", "cpu", None)] * 4]  # written by h2d and d2h; read by h2d, and by pack
 
 
 def test_the_last_accesses_of_each_lane_are_known_by_sort() -> None:

@@ -182,10 +182,11 @@ def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: 
     from megacompile.ir.program import OPS
     found = {op_of(n).name for s in SECTIONS for n in executed(slab_model, s)}
     # looked up when a section is submitted
-    never = {"enter", "leave", "resident", "resident_state", "resident_gradients", "stashed"}
-    # (test_sums.py, test_outputs.py, test_deferral.py, test_routed_turns.py)
+    never = {"enter", "leave", "resident", "resident_state", "resident_gradients", "stashed", "held"}
+    # (test_sums.py, test_outputs.py, test_deferral.py, test_routed_turns.py, test_held.py)
     elsewhere = {"evaluate", "outputs", "output_gradient", "offload_norms", "add_to_sum", "norms_of_sum", "update_from_sum",
-                 "update_weights", "update_moments", "prefetch_routed"}
+                 "update_weights", "update_moments", "prefetch_routed", "hold", "fetch_held", "update_held", "return_weights",
+                 "return_state"}
     # (tests/system/test_ranks_faults.py, tests/system/test_ranks_faults_of_hosts.py)
     of_ranks = {"pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "all_reduce", "share_norms",
                 "share_host_norms", "total_loss", "share_loss", "announce"}

@@ -315,8 +315,8 @@ OTHERS: dict[str, Callable[[Any], tuple[Planner, dict[str, Any]]]] = {
     **{name: lambda a, name=name, value=value: (make(a, options={name: value}), {}) for name, value in {
         "checkpoint_interval": 2, "micro_batch_size": 2, "saved_layers": 1, "residuals": "all", "waves": 2, "host_sums": "all",
         "token_chunk": 32, "host_checkpoints": 1, "resident": ("prologue",), "resident_state": (),
-        "visiting_state": (), "deferred_moments": True, "weight_slots": 3, "gradient_slots": 3, "gradient_slabs": 5,
-        "state_slabs": 2, "disk_state": ()}.items()},
+        "visiting_state": (), "held_state": (), "deferred_moments": True, "weight_slots": 3, "gradient_slots": 3,
+        "gradient_slabs": 5, "state_slabs": 2, "disk_state": ()}.items()},
     "tiles on disk": lambda a: (make((a[0], replace(a[1], on_disk=("prologue",)))), {}),
 }
 #: These take a capture of their own, seconds each.

@@ -141,6 +141,21 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             if op == "update_on_device":
                 made = {weights: of_shard("shard", made[weights])}
             return made if op == "update_weights" else made | {state: moments}
+        case "hold":
+            return {result: ("held", one("reduced"), one("current") if "current" in at else None)}
+        case "fetch_held":
+            what, gradients, current = parts if len(parts := one("held")) == 3 else ("", 0, 0)
+            weights = one("weights/") if current is None else current
+            return {at["held"][0]: ("fetched" if what == "held" else "not held", gradients, weights, one("state/"))}
+        case "update_held":
+            what, gradients, weights, state = parts if len(parts := one("held")) == 4 else ("", 0, 0, 0)
+            moments = mix("moments", state, gradients, one("clip")) if what == "fetched" else mix("not fetched", parts)
+            return {at["held"][0]: ("updated", mix("weights", weights, moments), moments, 0, 0)}
+        case "return_weights":
+            return {at["weights/"][0]: parts[1] if len(parts := one("held")) == 5 else mix("not updated", parts)}
+        case "return_state":
+            return {at["state/"][0]: parts[2] if len(parts := one("held")) == 5 else mix("not updated", parts),
+                    at["held"][0]: ("returned",)}
         case "result":
             for value in at["values"]:
                 look(value)

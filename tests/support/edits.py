@@ -15,9 +15,11 @@ SYNCHRONIZING = ("wait", "record", "enter", "leave")
 DROPPED = ("update", "update_weights", "update_moments", "update_on_device", "update_visiting", "offload_weights",
            "offload_norms", "stash", "fetch", "offload", "accumulate", "clip",
            "add_to_sum", "norms_of_sum", "update_from_sum",
-           "fetch_gradients", "fetch_state", "store_state", "scale", "read_state", "write_state")
+           "fetch_gradients", "fetch_state", "store_state", "scale", "read_state", "write_state",
+           "fetch_held", "update_held", "return_weights", "return_state")
 UPDATES = ("read_state", "write_state", "update", "update_weights", "update_moments", "update_on_device",
-           "update_from_sum", "update_visiting", "offload_weights")
+           "update_from_sum", "update_visiting", "offload_weights", "fetch_held", "update_held", "return_weights",
+           "return_state")
 #: What several ranks do together, or tell each other.
 EXCHANGES = ("gather", "reduce_scatter", "all_reduce", "share_norms", "share_host_norms", "gather_resident", "share_loss",
              "announce")

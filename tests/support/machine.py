@@ -36,6 +36,11 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "update_from_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
     "update_on_device": ("compute", ("reduced", "clip"), ("resident", "state")),
     "update_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
+    "hold": ("compute", ("reduced", "current"), ("result",)),
+    "fetch_held": ("h2d", ("gradients/", "weights/", "state/"), ("held",)),
+    "update_held": ("h2d", ("gradients/", "clip"), ("held",)),
+    "return_weights": ("d2h", ("held",), ("weights/",)),
+    "return_state": ("d2h", ("clip",), ("held", "state/")),
     "read_state": ("disk_read", ("moments/",), ("result",)),
     "write_state": ("disk_write", ("moments",), ("moments/",)),
     "fetch_state": ("cpu", ("state/", "weights/"), ("result",)),
@@ -80,9 +85,10 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "R": {"h2d": (WRITE,), "compute": (READ,)},
         "RW": {"h2d": (WRITE,), "compute": (READ, WRITE), "cpu": (READ,)},
         "RS": {"cpu": (READ, WRITE), "compute": (READ, WRITE)},
+        "RH": {"compute": (WRITE,), "h2d": (WRITE,), "d2h": (READ, WRITE)},
         "RG": {"compute": (READ, WRITE), "cpu": (WRITE,), "d2h": (READ,)},
         "moments": {"disk_read": (READ,), "disk_write": (WRITE,)},
-        "weights": {"cpu": (READ, WRITE), "h2d": (READ, WRITE), "pack": (READ,)},
+        "weights": {"cpu": (READ, WRITE), "h2d": (READ, WRITE), "d2h": (WRITE,), "pack": (READ,)},
         "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE), "h2d": (READ,)},
         "sums": {"cpu": (READ, WRITE)}}.items()}
 #: The same of programs of several ranks, which exchange weights and norms in a lane of its own.

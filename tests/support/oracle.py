@@ -211,6 +211,8 @@ def result_bytes(program: Program, each: Instruction) -> int:
     """Bytes of what stands in a slot. Weights stand there whole; of anything else a rank has its shard, and all norms."""
     if "tile" in each.says:
         tile, ranks = program.tiles[each.says["tile"]], program.ranks
+        if each.op in ("hold", "held"):
+            return int(tile.weight_bytes + tile.gradient_bytes + tile.state_bytes)
         if each.op == "update_visiting":  # weights and gradients are of one size
             return int(min(_CHUNK, (tile.state_bytes + 2 * tile.weight_bytes) // ranks))
         if each.op in ("pack_shard", "prefetch_shard"):

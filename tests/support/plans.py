@@ -15,6 +15,9 @@ NAMED: dict[str, dict[str, Any]] = {
     "updated on the device": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
     "visiting the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue",),
                             "visiting_state": ("layers.0", "layers.1", "epilogue")},
+    "held for the update, two waves": {
+        "whole_step": True, "micro_batches": (1, 1), "waves": 2, "resident": ("layers.1",),
+        "held_state": ("prologue", "layers.1", "epilogue")},
     "moments on disk": {"disk_state": ("prologue", "layers.0", "layers.2", "layers.3"), "resident": ("layers.2",),
                         "state_slabs": 1},
     "moments on disk after all weights": {
@@ -97,7 +100,9 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, se
     summed = tuple(tile for tile in tiles if waves > 1 and tile not in stateful and draw(st.booleans()))
     visiting = tuple(tile for tile in tiles if update == "step" and tile not in (*frozen, *stateful, *summed)
                      and draw(st.integers(0, 3)) == 0)
-    on_disk = tuple(tile for tile in tiles if tile not in (*frozen, *stateful, *summed, *visiting)
+    held = tuple(tile for tile in tiles if update == "step" and not several
+                 and tile not in (*frozen, *stateful, *summed, *visiting) and draw(st.integers(0, 3)) == 0)
+    on_disk = tuple(tile for tile in tiles if tile not in (*frozen, *stateful, *summed, *visiting, *held)
                     and draw(st.integers(0, 3)) == 0)
     return {
         "disk_state": on_disk, "state_slabs": draw(st.integers(1, 3)),
@@ -107,7 +112,7 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, se
         "checkpoint_interval": interval, "saved_layers": draw(st.integers(0, layers)),
         "weight_slots": interval + draw(st.integers(0, 2)), "gradient_slots": draw(st.integers(1, 2)),
         "resident": tuple(resident),
-        "resident_state": stateful, "host_sums": summed, "visiting_state": visiting,
+        "resident_state": stateful, "host_sums": summed, "visiting_state": visiting, "held_state": held,
         "pinned": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
         "waves": waves, "update": update, "deferred_moments": update == "step" and draw(st.booleans()), "update_order": order,
         "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2)),

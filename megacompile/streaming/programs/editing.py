@@ -82,7 +82,7 @@ def _check_declared(executables: Executables, spec: BatchSpec, plan: Plan) -> No
     if (images := spec.capture.images) != 1 and not executables.captured.image_positions:
         raise ProgramError(f"the shape has {images} images for each sequence, and this model takes none: leave images=1")
     layers, tiles = len(executables.captured.calls) - 2, list(executables.tiling.layouts)
-    if unknown := sorted({*plan.resident, *plan.visiting_state}.difference(tiles)):
+    if unknown := sorted({*plan.resident, *plan.visiting_state, *plan.held_state}.difference(tiles)):
         raise ProgramError(f"the plan has {listed(unknown)} on the device, which are not tiles of this model: it has "
                            f"{listed(tiles)}")
     trained = [tile for tile, layout in executables.tiling.layouts.items() if layout.trainable]
