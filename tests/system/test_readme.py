@@ -46,6 +46,14 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 130
 
 
+def test_the_table_of_predictions_is_the_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """To fix: put what `python benchmarks/predictions.py` prints into the page."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/predictions.py"])
+    runpy.run_path("benchmarks/predictions.py", run_name="__main__")
+    assert capsys.readouterr().out.strip() in (ROOT / "benchmarks/results/README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("page", "arguments"), [
     ("benchmarks/results/README.md", ()),
     *(("benchmarks/results/README.md", ("benchmarks/results/step.jsonl", table, "--brief"))
