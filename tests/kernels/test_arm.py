@@ -22,6 +22,7 @@ from megacompile.runtime.optimizer import host_update, native
 from megacompile.runtime.optimizer.native import NativeSegment
 from megacompile.runtime.optimizer.rule import Rule
 from megacompile.runtime.optimizer.state_format import StateFormat
+from megacompile.streaming.optimizer import muon
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 pytestmark = pytest.mark.skipif(
@@ -114,13 +115,18 @@ class ArmUpdate(ArmLibrary):
         self.run([n, at.key, dtype, part], [*at.scalars, 0, 0, 0, scale], memory)
 
 
+_MUON = muon.Options(1e-2, "original", 0.95, True, 0.1, (3.4445, -4.775, 2.0315), 1e-7, 5, None, (50, 100), 2e-2)
+#: Also the elementwise rules between which Muon multiplies matrices.
+ON_ARM = {**RULES, "muon's momentum": (muon.MATRICES.momentum, _MUON), "muon's weights": (muon.MATRICES.weights, _MUON)}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("arm")
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("rule", "options"), RULES.values(), ids=RULES)
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("rule", "options"), ON_ARM.values(), ids=ON_ARM)
 @pytest.mark.parametrize(("dtype", "exact"), MASTERS.values(), ids=MASTERS)
 @pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
 def test_updates_on_arm_have_the_bits_of_x86(rule: Rule, options: object, dtype: torch.dtype, exact: bool, stored: StateFormat,
