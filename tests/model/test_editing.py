@@ -48,7 +48,8 @@ def edit(text: str, *changes: tuple[str, str], section: str = "forward") -> str:
     return head + body + tail
 
 
-ARRIVAL = '    p.wait("h2d", e_7)\n    w4 = p.prefetch("epilogue", into="WB0")\n    e_13 = p.record(w4)\n'
+ARRIVAL = ('    p.wait("h2d", e_11)\n    p.wait("h2d", e_12)\n'
+           '    w4 = p.prefetch("epilogue", into="WB0")\n    e_18 = p.record(w4)\n')
 EARLIER = (ARRIVAL, ""), ("    p.release(w0)\n", "    p.release(w0)\n" + ARRIVAL)
 
 
@@ -60,19 +61,20 @@ def slot_added(text: str) -> str:
     """The third layer's weights need not wait for the first layer's slot."""
     text = edit(text, ('program.slot("WB0"', 'program.slot("W2", bytes=8960)\nprogram.slot("WB0"'), section="")
     return edit(
-        text, ('    p.wait("h2d", e_6)\n', ""),
-        ('    w3 = p.prefetch("model.layers.2", into="W0")\n    e_12 = p.record(w3)\n', ""),
+        text, ('    p.wait("h2d", e_9)\n    p.wait("h2d", e_10)\n', ""),
+        ('    w3 = p.prefetch("model.layers.2", into="W0")\n    e_17 = p.record(w3)\n', ""),
         ('    p.wait("h2d", e)\n', '    x = p.enter("W2", "read", "compute")\n    p.wait("h2d", e)\n'),
-        ("    e_10 = p.record(w2)\n", '    e_10 = p.record(w2)\n    p.wait("h2d", e_6)\n    p.wait("h2d", x)\n'
-         '    w3 = p.prefetch("model.layers.2", into="W2")\n    e_12 = p.record(w3)\n'),
-        ('    p.leave("W0", "write", e_12)\n    p.leave("W0", "read", e_15)\n',
-         '    p.leave("W0", "write", e_9)\n    p.leave("W0", "read", e_11)\n'
-         '    p.leave("W2", "write", e_12)\n    p.leave("W2", "read", e_15)\n'))
+        ("    e_15 = p.record(w2)\n",
+         '    e_15 = p.record(w2)\n    p.wait("h2d", e_9)\n    p.wait("h2d", e_10)\n    p.wait("h2d", x)\n'
+         '    w3 = p.prefetch("model.layers.2", into="W2")\n    e_17 = p.record(w3)\n'),
+        ('    p.leave("W0", "write", e_17)\n    p.leave("W0", "read", e_20)\n',
+         '    p.leave("W0", "write", e_14)\n    p.leave("W0", "read", e_16)\n'
+         '    p.leave("W2", "write", e_17)\n    p.leave("W2", "read", e_20)\n'))
 
 
 def wait_moved(text: str) -> str:
-    return edit(text, ('    p.wait("compute", e_10)\n', ""), ('    p.wait("compute", e_9)\n',
-                                                              '    p.wait("compute", e_9)\n    p.wait("compute", e_10)\n'))
+    return edit(text, ('    p.wait("compute", e_15)\n', ""), ('    p.wait("compute", e_14)\n',
+                                                              '    p.wait("compute", e_14)\n    p.wait("compute", e_15)\n'))
 
 
 SAFE: dict[str, Callable[[str], str]] = {each.__name__: each for each in (prefetch_moved_earlier, slot_added, wait_moved)}
@@ -186,13 +188,13 @@ def test_an_unsafe_edit_is_refused_with_both_nodes_and_the_missing_order(streame
 
 
 REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
-    "a wait dropped": ("forward", (('    p.wait("h2d", e_11)\n', ""),),
+    "a wait dropped": ("forward", (('    p.wait("h2d", e_16)\n', ""),),
                        "write of W0 by prefetch model.layers.2 is not ordered after read by forward model.layers.0 mb 1"),
     "a wait for another section dropped": (
-        "forward", (('    p.wait("h2d", e_3)\n', ""),),
+        "forward", (('    p.wait("h2d", e_5)\n', ""),),
         "write of W0 by prefetch model.layers.0 is not ordered after read by compute in the sections before"),
-    "an event handed on too early": ("forward", (('p.leave("W0", "read", e_15)', 'p.leave("W0", "read", e_11)'),),
-                                     "leave W0 read e_11 is not ordered after read by forward model.layers.2 mb 1"),
+    "an event handed on too early": ("forward", (('p.leave("W0", "read", e_20)', 'p.leave("W0", "read", e_16)'),),
+                                     "leave W0 read e_16 is not ordered after read by forward model.layers.2 mb 1"),
     "a slot that is taken": ("forward", (('w2 = p.prefetch("model.layers.1", into="W1")',
                                            'w2 = p.prefetch("model.layers.1", into="W0")'),),
                              "write of W0 by prefetch model.layers.1 is not after the release of w1"),

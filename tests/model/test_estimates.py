@@ -52,6 +52,8 @@ def of_this_model(planner: Planner, schedule: dict[str, Any]) -> Plan:
     for key in (*LISTS, "update_order"):
         there = dict.fromkeys(tile for each in schedule[key] if (tile := named.get(each, each)) in layouts)
         tiles[key] = tuple(tile for tile in there if key == "resident" or layouts[tile].trainable)
+    if planner.tiling.ranks > 1:
+        tiles["held_state"] = ()  # only one process holds tiles
     return replace(plan_of(schedule | tiles), output="logits" if schedule["outputs"] else "loss", ranks=planner.tiling.ranks)
 
 

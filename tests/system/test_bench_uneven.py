@@ -75,13 +75,23 @@ def test_other_ways_to_train_give_rows_too(way: str) -> None:
     assert 6 * min(lengths) < row["tokens_per_step"] < 6 * statistics.mean(lengths) * 2
 
 
-@pytest.mark.parametrize("name", uneven.DATA)
+@pytest.mark.parametrize("name", [name for name, kind in uneven.DATA.items() if isinstance(kind, uneven.Lengths)])
 def test_lengths_are_drawn_as_declared_and_the_same_for_the_same_seed(name: str) -> None:
     kind = uneven.DATA[name]
+    assert isinstance(kind, uneven.Lengths)
     lengths = kind.draw(4000, seed=1)
     assert statistics.median(lengths) == pytest.approx(kind.median, rel=0.1)
     assert kind.shortest <= min(lengths) < max(lengths) <= kind.longest
     assert lengths == kind.draw(4000, seed=1) != kind.draw(4000, seed=2)
+
+
+def test_a_mixture_has_its_share_of_each_kind_of_lengths() -> None:
+    short, long = uneven.Lengths(100, 0.1, 50, 200), uneven.Lengths(1000, 0.1, 500, 2000)
+    mixture = uneven.Mixture(short, long, 0.25)
+    lengths = mixture.draw(4000, seed=1)
+    assert sum(length >= 500 for length in lengths) / 4000 == pytest.approx(0.25, abs=0.03)
+    assert {50 <= length <= 200 or 500 <= length <= 2000 for length in lengths} == {True}
+    assert lengths == mixture.draw(4000, seed=1) != mixture.draw(4000, seed=2)
 
 
 def test_packed_rows_hold_every_token_once_and_no_target_across_sequences() -> None:
