@@ -240,14 +240,12 @@ def training_moments(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
 
 
 def _count_held(accumulators: dict[str, int], stack: _Stack, tiling: Tiling) -> None:
-    """Adds the tiles that the device holds for their update to accumulators, by moment. The first wave's forward may run while
-    all of them return; its first accumulators come after that. In the last wave's backward, each takes its memory after that of
-    its call's residuals and accumulators was freed. The memory that is free may be in pieces that are too small for the
+    """Adds the tiles that the device holds for their update to accumulators, by moment. In the first wave they may still be
+    returning; its accumulators take the memory of those that have. In the last wave's backward, each takes its memory after
+    that of its call's residuals and accumulators was freed. The memory that is free may be in pieces that are too small for the
     largest part of a tile."""
     plan, tiles = stack.plan, tiling.tiles()
     held = {name: tiles[name].bytes_of("held") for name in plan.held_state}
-    for moment in {"forward", "outputs", "loss", "epilogue"}.intersection(accumulators):
-        accumulators[moment] = max(accumulators[moment], sum(held.values()))
     # Accumulators that other waves have added to are counted as long as any lives.
     counted = {t for t in tiling.layouts if plan.waves > 1 and t not in plan.host_sums}
     kept = [sum(cost.residual_bytes(layer, *plan.sizes[mb], plan.residuals) + cost.output_bytes(layer, *plan.sizes[mb])
@@ -261,9 +259,10 @@ def _count_held(accumulators: dict[str, int], stack: _Stack, tiling: Tiling) -> 
         ended = {tile for tile in tiling.tiles_of[calls[at]] if not any(tile in tiling.tiles_of[name] for name in calls[:at])}
         taken += sum(held.get(tile, 0) for tile in ended)
         freed += _sum(tiling, ended & counted)
+    part = max(max(tiling.layouts[name].gradient_bytes, *tiling.layouts[name].moment_bytes) for name in held)
+    left = max(0, taken - _sum(tiling, set(tiling.layouts))) if plan.waves > 1 else taken  # still returning in the last wave
     for moment in accumulators:
-        accumulators[moment] += more.get(moment, 0) + max(
-            max(tiling.layouts[name].gradient_bytes, *tiling.layouts[name].moment_bytes) for name in held)
+        accumulators[moment] = part + max(accumulators[moment] + more.get(moment, 0) + left, taken)
 
 
 def _activations(stack: _Stack, outputs: Sequence[int], joined: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Device slots and host slabs, allocated once, with cached views through which templates read their weights."""
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
-from megacompile.ir.places import Family
 from megacompile.ir.program import SLOT_KINDS, Lane, Slot, slot_family
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.memory.tiles import TileLayout
@@ -104,13 +104,13 @@ class Arena:
         self._states: dict[tuple[str, str], State] = {}
         self._verdicts: dict[str, tuple[Tensor, Any]] = {}
         self.held: dict[str, Held] = {}
-        self._returning: list[Any] = []
+        self._returning: deque[tuple[int, Any]] = deque()  # the sizes of held tiles, and when the host has them
+        self._freed = 0  # bytes of those that accumulators have not taken yet
 
     def reserve(self, slots: Mapping[str, Slot]) -> None:
         """Allocates missing slots, and reallocates slots that are too small (lanes must be idle then). Raises
         `InsufficientMemoryError`, before it allocates anything, if the host has too little memory for slabs."""
-        grown = [s for s in slots.values() if slot_family(s.name) != Family.HELD
-                 and (s.name not in self.slots or self.slots[s.name].numel() < s.bytes)]
+        grown = [s for s in slots.values() if s.name not in self.slots or self.slots[s.name].numel() < s.bytes]
         slabs = [s for s in grown if self.is_slab(s.name)]
         needed = sum(s.bytes - (self.slots[s.name].numel() if s.name in self.slots else 0) for s in slabs)
         if slabs and needed > (available := available_host_bytes()):
@@ -174,9 +174,13 @@ class Arena:
 
     def accumulators(self, layout: TileLayout) -> Accumulators:
         """New accumulators, zeros. They never cross the link, so they come from PyTorch's allocator, on the compute lane. That
-        issues kernels ahead of the device: it waits here for the memory of tiles that are returning to the host."""
-        while self._returning:
-            self.backend.wait(Lane.CPU, self._returning.pop())
+        issues kernels ahead of the device: it waits here until tiles that return to the host have freed as much."""
+        self._freed -= 4 * layout.elements
+        while self._freed < 0 and self._returning:
+            size, event = self._returning.popleft()
+            self.backend.wait(Lane.CPU, event)
+            self._freed += size
+        self._freed = max(self._freed, 0) if self._returning else 0
         flat = torch.zeros(layout.elements, dtype=torch.float32, device=self.backend.device)
         return Accumulators(layout.name, flat, layout.views(flat))
 
@@ -197,7 +201,7 @@ class Arena:
         """Frees the memory of a tile that was held, once what the d2h lane was issued is done."""
         if (held := self.held.pop(slot, None)) is not None:
             self.backend.used_by(Lane.D2H, held.memory)
-            self._returning.append(self.backend.record(Lane.D2H))
+            self._returning.append((sum(part.nbytes for part in held.memory), self.backend.record(Lane.D2H)))
 
     def drop_held(self) -> None:
         """Frees the memory of held tiles that were not updated, after a failure. The device must be idle."""

@@ -225,10 +225,11 @@ def needed(model: Schedule | Planner, plan: Plan, program: Program) -> dict[str,
     found: defaultdict[str, Needed] = defaultdict(Needed)
     for name in ("train_step", "forward", "backward"):
         section = instructions(program.section(name)) if name in program.sections else []
-        # Tiles that the step before held may be there until the first sums are made.
-        held, begun = sum(result_bytes(program, each) for each in section if each.op == "hold"), False
+        # Tiles that the step before held may be there until sums need their memory.
+        held = returning = sum(result_bytes(program, each) for each in section if each.op == "hold")
         for (each, added), (_, live) in zip(walk(section, sum_bytes, sums), walk(section, value_bytes, values), strict=True):
-            held, begun = (0, True) if each.op == "zeros" and not begun else (held, begun)
+            if each.op == "zeros" and returning:
+                held, returning = held - min(returning, sum_bytes(each)), max(0, returning - sum_bytes(each))
             held += result_bytes(program, each) if each.op == "hold" else 0
             if "template" in each.says:
                 added += held

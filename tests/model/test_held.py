@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import megacompile
 from megacompile.errors import MegacompileError
 from megacompile.ir.placement import Placements
 from megacompile.ir.plan import Plan
-from megacompile.ir.program import Lane, argument, find
+from megacompile.ir.program import Lane, argument, find, op_of
 
 ROWS = 6
 OPS = ("hold", "fetch_held", "update_held", "return_weights", "return_state")
@@ -75,6 +76,21 @@ def test_held_tiles_get_the_bits_of_updates_on_the_host(options: dict[str, Any],
         assert sorted(found) == sorted(named - there), op
     engine.executor(model).idle()
     assert not engine.arena(model).held, "their memory is theirs no longer"
+
+
+def test_a_step_with_held_tiles_moves_no_other_state(shared: tiny_models.Shared) -> None:
+    """What stays on the device would leave it with every step if memory of held tiles counted as slots that are not there."""
+    model = planned(shared, held_state=("model.layers.1", "epilogue"), resident_state=("model.layers.0",))
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    step(model, optimizer, 0)
+    engine.executor(model).idle()
+    moved: list[str] = []
+    engine.probe(model, lambda node: moved.append(op_of(node).name) if op_of(node).name.endswith("_state") else None)
+    for seed in range(1, 4):
+        step(model, optimizer, seed)
+    model.megacompile.synchronize()
+    assert Counter(moved)["return_state"] == 3 * 2 and moved.count("fetch_state") == 0
+    assert moved.count("store_state") <= 1, "once, when the caller synchronizes"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])

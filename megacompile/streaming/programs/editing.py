@@ -21,6 +21,7 @@ from torch import fx
 from megacompile.errors import InsufficientMemoryError, ProgramError, listed, shortened
 from megacompile.frontend.batches.pair_masks import argument as argument_of
 from megacompile.ir.ops import TEMPLATE_OPS
+from megacompile.ir.places import Family
 from megacompile.ir.plan import BatchSpec, Plan
 from megacompile.ir.precision import precision_text
 from megacompile.ir.program import SLOT_KINDS, STAGES, Program, argument, find, op_of, slot_family
@@ -194,6 +195,6 @@ def _check_host(program: Program, unedited: Program, executables: Executables, s
 
 
 def _slot_bytes(program: Program, on_host: bool) -> int:
-    """Bytes of the slots on the device, or of the slabs on the host."""
-    return sum(slot.bytes for slot in program.slots.values()
-               if on_host == bool(_ON_HOST.intersection(SLOT_KINDS.get(slot_family(slot.name), ()))))
+    """Bytes of the slots on the device, or of the slabs on the host. Held tiles count as accumulators do."""
+    return sum(slot.bytes for slot in program.slots.values() if slot_family(slot.name) != Family.HELD
+               and on_host == bool(_ON_HOST.intersection(SLOT_KINDS.get(slot_family(slot.name), ()))))

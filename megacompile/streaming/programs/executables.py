@@ -16,7 +16,7 @@ import torch
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.templates.hidden_states import ALL, LOGITS
 from megacompile.inputs.packed_layout import lengths_of, power_of_two
-from megacompile.ir.places import OF_A_FORWARD
+from megacompile.ir.places import OF_A_FORWARD, Family
 from megacompile.ir.plan import PLAIN, BatchSpec, CaptureKey, Plan
 from megacompile.ir.program import Program, Slot, model_program, places, slot_family
 from megacompile.passes import PIPELINE
@@ -80,12 +80,13 @@ class Executable:
         return hashlib.sha256(self.program.text().encode()).hexdigest()
 
     def slots(self, *sections: str) -> dict[str, Slot]:
-        """The program's slots and slabs that these sections use, without `host_slots`."""
+        """The program's slots and slabs that these sections use, without `host_slots` and those of held tiles, whose memory
+        comes and goes within a step."""
         if sections not in self._slots:
             program = self.program
             used = places(program.section(s) for s in sections if s in program.sections)
-            self._slots[sections] = {name: slot for name, slot in program.slots.items()
-                                     if name in used and name not in self.host_slots}
+            self._slots[sections] = {name: slot for name, slot in program.slots.items() if name in used
+                                     and name not in self.host_slots and slot_family(name) != Family.HELD}
         return self._slots[sections]
 
     @functools.cached_property
