@@ -194,7 +194,7 @@ class Planner(SearchSpace):
     def _with_best_held(self, plan: Plan, simulator: StepSimulator) -> Plan:
         """The plan with as many held tiles as are fastest. Seconds of a whole step fall up to that number and rise after it:
         the update waits for what the link has not brought yet."""
-        if not plan.held_state or self.config.held_state is not None:
+        if not plan.held_state or self.config.held_state != "all":
             return plan
         tiles = self.may_be_held(plan)
         for by in (-1, 1):
@@ -259,7 +259,7 @@ class Planner(SearchSpace):
         updates on: about as many as the link brings there while it copies no other weights, and fewer. Within one wave they
         would take the memory that its forward needs. Of plans that differ in the number of tiles that stay on the device alone,
         only the one that keeps the most beside the most residuals, and the one that keeps more."""
-        if self.simulator is None or self.config.held_state is not None or self.pinned_bytes is not None:
+        if self.simulator is None or self.config.held_state != "all" or self.pinned_bytes is not None:
             return  # the state of held tiles is pinned
         groups = defaultdict[Any, list[Plan]](list)
         for plan in found:

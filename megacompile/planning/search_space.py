@@ -184,7 +184,8 @@ class SearchSpace(MemoryBudget):
         config = self.config
         # More residuals fit with several waves than with one, so the plan starts without any.
         plan = replace(self, config=replace(config, saved_layers=0)).plan(batch, length, update=update)
-        if (named := config.held_state) is not None:
+        named = config.held_state
+        if named is not None and (named != "all" or self.simulator is None):  # else `Planner` chooses how many
             plan = plan.placed(Updated.HELD, [tile for tile in self.may_be_held(plan) if named == "all" or tile in named])
         count = len(plan.micro_batches)
         if config.waves is not None:
