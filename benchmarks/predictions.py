@@ -47,7 +47,7 @@ def predictions(folder: Path = RESULTS) -> Iterator[Prediction]:
         for line in path.read_text().splitlines() if path.name not in LEFT_OUT else ():
             row = json.loads(line)
             if (row.get("system") == "megacompile" and row.get("predicted_step_s") and not row.get("compute_only")
-                    and _steady(row["times_s"])):
+                    and steady(row)):
                 found[rows.identity(row["system"], row["options"], row["device"])] = row
     for row in found.values():
         options = row["options"]
@@ -57,18 +57,17 @@ def predictions(folder: Path = RESULTS) -> Iterator[Prediction]:
                          row["predicted_step_s"] / row["step_s"], memory)
 
 
-def _steady(times_s: Sequence[float]) -> bool:
-    """True if the last steps took about as long. A row that was still warming up says nothing."""
-    *_, a, b = times_s
-    return abs(a - b) < 0.05 * b or len(times_s) == 2
+def steady(row: rows.Row) -> bool:
+    """A row whose last steps agree (one that was still warming up says nothing), or that has one timed step alone."""
+    *_, a, b = row["times_s"]
+    return bool(abs(a - b) < 0.02 * b or len(row["times_s"]) == 2)
 
 
 def _kind(row: rows.Row) -> Key:
     options, shape = row["options"], SHAPES[row["shape"]]
     names = set(shape)
     mixture = bool({"num_experts", "num_local_experts", "n_routed_experts"} & names)
-    hybrid = bool({"layer_types", "linear_num_value_heads", "layers_block_type", "hybrid_override_pattern"} & names) and (
-        row["shape"] not in ("gpt-oss-20b", "gpt-oss-120b"))
+    hybrid = bool({"layer_types", "linear_num_value_heads", "layers_block_type"} & names)
     model = "hybrid" if hybrid else "mixture" if mixture else "dense"
     products = "float8" if options.get("precision") else str(options.get("quantize", "bf16")).replace("nf4", "NF4 codes")
     optim, given = str(options.get("optim", "adamw")), str(options.get("optim_args", ""))

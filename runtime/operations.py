@@ -310,13 +310,18 @@ def _updated(update: Update, tile: Share) -> None:
 def _fetch_state(frame: Frame, node: fx.Node) -> State:
     tile = frame.store[argument(node, "tile")]
     state = frame.arena.state(argument(node, "into"), tile.layout)
-    # Reading the pages of moments that nothing has written would take seconds: the system would have to make them first.
-    for there, here in _state(tile, state, [] if tile.home.moments_are_zero else tile.home.moments):
+    for there, here in _state(tile, state, _written_moments(tile)):
         if here is None:
             there.zero_()
         else:
             there.copy_(here)
     return state
+
+
+def _written_moments(tile: Share) -> list[Tensor]:
+    """The host tile's moments; none if they are zero. Reading pages that nothing has written would take seconds: the system
+    would have to make them first."""
+    return [] if tile.home.moments_are_zero else tile.home.moments
 
 
 def _store_state(frame: Frame, node: fx.Node) -> None:
@@ -371,7 +376,7 @@ def _fetch_held(frame: Frame, node: fx.Node) -> None:
     for away, kept in tile.weights_with(held.weights.memory) if not held.has_weights else ():
         frame.backend.copy(away, kept, Lane.H2D)
     with frame.backend.issuing(Lane.H2D):
-        for there, here in _state(tile, held.state, [] if tile.home.moments_are_zero else tile.home.moments):
+        for there, here in _state(tile, held.state, _written_moments(tile)):
             if here is None:
                 there.zero_()
             else:

@@ -254,7 +254,7 @@ def _count_held(accumulators: dict[str, int], stack: _Stack, tiling: Tiling) -> 
     moments = ["prologue", *["recompute"] * (len(calls) - 2 - len(kept)), *["backward"] * len(kept), "epilogue"]
     more, taken, freed = dict.fromkeys(moments, 0), 0, 0
     for at in reversed(range(len(calls))):
-        in_residuals = sum(kept[at - len(calls) + 1 + len(kept) + 1:]) if moments[at] == "backward" else 0
+        in_residuals = sum(kept[at - len(calls) + len(kept) + 2:]) if moments[at] == "backward" else 0
         more[moments[at]] = max(more[moments[at]], taken - freed - in_residuals)
         ended = {tile for tile in tiling.tiles_of[calls[at]] if not any(tile in tiling.tiles_of[name] for name in calls[:at])}
         taken += sum(held.get(tile, 0) for tile in ended)

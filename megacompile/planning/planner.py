@@ -176,7 +176,8 @@ class Planner(SearchSpace):
         for variant in others:
             if self._compared_s(variant, whole_step, simulator) * WORTH < self._compared_s(best, whole_step, simulator):
                 best = variant
-        best = self._with_best_held(self._all_there(best, found, whole_step, simulator), simulator)
+        best = self._all_there(best, found, whole_step, simulator)
+        best = fastest_device_updates(self._with_each_count_held(best), simulator, whole_step)
         best = self._with_state_slabs(fewest_slabs(best, simulator, whole_step), simulator, whole_step)
         return fastest_device_updates(self._with_device_updates(best), simulator, whole_step)
 
@@ -191,19 +192,14 @@ class Planner(SearchSpace):
         limit = self._compared_s(best, whole_step, simulator) + ISSUING_S * elsewhere
         return next((plan for plan in there if self._compared_s(plan, whole_step, simulator) <= limit), best)
 
-    def _with_best_held(self, plan: Plan, simulator: StepSimulator) -> Plan:
-        """The plan with as many held tiles as are fastest. Seconds of a whole step fall up to that number and rise after it:
-        the update waits for what the link has not brought yet."""
+    def _with_each_count_held(self, plan: Plan) -> list[Plan]:
+        """A plan with held tiles, with none, the first one, the first two, ... of those that may be held, as far as they fit.
+        Only the plan if it holds none, or those that the user has named."""
         if not plan.held_state or self.config.held_state != "all":
-            return plan
+            return [plan]
         tiles = self.may_be_held(plan)
-        for by in (-1, 1):
-            while 0 <= (count := len(plan.held_state) + by) <= len(tiles):
-                other = plan.placed(Updated.HELD, tiles[:count])
-                if not self.fits_device(other) or simulator.cautious_s(other, True) >= simulator.cautious_s(plan, True):
-                    break
-                plan = other
-        return plan
+        plans = (plan.placed(Updated.HELD, tiles[:count]) for count in range(len(tiles) + 1))
+        return list(itertools.takewhile(self.fits_device, plans))
 
     def _compared_s(self, plan: Plan, whole_step: bool, simulator: StepSimulator) -> float:
         """The seconds used to compare a plan with others. A plan that moves state from the device counts as slower than its
@@ -274,7 +270,7 @@ class Planner(SearchSpace):
                 sizes = accumulate(specs[tile].state_bytes for tile in tiles)
                 most = sum(size <= idle_s * self.simulator.durations.hardware.link["h2d"] for size in sizes)
                 # They need some memory of their own: that of a tile that stays.
-                bases = [plan, *(plan.placed(Updated.ON_DEVICE, plan.resident_state[:-1]) for _ in plan.resident_state[:1])]
+                bases = plan, plan.placed(Updated.ON_DEVICE, plan.resident_state[:-1])
                 for count in (most, 3 * most // 4):
                     variants = (base.placed(Updated.HELD, self.may_be_held(base)[:count]) for base in bases)
                     yield from [each for each in variants if each.held_state and self.fits_device(each)][:1]
@@ -320,12 +316,13 @@ def fewest_slabs(plan: Plan, simulator: StepSimulator, whole_step: bool) -> Plan
 
 
 def fastest_device_updates(plans: Sequence[Plan], simulator: StepSimulator, whole_step: bool) -> Plan:
-    """The fastest of `plans`, each of which lets one more tile visit than the plan before it. The first plan, if no other is
-    faster by a factor of `WORTH`, or if the host's updates delay its step by less than that.
+    """The fastest of `plans`, each of which lets one more tile visit, or be held, than the plan before it. The first plan, if
+    no other is faster by a factor of `WORTH`, or if the host's updates delay its step by less than that.
 
     The host's updates are bound by its memory bandwidth, which copies use too. A visit moves about as many bytes as an update
     on the host. So visits gain most if the link is idle, and nothing if the host keeps up. All visits come before the next
-    forward's weights, which are copied in the same lane. Only a simulation can tell how many visits are best."""
+    forward's weights, which are copied in the same lane. Too many held tiles delay the update, since the link cannot bring
+    their state in time. Only a simulation can tell how many are best."""
     if len(plans) == 1:
         return plans[0]
     times = simulator.times(plans[0], whole_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class Weights:
     memory: Tensor
     views: tuple[Tensor, ...]
 
+    @classmethod
+    def of(cls, layout: TileLayout, memory: Tensor) -> Self:
+        return cls(layout.name, memory, layout.views(layout.flat(memory)))
+
 
 @dataclass(frozen=True)
 class Accumulators:
@@ -58,6 +62,11 @@ class Gradients:
     flat: Tensor
     views: tuple[Tensor, ...]
     norms: Tensor
+
+    @classmethod
+    def of(cls, layout: TileLayout, memory: Tensor) -> Self:
+        flat = layout.flat(memory)
+        return cls(layout.name, memory, flat, layout.views(flat), layout.norms(memory))
 
 
 @dataclass(frozen=True)
@@ -154,16 +163,13 @@ class Arena:
     def weights(self, slot: str, layout: TileLayout) -> Weights:
         key = slot, layout.name
         if key not in self._weights:
-            memory = self.slots[slot][:layout.weight_bytes]
-            self._weights[key] = Weights(layout.name, memory, layout.views(layout.flat(memory)))
+            self._weights[key] = Weights.of(layout, self.slots[slot][:layout.weight_bytes])
         return self._weights[key]
 
     def gradients(self, slot: str, layout: TileLayout) -> Gradients:
         key = slot, layout.name
         if key not in self._gradients:
-            memory = self.slots[slot][:layout.gradient_bytes]
-            flat = layout.flat(memory)
-            self._gradients[key] = Gradients(layout.name, memory, flat, layout.views(flat), layout.norms(memory))
+            self._gradients[key] = Gradients.of(layout, self.slots[slot][:layout.gradient_bytes])
         return self._gradients[key]
 
     def state(self, slot: str, layout: TileLayout) -> State:
@@ -190,11 +196,8 @@ class Arena:
         sizes = layout.weight_bytes, layout.gradient_bytes, layout.remainder_bytes, *layout.moment_bytes
         parts = [torch.empty(size, dtype=torch.uint8, device=self.backend.device) for size in sizes]
         weights, gradients, remainder, *moments = parts
-        flat = layout.flat(gradients)
-        self.held[slot] = Held(
-            parts, Weights(layout.name, weights, layout.views(layout.flat(weights))),
-            Gradients(layout.name, gradients, flat, layout.views(flat), layout.norms(gradients)),
-            State(layout, moments, remainder.view(torch.int16) if layout.has_remainder else None))
+        state = State(layout, moments, remainder.view(torch.int16) if layout.has_remainder else None)
+        self.held[slot] = Held(parts, Weights.of(layout, weights), Gradients.of(layout, gradients), state)
         return self.held[slot]
 
     def let_go(self, slot: str) -> None:

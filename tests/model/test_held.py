@@ -4,14 +4,14 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import engine
 import pytest
 import tiny_models
-from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
+from tiny_models import assert_torn, batch, cut_power, replanned, same_bits, state_of
 from torch import Tensor
 
 import megacompile
@@ -24,19 +24,11 @@ ROWS = 6
 OPS = ("hold", "fetch_held", "update_held", "return_weights", "return_state")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.nightly), True], ids=["fp32", "bf16"])
-def shared(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
-    made = tiny_models.Shared(bf16=request.param, micro_batch_size=2)
-    yield made
-    made.close()
+shared = tiny_models.in_each_dtype
 
 
 def planned(shared: tiny_models.Shared, **options: Any) -> Any:
-    """The model as it was made, under another plan."""
-    model = shared.fresh()
-    model.megacompile.replan(**{"held_state": (), "visiting_state": (), "resident_state": (), "resident": (), "waves": 3,
-                                **options})
-    return model
+    return replanned(shared, **{"waves": 3, **options})
 
 
 def step(model: Any, optimizer: Any, seed: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from counted import python_calls
+from predictions import steady
 from shapes import config
 from step import left_out
 from torch import fx
@@ -26,12 +27,6 @@ from megacompile.scheduling import Schedule
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ("qwen2-7b", 28)
 Row = dict[str, Any]
-
-
-def steady(row: Row) -> bool:
-    """A row whose last steps agree (one that was still warming up says nothing), or that has one timed step alone."""
-    *_, a, b = row["times_s"]
-    return abs(a - b) < 0.02 * b or len(row["times_s"]) == 2
 
 
 def rows_of_shapes() -> dict[tuple[str, int], list[Row]]:

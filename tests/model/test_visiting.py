@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ import engine
 import pytest
 import tiny_models
 import torch
-from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
+from tiny_models import assert_torn, batch, cut_power, replanned, same_bits, state_of
 from torch import Tensor
 
 import megacompile
@@ -45,18 +45,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "VISITING_BYTES", 11_000)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.nightly), True], ids=["fp32", "bf16"])
-def shared(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
-    made = tiny_models.Shared(bf16=request.param, micro_batch_size=2)
-    yield made
-    made.close()
-
-
-def planned(shared: tiny_models.Shared, **options: Any) -> Any:
-    """The model as it was made, under another plan."""
-    model = shared.fresh()
-    model.megacompile.replan(**{"visiting_state": (), "resident_state": (), "resident": (), "waves": 1, **options})
-    return model
+shared = tiny_models.in_each_dtype
 
 
 def step(model: Any, optimizer: Any, seed: int, whole: bool) -> None:
@@ -82,7 +71,7 @@ def trained(model: Any, whole: bool, delay: Callable[[Lane], None] | None = None
 @pytest.fixture(scope="module")
 def at_home(shared: tiny_models.Shared) -> dict[bool, dict[str, Tensor]]:
     """By whether steps are whole."""
-    return {whole: trained(planned(shared), whole) for whole in (False, True)}
+    return {whole: trained(replanned(shared), whole) for whole in (False, True)}
 
 
 # ---- bits ------------------------------------------------------------------------------------------------------------
@@ -94,7 +83,7 @@ def at_home(shared: tiny_models.Shared) -> dict[bool, dict[str, Tensor]]:
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
 def test_visiting_tiles_get_the_bits_of_updates_on_the_host(
         options: dict[str, Any], whole: bool, shared: tiny_models.Shared, at_home: Any) -> None:
-    model = planned(shared, **options)
+    model = replanned(shared, **options)
     assert same_bits(trained(model, whole), at_home[whole])
     updates = engine.trained(model).program.section("update")
     there = {argument(n, "tile") for n in find(updates, "update_on_device")}
@@ -105,7 +94,7 @@ def test_visiting_tiles_get_the_bits_of_updates_on_the_host(
 
 def test_state_that_a_new_optimizer_replaces_does_not_stay_pinned(shared: tiny_models.Shared) -> None:
     """The system takes no pages back while they are pinned."""
-    model = planned(shared, visiting_state="all")
+    model = replanned(shared, visiting_state="all")
     pinned = {}
     trained(model, whole=True)  # makes the slabs, which are pinned too
     with (mock.patch.object(engine.backend(model), "pin", lambda part: pinned.setdefault(part.data_ptr(), part.nbytes)),
@@ -118,8 +107,8 @@ def test_state_that_a_new_optimizer_replaces_does_not_stay_pinned(shared: tiny_m
 
 
 def test_waves_that_the_device_adds_up_visit_too(shared: tiny_models.Shared) -> None:
-    expected = trained(planned(shared, waves=3), True)
-    assert same_bits(trained(planned(shared, waves=3, visiting_state="all"), True), expected)
+    expected = trained(replanned(shared, waves=3), True)
+    assert same_bits(trained(replanned(shared, waves=3, visiting_state="all"), True), expected)
 
 
 @pytest.mark.sample(2)
@@ -131,7 +120,7 @@ def test_late_lanes_change_no_bit(straggler: Lane, shared: tiny_models.Shared, a
         if draw.random() < (0.2 if lane == straggler else 0.02):
             time.sleep(draw.random() * 2e-3)
 
-    model = planned(shared, visiting_state=("prologue", "model.layers.0", "model.layers.2"))
+    model = replanned(shared, visiting_state=("prologue", "model.layers.0", "model.layers.2"))
     assert same_bits(trained(model, True, delay), at_home[True])
 
 
@@ -169,7 +158,7 @@ def test_a_chunk_may_end_anywhere_and_what_is_frozen_stays(dtype: torch.dtype, s
 
 def test_an_update_that_stops_between_visits_is_completed(shared: tiny_models.Shared) -> None:
     def run(fails: bool) -> dict[str, Tensor]:
-        model = planned(shared, visiting_state="all")
+        model = replanned(shared, visiting_state="all")
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
         if fails:
             cut_power(model, "update_visiting", 3)
@@ -189,7 +178,7 @@ def test_plans_that_visit_with_updates_on_arrival_are_refused() -> None:
 
 
 def test_with_updates_on_arrival_no_tile_visits_the_device(shared: tiny_models.Shared) -> None:
-    model = planned(shared, visiting_state="all")
+    model = replanned(shared, visiting_state="all")
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
     model.megacompile.train_step(batch(0, rows=ROWS), optimizer)
     assert model.megacompile.plan.visiting_state == () and model.megacompile.plan.update == "arrival"

@@ -76,6 +76,22 @@ def shared_in_module(**options: Any) -> Any:
     return shared
 
 
+@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.nightly), True], ids=["fp32", "bf16"])
+def in_each_dtype(request: pytest.FixtureRequest) -> Iterator[Shared]:
+    """The model that the tests of one module share, with micro-batches of two rows."""
+    made = Shared(bf16=request.param, micro_batch_size=2)
+    yield made
+    made.close()
+
+
+def replanned(shared: Shared, **options: Any) -> Any:
+    """The model as it was made, under another plan: the host updates the tiles that the options do not place."""
+    model = shared.fresh()
+    model.megacompile.replan(**{"held_state": (), "visiting_state": (), "resident_state": (), "resident": (), "waves": 1,
+                                **options})
+    return model
+
+
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
