@@ -153,8 +153,8 @@ class StreamOptions:
     held_state: tuple[str, ...] | str | None = option(
         None, Takes.TILES, Scope.PLAN, """Tiles that are copied to the device for their update during the last backward, into
         the memory that it leaves, and back during the next forward. Only in whole steps of one process, with updates at the end
-        of a step; elsewhere the host updates them. All: as many as make a step faster in a simulation. Steps with held tiles
-        were not measured yet.""", unset="none", replan=True, flag=True)
+        of a step; elsewhere the host updates them.""", unset="as many as fit and as make a whole step clearly faster",
+        replan=True, flag=True)
     deferred_moments: bool | None = option(
         None, Takes.FLAG, Scope.PLAN, """The host first updates the weights of all tiles, which the next forward waits for, and
         then their moments, beside that forward. This takes 36 bytes of memory traffic per parameter instead of 26, but the

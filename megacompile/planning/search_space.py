@@ -9,12 +9,14 @@ more (no layer's weights arrive while another layer computes).
 """
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
+from megacompile.errors import InsufficientMemoryError
 from megacompile.ir.options import planned
 from megacompile.ir.placement import LISTS_OF_UPDATED, Placement, Placements, Updated
 from megacompile.ir.plan import FULL_TOKENS, STATE_SLABS, Plan, split
@@ -182,22 +184,36 @@ class SearchSpace(MemoryBudget):
         """Plans of a whole step that fit, for each number of waves from 1 on, with as many residuals as fit. Raises
         `InsufficientMemoryError` if none fits."""
         config = self.config
-        # More residuals fit with several waves than with one, so the plan starts without any.
-        plan = replace(self, config=replace(config, saved_layers=0)).plan(batch, length, update=update)
-        named = config.held_state
-        if named is not None and (named != "all" or self.simulator is None):  # else `Planner` chooses how many
+        plan, fewest = self._least_in_waves(batch, length, update)
+        if (named := config.held_state) is not None:
             plan = plan.placed(Updated.HELD, [tile for tile in self.may_be_held(plan) if named == "all" or tile in named])
         count = len(plan.micro_batches)
-        if config.waves is not None:
-            plan = replace(plan, waves=min(config.waves, count))
+        plan = replace(plan, waves=min(config.waves or fewest, count))
         if config.host_checkpoints is None:
             plan = replace(plan, host_checkpoints=0)  # waves may need fewer
         if config.saved_layers is not None or not self.keep_residuals:
             plan = replace(plan, saved_layers=min(config.saved_layers or 0, len(self.layers)))
             return [self._fitting(self.fewest_on_the_host(self._fewest_sums(plan)), batch, length)]
-        waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
+        most = max(fewest, min(count, batch * length // WAVE_TOKENS))
+        # Of several numbers of waves whose largest wave has as many micro-batches, the least.
+        waves = [plan.waves] if config.waves else sorted({-(-count // n): n for n in range(most, fewest - 1, -1)}.values())
         found = [each for n in waves for each in dict.fromkeys(self._in_waves(replace(plan, waves=n)))]
         return [each for each in found if self.fits(each)] or [self._fitting(found[0], batch, length)]
+
+    def _least_in_waves(self, batch: int, length: int, update: str) -> tuple[Plan, int]:
+        """The preferred plan of one wave without residuals, since more of them fit with several waves than with one, and 1. If
+        the checkpoints of the batch do not fit, the plan with micro-batches of the largest part of it that fits (a half, a
+        quarter, ...), and the number of parts."""
+        space = replace(self, config=replace(self.config, saved_layers=0))
+        try:
+            return space.plan(batch, length, update=update), 1
+        except InsufficientMemoryError:
+            halved = [1 << n for n in range(1, batch.bit_length())] if self.splits(self.output) else []
+            for count in [self.config.waves] if self.config.waves else halved:
+                with contextlib.suppress(InsufficientMemoryError):
+                    part = space.plan(-(-batch // count), length, update=update)
+                    return replace(part, batch=batch, micro_batches=split(batch, part.micro_batches[0])), count
+            raise
 
     def may_be_held(self, plan: Plan) -> list[str]:
         """The tiles that the device may hold for their update: those that the host would update, in the order of the next

@@ -373,6 +373,18 @@ def test_checkpoints_that_the_host_has_no_room_for_are_refused(analysis: Any) ->
     assert not plan(most, host_bytes=tiles).host_checkpoints
 
 
+def test_a_step_whose_checkpoints_fit_only_in_parts_runs_in_waves(analysis: Any) -> None:
+    tiles = analysis[1].host_bytes() + HOST_MARGIN_BYTES
+    need = planner(analysis).estimate(planner(analysis, waves=4, saved_layers=0).plan_step(64, LENGTH, "step")).total
+    tight = planner(analysis, need, host_bytes=tiles)
+    with pytest.raises(InsufficientMemoryError, match="a batch of 64 x"):
+        tight.plan(64, LENGTH)
+    plan = tight.plan_step(64, LENGTH, "step")
+    assert tight.fits(plan) and plan.waves == 4 and sum(plan.micro_batches) == 64
+    with pytest.raises(InsufficientMemoryError, match="a batch of 64 x"):
+        planner(analysis, need // 3, host_bytes=tiles).plan_step(64, LENGTH, "step")
+
+
 @pytest.mark.nightly(
     held_by="tests/model/test_sums.py::test_waves_whose_accumulators_do_not_fit_keep_more_residuals_with_sums_on_the_host")
 def test_where_the_update_is_fast_a_step_is_planned_with_sums_on_the_host() -> None:
