@@ -32,7 +32,7 @@ def results(name: str) -> list[dict[str, Any]]:
 
 
 def options(words: list[str]) -> dict[str, str]:
-    """The options of a command line, as benchmark rows store them. A flag is True. An option with several values is a list."""
+    """The options of a command line, as `as_text` shows those of a row. A flag is True. Several values are a list."""
     found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
@@ -40,6 +40,10 @@ def options(words: list[str]) -> dict[str, str]:
         else:
             found[name].append(word)
     return {name: str(values) if len(values) > 1 else values[0] if values else "True" for name, values in found.items()}
+
+
+def as_text(stored: object) -> str:
+    return str(stored[0] if isinstance(stored, list) and len(stored) == 1 else stored)
 
 
 def at(row: dict[str, Any], path: str) -> Any:
@@ -60,7 +64,7 @@ def row_of(command: str, where: str) -> dict[str, Any]:
                 and all(str(at(row, key)) == found for key, found in fields.items())]
     if system is not None:
         matching = [row for row in matching if row["system"] == system
-                    and {key: str(value) for key, value in row["options"].items()} == options(words) | gpus]
+                    and {key: as_text(value) for key, value in row["options"].items()} == options(words) | gpus]
     assert matching, f"{file} has no such row: {command} {told}"
     return matching[-1]
 
