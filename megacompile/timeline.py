@@ -36,7 +36,7 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("share_norms", "share_host_norms", "share_loss"), "norms and losses of all GPUs"),
     "offload": "gradients to the host", "offload_norms": "gradients to the host",
     **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),
-    "clip": "clip", **dict.fromkeys((*UPDATE_OPS, "update_moments"), "update"),
+    "clip": "clip", **dict.fromkeys((*UPDATE_OPS, "update_moments", "momentum", "gather_momentum"), "update"),
     "read_state": "optimizer state from disk", "write_state": "optimizer state to disk",
     "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
     **dict.fromkeys(("hold", "fetch_held", "return_state"), "optimizer state moved"),

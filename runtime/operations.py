@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -26,7 +27,7 @@ from megacompile.runtime.memory.state_layout import aligned_bytes
 from megacompile.runtime.memory.tiles import MomentFile
 from megacompile.runtime.optimizer import host_update
 from megacompile.runtime.optimizer import host_update as host
-from megacompile.runtime.optimizer.device_update import matrices_of, update_matrix, update_there
+from megacompile.runtime.optimizer.device_update import WholeMatrix, matrices_of, momentum_of, update_matrix, update_there
 from megacompile.runtime.optimizer.host_update import Moments
 from megacompile.runtime.optimizer.rule import MatrixRule, Part, Rule, Segment
 from megacompile.runtime.optimizer.state_format import BLOCK
@@ -52,15 +53,52 @@ def visit(backend: Backend, rule: Rule, memory: Tensor, tile: Share, segments: S
 
 
 def visit_matrices(backend: Backend, rule: MatrixRule, memory: Tensor, tile: Share, segments: Sequence[Segment],
-                   gradient_scale: float) -> None:
-    """Like `visit`, for segments that are whole matrices. `memory` holds the largest matrix (`TileLayout.visit_bytes`)."""
+                   gradient_scale: float, momentum: Tensor | None = None) -> None:
+    """Like `visit`, for segments that are whole matrices. `memory` holds the largest matrix (`TileLayout.visit_bytes`).
+    `momentum`: that of the whole tile, bf16 [elements], if a rank has a shard of it; None: computed here."""
     split = tile.home.remainder is not None
-    for start, (segment, _) in _at_home(tile, segments):
-        for part, *shape in matrices_of(rule, segment):
-            with _chunk_on_device(backend, memory, tile, part, start) as (there, here, scratch):
-                weights, remainder, gradient, [(inside, moments)] = _of_chunk(there, part, here, split)
-                update_matrix(backend, rule, weights, remainder, gradient, inside, moments, (shape[0], shape[1]),
-                              gradient_scale, scratch, Lane.H2D)
+    for each in _parts_of_matrices(rule, tile, segments):
+        with _chunk_on_device(backend, memory, tile, each.segment, each.start) as (there, here, scratch):
+            weights, remainder, gradient, [(inside, moments)] = _of_chunk(there, each.segment, here, split)
+            whole = None if momentum is None else WholeMatrix(momentum[each.matrix], each.part)
+            update_matrix(backend, rule, weights, remainder, gradient, inside, moments, each.shape, gradient_scale, scratch,
+                          Lane.H2D, whole)
+
+
+def compute_momentum(backend: Backend, rule: MatrixRule, memory: Tensor, tile: Share, segments: Sequence[Segment],
+                     gradient_scale: float, momentum: Tensor) -> None:
+    """Writes the momentum that an update of this share of the matrices will store to its elements of `momentum`, bf16 [elements
+    of the whole tile] on the device. Changes nothing in host memory. `memory`: as for `visit_matrices`."""
+    for each in _parts_of_matrices(rule, tile, segments):
+        with _chunk_on_device(backend, memory, tile, each.segment, each.start, only_read=True) as (there, here, scratch):
+            [(inside, moments)] = _moments_of_chunk(there[1:], each.segment, here)
+            found = momentum_of(backend, rule, there[0], inside, moments, each.shape, gradient_scale, scratch, Lane.H2D)
+            with backend.issuing(Lane.H2D):
+                momentum[each.matrix][each.part].copy_(found)
+
+
+@dataclass(frozen=True)
+class _PartOfMatrix:
+    """What a share has of a matrix. `segment`: its elements at home, counted from `start`, the first one of a run. `matrix`:
+    the elements of the whole matrix in a slot of the whole tile. `part`: which of them the share has."""
+
+    start: int
+    segment: Segment
+    shape: tuple[int, int]
+    matrix: slice
+    part: slice
+
+
+def _parts_of_matrices(rule: MatrixRule, tile: Share, segments: Sequence[Segment]) -> Iterator[_PartOfMatrix]:
+    assert tile.home.gradients is not None and tile.home.moments, f"{tile.home.layout.name} has no optimizer state"
+    matrices = [each for segment in sorted(segments, key=lambda s: s.start) for each in matrices_of(rule, segment)]
+    for here, there in tile.runs:
+        for matrix, rows, columns in matrices:
+            if (own := matrix.within(there.start, there.stop, 0)) is not None:
+                first = there.start + own.start - matrix.start
+                at = tile.held.start + here.start + own.start - first
+                yield _PartOfMatrix(there.start, own, (rows, columns), slice(at, at + rows * columns),
+                                    slice(first, first + own.stop - own.start))
 
 
 def _at_home(tile: Share, segments: Sequence[Segment]) -> list[tuple[int, Pair]]:
@@ -70,21 +108,22 @@ def _at_home(tile: Share, segments: Sequence[Segment]) -> list[tuple[int, Pair]]
 
 
 @contextmanager
-def _chunk_on_device(backend: Backend, memory: Tensor, tile: Share, part: Segment,
-          start: int) -> Iterator[tuple[list[Tensor], Moments, Tensor]]:
+def _chunk_on_device(backend: Backend, memory: Tensor, tile: Share, part: Segment, start: int,
+                     only_read: bool = False) -> Iterator[tuple[list[Tensor], Moments, Tensor]]:
     """A context with a chunk on the device: gradients, weights, the remainder if there is one, moments and scales; its moments
-    at home; and the rest of the memory. Copies the chunk to the device on entry, and all but the gradients back on exit."""
+    at home; and the rest of the memory. Copies the chunk to the device on entry, and all but the gradients back on exit.
+    `only_read`: without weights and remainder, and nothing goes back."""
     home, layout = tile.home, tile.home.layout
     assert home.gradients is not None, f"{layout.name} has no gradients"
     elements = slice(start + part.start, start + part.stop)
     here = moments_at_home(part, tile)
-    host = [layout.flat(home.gradients)[elements], layout.flat(home.weights)[elements],
-            *([] if home.remainder is None else [home.remainder[elements]]), *here.values, *here.scales]
+    weights = [layout.flat(home.weights)[elements], *([] if home.remainder is None else [home.remainder[elements]])]
+    host = [layout.flat(home.gradients)[elements], *([] if only_read else weights), *here.values, *here.scales]
     there = list(_divided(memory, host))
     for away, kept in zip(there, host, strict=True):
         backend.copy(_bytes(away), _bytes(kept), Lane.H2D)
     yield there, here, memory[sum(aligned_bytes(each.nbytes) for each in host):]
-    for away, kept in zip(there[1:], host[1:], strict=True):
+    for away, kept in zip(there[1:], host[1:], strict=True) if not only_read else ():
         backend.copy(_bytes(kept), _bytes(away), Lane.H2D)
 
 
@@ -93,10 +132,14 @@ def _of_chunk(there: Sequence[Tensor], segment: Segment, moments: Moments,
     """Weights, remainder, gradients and segments of a chunk on the device."""
     gradients, weights, *rest = there
     remainder = rest.pop(0) if split else None
+    return weights, remainder, gradients, _moments_of_chunk(rest, segment, moments)
+
+
+def _moments_of_chunk(there: Sequence[Tensor], segment: Segment, moments: Moments) -> list[Pair]:
     count = len(moments.values)
     inside = segment.within(segment.start, segment.stop, 0)
     assert inside is not None, "an empty chunk"
-    return weights, remainder, gradients, [(inside, Moments(moments.format, tuple(rest[:count]), tuple(rest[count:])))]
+    return [(inside, Moments(moments.format, tuple(there[:count]), tuple(there[count:])))]
 
 
 def _chunks(segment: Segment, moments: Moments, weight_bytes: int, split: bool, room: int) -> Iterator[Segment]:
@@ -288,8 +331,20 @@ def _update_visiting(frame: Frame, node: fx.Node) -> None:
         elementwise, whole = update.divided(tile.layout.name, segments)
         visit(frame.backend, update.rule, memory, tile, elementwise, scale)
         if update.matrix_rule is not None:
-            visit_matrices(frame.backend, update.matrix_rule, memory, tile, whole, scale)
+            visit_matrices(frame.backend, update.matrix_rule, memory, tile, whole, scale, frame.read(node, "momentum"))
         _updated(update, tile)
+
+
+def _momentum(frame: Frame, node: fx.Node) -> Tensor:
+    update, tile = _updating(frame), frame.store[argument(node, "tile")]
+    name, memory = tile.layout.name, frame.memory(argument(node, "into"))
+    size = 2 * frame.store.whole(name).layout.elements
+    momentum = memory[:size].view(torch.bfloat16)
+    _, whole = update.divided(name, update.pending(name))
+    if whole:
+        assert update.matrix_rule is not None, f"nothing updates the matrices of {name}"
+        compute_momentum(frame.backend, update.matrix_rule, memory[size:], tile, whole, _gradient_scale(frame, node), momentum)
+    return momentum
 
 
 def _updating(frame: Frame) -> Update:
@@ -417,7 +472,8 @@ def _return_state(frame: Frame, node: fx.Node) -> None:
 UPDATE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     accumulate=_accumulate, clip=_clip, add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, update=_update,
     update_weights=_update_weights, update_moments=_update_moments, update_from_sum=_update_from_sum,
-    update_on_device=_update_on_device, update_visiting=_update_visiting, read_state=_read_state, write_state=_write_state,
+    update_on_device=_update_on_device, momentum=_momentum, update_visiting=_update_visiting, read_state=_read_state,
+    write_state=_write_state,
     fetch_state=_fetch_state, store_state=_store_state, hold=_hold, held=_held, fetch_held=_fetch_held,
     update_held=_update_held, return_weights=_return_weights, return_state=_return_state)
 
@@ -432,6 +488,11 @@ def _gather(frame: Frame, node: fx.Node) -> Weights:
 def _gather_resident(frame: Frame, node: fx.Node) -> None:
     weights: Weights = frame.read(node, "resident")
     frame.together.exchanges.gather(weights.memory, own_bytes(frame.store[argument(node, "tile")], weights.memory))
+
+
+def _gather_momentum(frame: Frame, node: fx.Node) -> None:
+    momentum, held = _bytes(frame.read(node, "momentum")), frame.store[argument(node, "tile")].held
+    frame.together.exchanges.gather(momentum, momentum[2 * held.start:2 * held.stop])
 
 
 def _reduce_scatter(frame: Frame, node: fx.Node) -> None:
@@ -468,8 +529,8 @@ def _share_loss(frame: Frame, node: fx.Node) -> None:
 
 
 COLLECTIVE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
-    gather=_gather, gather_resident=_gather_resident, reduce_scatter=_reduce_scatter, all_reduce=_all_reduce,
-    share_norms=_share_norms,
+    gather=_gather, gather_resident=_gather_resident, gather_momentum=_gather_momentum, reduce_scatter=_reduce_scatter,
+    all_reduce=_all_reduce, share_norms=_share_norms,
     share_host_norms=_share_host_norms, announce=_announce, total_loss=_total_loss, share_loss=_share_loss)
 
 

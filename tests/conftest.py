@@ -99,15 +99,16 @@ def no_kept_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), frozen: tuple[str, ...] = (),
                       tied: bool = False, whole_step: bool = False, outputs: bool = False, runs: int = 1,
-                      shared: bool = False, **plan: Any) -> Compiled:
+                      shared: bool = False, matrices: tuple[str, ...] = (), **plan: Any) -> Compiled:
     """All stages of a model of one prologue, `layers` equal layers and one epilogue; `tied`: the epilogue reads the
     prologue's tile too; `outputs`: training gives outputs, no loss; `runs`: how often the layers run, all after all; `shared`:
-    every second one of them reads a small tile more, the same. Cached: programs are immutable."""
+    every second one of them reads a small tile more, the same; `matrices`: tiles that are updated by whole
+    matrices. Cached: programs are immutable."""
     stack = [f"layers.{i}" for i in range(layers)]
     tiles, calls = {}, []
     for name in ("prologue", *stack, *(["shared"] if shared else []), "epilogue"):
         size = {"prologue": BOUNDARY_BYTES, "epilogue": BOUNDARY_BYTES, "shared": LAYER_BYTES // 4}.get(name, LAYER_BYTES)
-        tiles[name] = Tile(name, size // 2, size, size, name not in frozen, 5 * size,
+        tiles[name] = Tile(name, size // 2, size, size, name not in frozen, 5 * size, size if name in matrices else 0,
                            disk_bytes=4 * size if name in plan.get("disk_state", ()) else 0)
     for name in ("prologue", *(layer + f"@{run + 1}" * (run > 0) for run in range(runs) for layer in stack), "epilogue"):
         role, own = "layer" if "." in name else name, name.partition("@")[0]

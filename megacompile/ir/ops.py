@@ -150,9 +150,14 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "a tile's moments, disk -> a slab"),
     Op("write_state", Lane.DISK_WRITE, ("tile", "moments"), (), ("moments",), ("moments[tile]",), None,
        "a tile's updated moments, slab -> disk"),
+    # With several ranks each has a shard of every matrix, and the update reads the momentum of all of it.
+    Op("momentum", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "weights[tile]", "clip"), ("result",),
+       "momentum", "the momentum of this rank's shard of a tile's matrices, which the update will store"),
+    Op("gather_momentum", Lane.COLLECTIVE, ("tile", "momentum"), (), ("momentum",), ("momentum",), None,
+       "the momentum of whole matrices, from the shards of all ranks"),
     # Both directions use one lane; otherwise prefetches would wait for one lane more, in every program.
-    Op("update_visiting", Lane.H2D, ("tile", "rule", "clip", "into"), ("rule", "into"), ("gradients[tile]", "clip"),
-       ("weights[tile]", "result"), "visiting",
+    Op("update_visiting", Lane.H2D, ("tile", "rule", "clip", "momentum", "into"), ("rule", "momentum", "into"),
+       ("gradients[tile]", "clip", "momentum"), ("weights[tile]", "result"), "visiting",
        "the same update, on the device, a chunk at a time, and back"),
     # A tile that the device holds arrives before the clip is known, beside the backward, and returns beside the next forward.
     Op("hold", Lane.COMPUTE, ("tile", "reduced", "current", "into"), ("current", "into"), ("reduced", "current"), ("result",),

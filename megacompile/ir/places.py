@@ -38,6 +38,7 @@ class Family(StrEnum):
     FETCHED_CHECKPOINTS = "C"  # on the device again
     STATE_SLABS = "M"  # host memory, for moments between the disk and their update
     VISITING = "V"  # a chunk of a tile that visits the device for its update
+    MOMENTUM = "N"  # of the matrices of a visiting tile, of all ranks
     HELD = "RH"  # a tile from the end of its backward to that of its update; memory that lives as long
     RESIDENT = "R"  # weights that stay on the device
     UPDATED_WEIGHTS = "RW"  # of a tile that is updated on the device; so are the next two
@@ -90,8 +91,8 @@ TILE_PARTS = ("weights", "gradients", "sums", "moments")
 SLOT_KINDS: Mapping[str, tuple[str, ...]] = {
     Family.WEIGHTS: ("weights",), Family.GRADIENTS: ("reduced",), Family.WEIGHT_SLABS: ("staging", "packed_shard"),
     Family.GRADIENT_SLABS: ("slab",), Family.WEIGHT_SHARDS: ("shard",), Family.HOST_CHECKPOINTS: ("stashed",),
-    Family.FETCHED_CHECKPOINTS: ("checkpoint", "inputs"), Family.VISITING: ("visiting",), Family.STATE_SLABS: ("moments",),
-    Family.HELD: ("held",), Family.RESIDENT: ("weights",),
+    Family.FETCHED_CHECKPOINTS: ("checkpoint", "inputs"), Family.VISITING: ("visiting",), Family.MOMENTUM: ("momentum",),
+    Family.STATE_SLABS: ("moments",), Family.HELD: ("held",), Family.RESIDENT: ("weights",),
     Family.UPDATED_WEIGHTS: ("weights", "resident"), Family.UPDATED_STATE: ("state",),
     Family.UPDATED_GRADIENTS: ("gradients", "reduced")}
 

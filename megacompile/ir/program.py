@@ -119,6 +119,8 @@ class Tile:
                 return self.weight_bytes + self.gradient_bytes + self.state_bytes
             case "visiting":
                 return max(self.visit_bytes, min(VISITING_BYTES, self.state_bytes // ranks + 2 * shard))
+            case "momentum":  # in bf16, and what computes it of one matrix
+                return self.weight_bytes + self.visit_bytes
             case "moments":
                 return self.disk_bytes
             case "weights" | "staging":

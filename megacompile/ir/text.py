@@ -54,7 +54,7 @@ KINDS = {
     "mb": "number", "overwrite": "flag", **dict.fromkeys(("weights", "inputs", "values"), "values"),
     "accumulators": "value or values",
     **dict.fromkeys(("staging", "shard", "gradient", "saved", "reduced", "resident", "slab", "state", "clip", "value", "node",
-                     "event", "stashed", "moments", "router", "held", "current"), "value")}
+                     "event", "stashed", "moments", "momentum", "router", "held", "current"), "value")}
 _CHOICES = {"lane": tuple(map(str, Lane)), "access": tuple(map(str, Access)), "stage": STAGES, "update": UPDATES}
 _MADE = {"tile": Tile, "call": CallSpec, "slot": Slot}
 #: The line above repeated lines in a folded text (`folding.py`), which shows them only once.

@@ -68,8 +68,11 @@ class SearchSpace(MemoryBudget):
         return replace(self, stateful=self.in_memory()[:count])
 
     def in_memory(self) -> tuple[str, ...]:
-        """The trained tiles whose moments are not on disk."""
-        return tuple(tile for tile in self.trained() if tile not in self.tiling.on_disk)
+        """The trained tiles that may stay on the device with their state: their moments are not on disk, and each rank has all
+        of what an update reads."""
+        layouts, ranks = self.tiling.layouts, self.tiling.ranks
+        return tuple(tile for tile in self.trained()
+                     if tile not in self.tiling.on_disk and not (ranks > 1 and layouts[tile].has_matrices))
 
     def trained(self) -> tuple[str, ...]:
         return tuple(tile for tile, layout in self.tiling.layouts.items() if layout.trainable)

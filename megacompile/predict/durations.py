@@ -24,6 +24,7 @@ from megacompile.predict import cost
 from megacompile.predict.cost import GEMMS, NARROW, RECURRENCE_CHUNK, computes, fuse, inputs, kernel_of, tensor_of
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline, simulate
+from megacompile.runtime.memory.shards import held_by
 from megacompile.runtime.memory.state_layout import ADAMW_STATE, ElementState
 from megacompile.runtime.memory.tiles import TileLayout
 
@@ -315,7 +316,8 @@ COSTS: dict[str, str] = {
                     "launches"),
     "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
     "prefetch_routed": "most bytes of chosen experts / h2d rate",
-    **dict.fromkeys(("gather", "gather_resident"), "weight bytes of other shards / peer bandwidth"),
+    **dict.fromkeys(("gather", "gather_resident", "gather_momentum"), "weight bytes of other shards / peer bandwidth"),
+    "momentum": "(gradient + state bytes) / ranks / h2d rate",
     "reduce_scatter": "accumulators of other shards / peer bandwidth",
     "all_reduce": "2 x (hosts - 1) / hosts x accumulators of a shard / network bandwidth",
     "fetch_gradients": "gradient bytes / h2d rate",
@@ -430,11 +432,15 @@ class Durations:
                    for position, s in enumerate(layout.slices) if s.trainable)
 
     def _products_s(self, layout: TileLayout) -> float:
-        """Seconds of the products of an update of whole matrices, in bf16. Each of `MATRIX_STEPS` multiplies a matrix twice
-        with a square one of its smaller side, and that square one with itself."""
-        sides = (sorted((rows, columns)) for rows, columns, _ in layout.matrices)
-        flops = sum(MATRIX_STEPS * (4 * least * least * most + 2 * least ** 3) for least, most in sides)
-        return flops / self.hardware.gemm_flops["bfloat16"]
+        """Seconds of the products of an update of whole matrices, in bf16, on the rank with parts of the most. Each of
+        `MATRIX_STEPS` multiplies a matrix twice with a square one of its smaller side, and that square one with itself."""
+        def flops(held: slice) -> int:
+            sides = (sorted((rows, columns)) for start, rows, columns, _ in layout.matrices
+                     if start < held.stop and start + rows * columns > held.start)
+            return sum(MATRIX_STEPS * (4 * least * least * most + 2 * least ** 3) for least, most in sides)
+
+        most = max(flops(held_by(layout, rank)) for rank in range(layout.ranks))
+        return most / self.hardware.gemm_flops["bfloat16"]
 
     def _known(self, template: Template, variant: Variant) -> tuple[Work, Callable[[int, int], _Numbers]]:
         if variant not in self._work:
@@ -465,7 +471,9 @@ class Durations:
                 return program.moved_bytes(node) / hardware.link["h2d"]
             case "offload" | "offload_weights" | "offload_norms" | "stash" | "return_weights" | "return_state":
                 return program.moved_bytes(node) / hardware.link["d2h"]
-            case "gather" | "gather_resident":
+            case "momentum":
+                return (tile.gradient_bytes + tile.state_bytes) / ranks / hardware.link["h2d"]
+            case "gather" | "gather_resident" | "gather_momentum":
                 return tile.weight_bytes * others / hardware.peer_rate
             case "reduce_scatter":
                 return 4 * self.layouts[tile.name].elements * others / hardware.peer_rate

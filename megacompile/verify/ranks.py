@@ -18,7 +18,7 @@ from megacompile.verify.fault import Fault
 
 #: Exchanges of the ranks of a host, of hosts, and of both.
 _OF_RANKS = ("pack_shard", "prefetch_shard", "gather", "reduce_scatter", "share_norms", "share_host_norms", "gather_resident",
-             "announce")
+             "momentum", "gather_momentum", "announce")
 _OF_HOSTS = ("all_reduce",)
 _OF_SEVERAL = (*_OF_RANKS, *_OF_HOSTS, "total_loss", "share_loss")
 #: Over what an op adds up accumulators, for messages.
@@ -43,16 +43,17 @@ def together(program: Program) -> Iterator[Fault]:
                                    *(["all_reduce"] if program.hosts > 1 else [])])
         yield from _losses(graph)
         if program.ranks > 1:
-            yield from _of_ranks(graph)
+            yield from _of_ranks(program, graph)
 
 
-def _of_ranks(graph: fx.Graph) -> Iterator[Fault]:
+def _of_ranks(program: Program, graph: fx.Graph) -> Iterator[Fault]:
     for node in find(graph, "pack", "prefetch"):
         yield Fault(f"{describe(node)} copies a whole tile, whose other shards other ranks may be updating",
                     f"{op_of(node).name}_shard and gather", node)
     yield from _gathered(graph)
     yield from _norms(graph)
     yield from _resident(graph)
+    yield from _matrices(program, graph)
     yield from _announced(graph)
 
 
@@ -132,6 +133,27 @@ def _resident(graph: fx.Graph) -> Iterator[Fault]:
             yield Fault(f"{describe(node)} does not follow an update of {tile} on the device", "drop it", node)
     for tile, node in updated.items():
         yield Fault(f"each device has only its own shard of the weights of {tile} updated", "gather_resident after it", node)
+
+
+def _matrices(program: Program, graph: fx.Graph) -> Iterator[Fault]:
+    """Checks that whole matrices are updated with the momentum of all ranks."""
+    gathered: dict[fx.Node, fx.Node] = {}
+    for node in find(graph, "momentum", "gather_momentum", "update_visiting", "update_on_device"):
+        op, tile, read = op_of(node).name, argument(node, "tile"), operands(node, "momentum")
+        if op == "gather_momentum" and read[0] in gathered:
+            yield Fault(f"{describe(node)} gathers {read[0].name} a second time", "gather it once", node, gathered[read[0]])
+        for value in read:
+            if argument(value, "tile") != tile:
+                other = argument(value, "tile")
+                yield Fault(f"{describe(node)} takes the momentum of {other}", "give it its own", node, value)
+            if op != "gather_momentum" and value not in gathered:
+                yield Fault(f"{describe(node)} reads the momentum of this rank's shard", "gather_momentum before it", node,
+                            value)
+        if op == "gather_momentum":
+            gathered[read[0]] = node
+        elif op != "momentum" and program.tiles[tile].visit_bytes and not read:
+            yield Fault(f"{describe(node)} has a part of each matrix of {tile}, and its update reads whole ones",
+                        "let it visit the device, with the momentum of all ranks", node)
 
 
 def _announced(graph: fx.Graph) -> Iterator[Fault]:

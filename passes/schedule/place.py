@@ -131,6 +131,8 @@ class _Places:
             return SlotName(_UPDATED_THERE[kind or ""] if updated_there else Family.RESIDENT, number=self.numbers[tile])
         if kind == "visiting":  # tiles visit one after the other, boundary tiles too: their chunks are no larger
             return self._take(SlotName(Family.VISITING), 1)
+        if kind == "momentum":
+            return self._take(SlotName(Family.MOMENTUM), 1)
         if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
         family = _FAMILIES[kind or ""]

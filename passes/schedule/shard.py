@@ -17,6 +17,12 @@ shard of its state, and all of its weights, on each device:
     update_on_device("layers.3", resident=w3, state=m3, reduced=d3, clip=c)
     gather_resident("layers.3", w3)
 
+The update of matrices reads the momentum of whole ones:
+
+    n5 = momentum("layers.5", c, into="N0")                # h2d: of this rank's shard
+    gather_momentum("layers.5", n5)                        # collective
+    v5 = update_visiting("layers.5", c, n5, into="V0")     # of this rank's shard
+
 After the last update, and the last write to the disk, a rank says so:
 
     announce(("layers.0", "layers.1", ...), on_disk=("layers.1", ...))
@@ -38,6 +44,7 @@ that it can evaluate alone.
 """
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -65,7 +72,9 @@ _BACKWARDS = ("backward", "recompute_backward")
 def run(program: Program, plan: Plan) -> Program:
     if plan.processes == 1:
         return program.evolve(stage=provides)
-    sections = {key: _shard(graph, plan) if key in SECTIONS_OF_ALL_RANKS else graph for key, graph in program.sections.items()}
+    whole = {name for name, tile in program.tiles.items() if tile.visit_bytes}
+    sections = {key: _shard(graph, plan, whole) if key in SECTIONS_OF_ALL_RANKS else graph
+                for key, graph in program.sections.items()}
     for graph in sections.values() if plan.ranks > 1 else ():
         if updated := tuple(dict.fromkeys(argument(node, "tile") for node in find(graph, *UPDATE_OPS))):
             written = tuple(argument(node, "tile") for node in find(graph, "write_state"))
@@ -73,7 +82,8 @@ def run(program: Program, plan: Plan) -> Program:
     return program.evolve(stage=provides, ranks=plan.ranks, hosts=plan.hosts, sections=sections)
 
 
-def _shard(graph: fx.Graph, plan: Plan) -> fx.Graph:
+def _shard(graph: fx.Graph, plan: Plan, whole: Collection[str]) -> fx.Graph:
+    """`whole`: the tiles with matrices that are updated whole."""
     complete: dict[fx.Node, list[fx.Node]] = {}  # last contribution -> the accumulators that are complete after it
     returned = results_of(graph)
     backwards = [*find(graph, *_BACKWARDS)]
@@ -88,7 +98,7 @@ def _shard(graph: fx.Graph, plan: Plan) -> fx.Graph:
     waiting: list[fx.Node] = []  # a wave's loss that is not returned yet
 
     def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
-        made = image[node] = _replaced(node, arguments, build, plan.ranks)
+        made = image[node] = _replaced(node, arguments, build, plan.ranks, whole)
         if op_of(made).name == "total_loss":
             waiting.append(made)
         if waiting and (op_of(node).name in _BACKWARDS or not backwards or node > backwards[-1]):
@@ -101,7 +111,7 @@ def _shard(graph: fx.Graph, plan: Plan) -> fx.Graph:
     return rebuild(graph, visit, name)
 
 
-def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder, ranks: int) -> fx.Node:
+def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder, ranks: int, whole: Collection[str]) -> fx.Node:
     """Adds the nodes that replace a node when there are several processes, `ranks` of them on each host. Returns the node that
     its users read."""
     op, tile = op_of(node).name, arguments.get("tile")
@@ -135,6 +145,10 @@ def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder, ranks: i
             made = again()
             build.add("share_host_norms", tile=tile)
             return made
+        case "update_visiting" if tile in whole:
+            momentum = build.add("momentum", f"n{node.name.lstrip('v')}", tile=tile, clip=arguments["clip"])
+            build.add("gather_momentum", tile=tile, momentum=momentum)
+            return build.add(op, node.name, **arguments, momentum=momentum)
         case "update_on_device":
             made = again()
             build.add("gather_resident", tile=tile, resident=arguments["resident"])

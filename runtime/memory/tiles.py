@@ -253,10 +253,11 @@ class TileLayout:
         return any(state.whole for state in self.states)
 
     @property
-    def matrices(self) -> list[tuple[int, int, ElementState]]:
-        """The matrices that an update reads whole: rows, columns and state."""
-        found = [(s.shape, self.state_of(position)) for position, s in enumerate(self.slices) if s.trainable]
-        return [(shape[-2], shape[-1], state) for shape, state in found if state.whole for _ in range(math.prod(shape[:-2]))]
+    def matrices(self) -> list[tuple[int, int, int, ElementState]]:
+        """The matrices that an update reads whole: first element, rows, columns and state."""
+        found = [(s.start, s.shape, self.state_of(position)) for position, s in enumerate(self.slices) if s.trainable]
+        return [(start + number * shape[-2] * shape[-1], shape[-2], shape[-1], state)
+                for start, shape, state in found if state.whole for number in range(math.prod(shape[:-2]))]
 
     @property
     def visit_bytes(self) -> int:
@@ -267,12 +268,12 @@ class TileLayout:
                      4 * state.format.scales(count)]
             return sum(map(aligned_bytes, parts)) + scratch_bytes(rows, columns)
 
-        return max((needed(*each) for each in self.matrices), default=0)
+        return max((needed(rows, columns, state) for _, rows, columns, state in self.matrices), default=0)
 
     @property
     def product_bytes(self) -> int:
         """Bytes of device memory for the products of the largest of `matrices`; 0 without matrices."""
-        return max((scratch_bytes(rows, columns) for rows, columns, _ in self.matrices), default=0)
+        return max((scratch_bytes(rows, columns) for _, rows, columns, _ in self.matrices), default=0)
 
     def host_parts(self, gradients: bool = True) -> dict[str, int]:
         """Bytes of host memory for training this tile, by part. `gradients`: they wait in host memory for a step."""

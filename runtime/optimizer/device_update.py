@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,27 +132,48 @@ def matrices_of(rule: MatrixRule, segment: Segment) -> Iterator[tuple[Segment, i
     assert start == segment.stop, f"{rule.name}: matrices of another size than {segment}"
 
 
+@dataclass(frozen=True)
+class WholeMatrix:
+    """A matrix of which a rank updates a part. `momentum`: of all of it, bf16 [rows * columns]. `part`: its elements."""
+
+    momentum: Tensor
+    part: slice
+
+
+def momentum_of(backend: Backend, rule: MatrixRule, gradient: Tensor, segment: Segment, moments: Moments,
+                shape: tuple[int, int], gradient_scale: float, scratch: Tensor, lane: Lane) -> Tensor:
+    """The momentum of a matrix of this shape, or of a part of it, fp32 [n] in `scratch`. Updates its moment in place. The
+    arguments are those of `update_matrix`."""
+    count = segment.stop - segment.start
+    found = scratch[:4 * count].view(torch.float32)
+    with backend.issuing(lane):
+        single = scratch[direction_bytes(*shape):][:4 * count].view(torch.float32)  # until products need this memory
+        single.copy_(gradient[segment.start:segment.stop])
+    backend.update(rule.momentum, found, None, single, [(_at_zero(segment), moments)], gradient_scale, lane=lane)
+    return found
+
+
+def _at_zero(segment: Segment) -> Segment:
+    found = segment.within(segment.start, segment.stop, 0)
+    assert found is not None, "an empty matrix"
+    return found
+
+
 def update_matrix(backend: Backend, rule: MatrixRule, weights: Tensor, remainder: Tensor | None, gradient: Tensor,
                   segment: Segment, moments: Moments, shape: tuple[int, int], gradient_scale: float, scratch: Tensor,
-                  lane: Lane) -> None:
+                  lane: Lane, whole: WholeMatrix | None = None) -> None:
     """Updates weights, remainder and moment of a matrix in place. All tensors are on the device. The segment of weights and
-    gradient, bf16 or fp32 [n], and of remainder, int16 [n] or None, is the matrix. scratch: uint8 [scratch_bytes]."""
+    gradient, bf16 or fp32 [n], and of remainder, int16 [n] or None, is the matrix, or a part of `whole`. scratch: uint8
+    [scratch_bytes]."""
     own = slice(segment.start, segment.stop)
-    count = segment.stop - segment.start
-    direction = scratch[:4 * count].view(torch.float32)
-    other = scratch[direction_bytes(*shape):]
+    direction = momentum_of(backend, rule, gradient, segment, moments, shape, gradient_scale, scratch, lane)
+    given, part = (direction, slice(None)) if whole is None else (whole.momentum, whole.part)
     with backend.issuing(lane):
-        single = other[:4 * count].view(torch.float32)  # until products of matrices need this memory
-        single.copy_(gradient[own])
-    at_zero = segment.within(segment.start, segment.stop, 0)
-    assert at_zero is not None, "an empty matrix"
-    backend.update(rule.momentum, direction, None, single, [(at_zero, moments)], gradient_scale, lane=lane)
-    with backend.issuing(lane):
-        found = rule.direction(direction.view(shape), segment.options, other)
+        found = rule.direction(given.view(shape), segment.options, scratch[direction_bytes(*shape):]).reshape(-1)[part]
         # In the dtype of the weights, as gradients are.
-        step = found.reshape(-1) if weights.dtype == torch.bfloat16 else direction.copy_(found.reshape(-1))
+        step = found if weights.dtype == torch.bfloat16 else direction.copy_(found)
     backend.update(rule.weights, weights[own], None if remainder is None else remainder[own], step,
-                   [(at_zero, Moments(FLOAT32, ()))], 1.0, lane=lane)
+                   [(_at_zero(segment), Moments(FLOAT32, ()))], 1.0, lane=lane)
 
 
 def update_there(backend: Backend, rule: MatrixRule, weights: Tensor, remainder: Tensor | None, gradient: Tensor,

@@ -97,13 +97,17 @@ def test_slots_hold_what_lives_at_once(make_schedule: Callable[..., Compiled], s
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="{} GPUs".format)
 def model(request: pytest.FixtureRequest) -> Schedule:
+    return planned_for(request.param)
+
+
+def planned_for(gpus: int, **options: Any) -> Schedule:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
                          num_key_value_heads=1, max_position_embeddings=64)
     with torch.device("meta"):
         bare: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return megacompile.schedule(bare.train(), batch=1, length=LENGTH, gpus=request.param)
+    return megacompile.schedule(bare.train(), batch=1, length=LENGTH, gpus=gpus, **options)
 
 
 class Loops(nn.Module):
@@ -149,8 +153,8 @@ def compiled(model: Schedule, plan: Plan, whole_step: bool) -> Program:
 
 
 #: Slots that the passes never make fewer or smaller than the formula says.
-EXACT = (Family.FETCHED_CHECKPOINTS, Family.VISITING, Family.RESIDENT, Family.UPDATED_WEIGHTS, Family.UPDATED_STATE,
-         Family.UPDATED_GRADIENTS)
+EXACT = (Family.FETCHED_CHECKPOINTS, Family.VISITING, Family.MOMENTUM, Family.RESIDENT, Family.UPDATED_WEIGHTS,
+         Family.UPDATED_STATE, Family.UPDATED_GRADIENTS)
 #: Slots that tiles take turns in. A section with fewer tiles than slots makes fewer, and a slot is as large as its own tiles.
 IN_TURN = (Family.WEIGHTS, Family.GRADIENTS, Family.WEIGHT_SHARDS)
 
@@ -266,6 +270,13 @@ def test_slots_and_values_are_those_of_the_program(model: Schedule) -> None:
 def test_slots_and_values_of_layers_that_run_twice_and_share_are_those_of_the_program(loops: Schedule) -> None:
     assert [len(loops.tiling.tiles_of[call.name]) for call in loops.captured.calls] == [1, 2, 1, 2, 2, 1, 2, 1]
     of_any_plan(loops, layers=4, examples=15, alike=False)
+
+
+def test_slots_of_matrices_that_ranks_share_are_those_of_the_program() -> None:
+    found = planned_for(2, optim="muon")
+    stated = slot_parts(found.captured, found.tiling, found.plan)
+    assert stated[Family.MOMENTUM] > max(layout.weight_bytes for layout in found.tiling.layouts.values() if layout.has_matrices)
+    hold_slots(stated, found.program(), alike=True)
 
 
 def of_any_plan(model: Schedule, layers: int, examples: int, alike: bool) -> None:

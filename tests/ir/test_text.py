@@ -78,7 +78,9 @@ def forward(p):
     p.update_weights("layers.0", clip=c)                                               # cpu
     p.update_moments("layers.0", rule="lion", clip=c)                                  # cpu
     p.update_from_sum("layers.0", clip=c)                                              # cpu
-    v_3 = p.update_visiting("layers.0", clip=c, into="V0")                             # h2d
+    j = p.momentum("layers.0", clip=c, into="N0")                                      # h2d
+    p.gather_momentum("layers.0", momentum=j)                                          # collective
+    v_3 = p.update_visiting("layers.0", clip=c, momentum=j, into="V0")                 # h2d
     u = p.hold("layers.0", reduced=d, current=w, into="RH0")                           # compute
     p.fetch_held("layers.0", held=u)                                                   # h2d
     u_1 = p.held("layers.0", into="RH0")

@@ -78,6 +78,10 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             return {result: one("staging") if "staging" in at else Own("shard", one("weights/"))}
         case "gather":
             return {result: exchanged("shard", one("shard"))}
+        case "momentum":
+            return {result: Own("shard", mix("momentum", one("state/"), one("gradients/"), one("clip")))}
+        case "gather_momentum":
+            return {at["momentum"][0]: exchanged("shard", one("momentum"))}
         case "gather_resident":
             return {at["resident"][0]: exchanged("shard", one("resident"))}
         case "share_norms" | "share_host_norms":
@@ -130,6 +134,8 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         case "write_state":
             return {at["moments/"][0]: one("moments")}
         case "update" | "update_weights" | "update_moments" | "update_from_sum" | "update_on_device" | "update_visiting":
+            if "momentum" in at and one("momentum") != mix("momentum", one("state/"), one("gradients/"), one("clip")):
+                return {at["weights/"][0]: mix("another momentum", one("momentum"))}
             state = at["state" if op == "update_on_device" else "moments" if "moments" in at else "state/"][0]
             stored = "slab" if "slab" in at else "gradients/"
             gradients = one({"update_from_sum": "sums/", "update_on_device": "reduced"}.get(op, stored))

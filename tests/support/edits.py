@@ -21,8 +21,8 @@ UPDATES = ("read_state", "write_state", "update", "update_weights", "update_mome
            "update_from_sum", "update_visiting", "offload_weights", "fetch_held", "update_held", "return_weights",
            "return_state")
 #: What several ranks do together, or tell each other.
-EXCHANGES = ("gather", "reduce_scatter", "all_reduce", "share_norms", "share_host_norms", "gather_resident", "share_loss",
-             "announce")
+EXCHANGES = ("gather", "reduce_scatter", "all_reduce", "share_norms", "share_host_norms", "gather_resident", "gather_momentum",
+             "share_loss", "announce")
 #: What stands for a copy that was dropped: the parameter that it copied.
 _SOURCES = {"stash": "value", "fetch": "stashed"}
 

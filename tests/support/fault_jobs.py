@@ -45,7 +45,8 @@ try:
     options |= OPTIONS.get(fault, {})
     options |= {"saved_layers": 1} if fault == "other options" and faulty else {}
     model = megacompile.stream(model, device="cpu", compile=False, **options)
-    optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
+    kind = megacompile.Muon if fault.endswith("momentum") else megacompile.AdamW
+    optimizer = kind(model.parameters(), lr=LR, max_grad_norm=1.0)
     loop = fault.startswith("loop")
 
     def wait_for(name):

@@ -83,6 +83,11 @@ def even(rank: int, step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def same(rank: int, step: int) -> dict[str, Tensor]:
+    """The same three rows for each rank. A power of two of ranks then has the gradients of one, bit for bit."""
+    return even(0, step)
+
+
 def uneven(rank: int, step: int) -> dict[str, Tensor]:
     """Another number of rows of other lengths for each rank, padded on the right as collators do."""
     rows, longest = 1 + (rank + step) % 3, 5 + 3 * rank + step % 4
@@ -139,6 +144,10 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Any]], s
     "some updated on the device": (qwen2, even, "loop", {"resident_state": ("model.layers.1", "epilogue")}),
     "arrival on the device": (qwen2, even, "arrival", {"resident_state": ("prologue", "model.layers.2")}),
     "visits": (qwen2, even, "step", {"visiting_state": "all"}),
+    "matrices": (qwen2, even, "matrices", {}),
+    "matrices of experts": (experts, same, "unclipped matrices", {"expert_pieces": 2}),
+    "matrices in 8 bits": (qwen2, same, "unclipped matrices, 8 bits", {}),
+    "matrices, the same rows": (qwen2, same, "unclipped matrices", {}),
     "deferred moments": (qwen2, even, "step", {"deferred_moments": True}),
     "slabs": (qwen2, even, "loop", {"pinned_memory": "48KiB"}),
     "checkpoints on the host": (qwen2, even, "loop", {"host_checkpoints": True}),
@@ -146,10 +155,12 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Any]], s
     "custom loss": (qwen2, even, "custom", {}),
     "custom loss, uneven rows": (qwen2, uneven, "custom", {}),
 }
+#: Jobs whose ranks have the bits of one process.
+EXACT = tuple(name for name, (_, _, how, _) in JOBS.items() if how.startswith("unclipped"))
 #: Jobs that every run of the tests includes. The others run on demand.
 USUAL = ("qwen2", "tied", "gpt2", "qwen3", "expert pieces", "adapters", "uneven rows", "unbalanced rows",
          "denominators of ranks", "sum over tokens", "sums on the host",
-         "arrival on the device", "custom loss, uneven rows")
+         "arrival on the device", "matrices", "matrices, the same rows", "custom loss, uneven rows")
 
 
 def custom_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -166,10 +177,15 @@ def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
     model = megacompile.stream(build(), device=DEVICE, compile=False, **options, **more)
     trained = [p for p in model.parameters() if p.requires_grad]
     arrival = how.startswith("arrival")
-    optimizer = megacompile.AdamW(trained, lr=LR, **({"overlap": "backward"} if arrival else {"max_grad_norm": 0.5}))
+    kind = megacompile.Muon if "matrices" in how else megacompile.AdamW
+    # Ranks add up a norm in another order than one process.
+    clipped: dict[str, Any] = {} if how.startswith("unclipped") else {"max_grad_norm": 0.5}
+    if how.endswith("8 bits"):
+        clipped["state_dtype"] = "8bit"
+    optimizer = kind(trained, lr=LR, **({"overlap": "backward"} if arrival else clipped))
     losses, gradients = [], {}
     for step in range(STEPS):
-        if how in ("step", "arrival"):
+        if how in ("step", "arrival", "matrices") or how.startswith("unclipped"):
             losses.append(float(model.megacompile.train_step(batch_of(rank, step), optimizer)))
             continue
         for part in range(2 if how == "accumulation" else 1):
@@ -205,7 +221,12 @@ def train_native(name: str, ranks: int) -> dict[str, Any]:
     build, batch_of, how, options = JOBS[name]
     model = build()
     arrival = how.startswith("arrival")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in named.items() if ".layers." in name and p.dim() == 2] if "matrices" in how else []
+    others = [p for p in named.values() if not any(p is matrix for matrix in matrices)]
+    optimizers: list[Any] = [torch.optim.AdamW(others, lr=LR, **({"weight_decay": 0.1} if matrices else {}))]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=LR, adjust_lr_fn="match_rms_adamw"))
     losses, gradients, norm = [], {}, None
     for step in range(STEPS):
         for part in range(2 if how == "accumulation" else 1):
@@ -221,10 +242,11 @@ def train_native(name: str, ranks: int) -> dict[str, Any]:
             (loss / 2 if how == "accumulation" else loss).backward()
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        if not arrival:
+        if not arrival and not how.startswith("unclipped"):
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return {"losses": losses, "gradients": gradients, "weights": dict(model.named_parameters()), "norm": norm}
 
 

@@ -35,7 +35,8 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "update_moments": ("cpu", ("gradients/", "clip", "moments"), ("state/", "moments")),
     "update_from_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
     "update_on_device": ("compute", ("reduced", "clip"), ("resident", "state")),
-    "update_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
+    "momentum": ("h2d", ("gradients/", "weights/", "state/", "clip"), ("result",)),
+    "update_visiting": ("h2d", ("gradients/", "clip", "momentum"), ("weights/", "state/", "result")),
     "hold": ("compute", ("reduced", "current"), ("result",)),
     "fetch_held": ("h2d", ("gradients/", "weights/", "state/"), ("held",)),
     "update_held": ("h2d", ("gradients/", "clip"), ("held",)),
@@ -57,6 +58,7 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "prefetch_shard": ("h2d", ("staging", "weights/"), ("result",)),
     "gather": ("collective", ("shard",), ("result",)),
     "gather_resident": ("collective", ("resident",), ("resident",)),
+    "gather_momentum": ("collective", ("momentum",), ("momentum",)),
     **dict.fromkeys(("reduce_scatter", "all_reduce"), ("collective", ("accumulators",), ("accumulators",))),
     "share_norms": ("collective", ("reduced",), ("reduced",)),
     "share_host_norms": ("cpu", ("gradients/",), ("gradients/",)),
@@ -66,7 +68,7 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 #: What only several ranks do, all of them or none.
 OF_SEVERAL = ("pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "all_reduce", "share_norms",
-              "share_host_norms", "total_loss", "share_loss", "announce")
+              "share_host_norms", "momentum", "gather_momentum", "total_loss", "share_loss", "announce")
 #: Sections that each of several ranks runs when it likes. Before them the caller waits until all have announced their updates.
 ALONE = ("evaluate", "load", "store", "refresh", "rescue")
 
@@ -81,6 +83,7 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "H": {"d2h": (WRITE,), "h2d": (READ,)},
         "C": {"h2d": (WRITE,), "compute": (READ,)},
         "V": {"h2d": (WRITE,)},
+        "N": {"h2d": (READ, WRITE)},
         "M": {"disk_read": (WRITE,), "cpu": (READ, WRITE), "disk_write": (READ,)},
         "R": {"h2d": (WRITE,), "compute": (READ,)},
         "RW": {"h2d": (WRITE,), "compute": (READ, WRITE), "cpu": (READ,)},
@@ -92,7 +95,7 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE), "h2d": (READ,)},
         "sums": {"cpu": (READ, WRITE)}}.items()}
 #: The same of programs of several ranks, which exchange weights and norms in a lane of its own.
-_EXCHANGED = {"W": (WRITE,), "P": (READ,), "R": (WRITE,), **dict.fromkeys(("G", "RW", "RG"), (READ, WRITE))}
+_EXCHANGED = {"W": (WRITE,), "P": (READ,), "R": (WRITE,), **dict.fromkeys(("G", "N", "RW", "RG"), (READ, WRITE))}
 MAY_TOUCH_OF_SEVERAL = {kind: accesses | {("collective", access) for access in _EXCHANGED.get(kind, ())}
                         for kind, accesses in MAY_TOUCH.items()}
 #: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them.

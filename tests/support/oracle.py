@@ -214,7 +214,9 @@ def result_bytes(program: Program, each: Instruction) -> int:
         if each.op in ("hold", "held"):
             return int(tile.weight_bytes + tile.gradient_bytes + tile.state_bytes)
         if each.op == "update_visiting":  # weights and gradients are of one size
-            return int(min(_CHUNK, (tile.state_bytes + 2 * tile.weight_bytes) // ranks))
+            return int(max(tile.visit_bytes, min(_CHUNK, (tile.state_bytes + 2 * tile.weight_bytes) // ranks)))
+        if each.op == "momentum":
+            return int(tile.weight_bytes + tile.visit_bytes)
         if each.op in ("pack_shard", "prefetch_shard"):
             return int(tile.weight_bytes // ranks)
         size, norms = getattr(tile, _BYTES[each.op]), tile.gradient_bytes - tile.weight_bytes

@@ -71,6 +71,8 @@ OF_SEVERAL: dict[str, dict[str, Any]] = {
         (2, "outputs, two micro-batches"), (2, "outputs, tied, updates on arrival"), (2, "layers that run twice"),
         (2, "layers that run twice, waves on the host, a shared tile"), (2, "tied, residuals kept, a frozen layer"),
         (2, "moments on disk"), (2, "moments on disk after all weights"), (2, "moments on disk, updates on arrival"))}
+OF_SEVERAL["2 ranks, matrices visiting the device"] = {
+    **NAMED["visiting the device"], "matrices": ("layers.0", "layers.1"), "ranks": 2}
 #: Programs of several hosts, with one rank or several on each.
 OF_SEVERAL |= {
     f"{hosts} hosts, {ranks} {'rank' if ranks == 1 else 'ranks'} each, {name}": {**NAMED[name], "ranks": ranks, "hosts": hosts}
@@ -107,7 +109,7 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, se
     return {
         "disk_state": on_disk, "state_slabs": draw(st.integers(1, 3)),
         "layers": layers, "micro_batches": micro_batches, "frozen": frozen, "tied": tied, "whole_step": whole_step,
-        "runs": runs, "shared": shared,
+        "runs": runs, "shared": shared, "matrices": visiting if several and draw(st.booleans()) else (),
         "outputs": not whole_step and draw(st.booleans()),
         "checkpoint_interval": interval, "saved_layers": draw(st.integers(0, layers)),
         "weight_slots": interval + draw(st.integers(0, 2)), "gradient_slots": draw(st.integers(1, 2)),
@@ -122,6 +124,6 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, se
 
 def plan_of(schedule: dict[str, Any]) -> Plan:
     options = {"micro_batches": (1,), **schedule}
-    for name in ("layers", "runs", "shared", "frozen", "tied", "whole_step", "outputs"):
+    for name in ("layers", "runs", "shared", "matrices", "frozen", "tied", "whole_step", "outputs"):
         options.pop(name, None)
     return Plan.of(sum(options["micro_batches"]), 8, **options)

@@ -38,8 +38,8 @@ def test_a_rank_whose_update_fails_says_so_though_the_other_has_ended_since(star
 
 
 #: Ops that only programs of several ranks have. One fails in every run, the others on demand.
-OF_SEVERAL_RANKS = ("pack_shard", "prefetch_shard", "gather_resident", "reduce_scatter", "share_norms", "share_host_norms",
-                    "total_loss", "share_loss", "announce")
+OF_SEVERAL_RANKS = ("pack_shard", "prefetch_shard", "gather_resident", "gather_momentum", "momentum", "reduce_scatter",
+                    "share_norms", "share_host_norms", "total_loss", "share_loss", "announce")
 
 
 @pytest.mark.parametrize("op", [op if op == "prefetch_shard" else nightly(op) for op in OF_SEVERAL_RANKS])

@@ -183,8 +183,8 @@ class Muon(StreamedOptimizer):
     `eps` is `ns_eps` here; `betas` and `eps` are those of AdamW. The default of `adjust_lr_fn` is "match_rms_adamw", so that
     learning rates of AdamW fit. With "original", give matrices a group of their own with a larger one.
 
-    Matrices are updated on the device: they stay there with their state, or visit it for each update. So updates on arrival and
-    several ranks are refused, with `UnsupportedError`."""
+    Matrices are updated on the device: they stay there with their state, or visit it for each update. So updates on arrival are
+    refused, with `UnsupportedError`. Of several ranks of a host each updates its shard, with the momentum of whole matrices."""
 
     rule: ClassVar[Rule] = adamw.RULE
     matrix_rule: ClassVar[MatrixRule | None] = MATRICES
@@ -229,9 +229,6 @@ class Muon(StreamedOptimizer):
                   tiling: Tiling) -> dict[str, ElementState]:
         """The stored state of the parameters, by name. Parameters that `_is_matrix` accepts have the state of the matrix rule.
         It has bf16 moments instead of 8-bit ones if a block of 8-bit state would span two matrices."""
-        if tiling.ranks > 1:
-            raise UnsupportedError("Muon updates whole matrices, but each of several ranks has only a part: use AdamW, or "
-                                   "train on one GPU")
         found = super().states_of(group, names, model, tiling)
         boundary = tiling.boundary()
         for name in found if group["matrices"] else ():
