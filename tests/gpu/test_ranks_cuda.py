@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import USUAL, train_native
+from jobs import EXACT, USUAL, train_native
 from processes import start
 from test_ranks_parity import assert_alike, found_by
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in EXACT])
 def test_two_gpus_train_as_native_pytorch_with_all_rows(folder: Path, name: str) -> None:
     expected = train_native(name, 2)
     for rank in range(2):
@@ -36,7 +36,16 @@ def test_two_gpus_train_as_native_pytorch_with_all_rows(folder: Path, name: str)
             error = torch.load(folder / f"{name}|.{rank}.pt")["error"]
             assert "UnsupportedError" in error and "upgrade transformers to 5.23" in error
             continue
-        assert_alike(found_by(folder, name, rank), expected, rank, first=2e-6, drift=5e-4, zero=1e-7)
+        drift = 2e-3 if name == "matrices" else 5e-4  # products of matrices in bfloat16
+        assert_alike(found_by(folder, name, rank), expected, rank, first=2e-6, drift=drift, zero=1e-7)
+
+
+def test_two_gpus_that_share_matrices_have_the_bits_of_one(folder: Path, tmp_path: Path) -> None:
+    name = "matrices, the same rows"
+    start(SCRIPT, 1, tmp_path, [f"{name}|"], fork=False, JOB_DEVICE="cuda").results(240)
+    alone, found = found_by(tmp_path, name, 0), found_by(folder, name, 1)
+    for part in ("weights", "moments"):
+        assert all(torch.equal(alone[part][key], found[part][key]) for key in alone[part])
 
 
 def test_two_runs_on_two_gpus_have_the_same_bits(folder: Path) -> None:
