@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError, listed
+from megacompile.errors import InsufficientMemoryError, MegacompileError, listed
 from megacompile.frontend.tracing.fake_model import streamed_dtype
 from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.ir.placement import LISTS_OF_UPDATED, Updated
@@ -100,9 +100,6 @@ def with_disk(tiling: Tiling, config: StreamConfig, budget_bytes: int, on_arriva
     named tiles that cannot be on disk. Does not refuse tiles that do not fit anyway."""
     if config.disk is None:
         return tiling
-    if tiling.hosts > 1:
-        raise UnsupportedError(f"disk holds the optimizer state of one host, and {tiling.hosts} train this model: leave disk "
-                               "out, or train on one host")
     named = config.disk_state
     able = [tile for tile in candidates(tiling, config) if tile not in in_memory]
     if named not in (None, "all"):

@@ -19,7 +19,7 @@ from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.runtime.optimizer import native
 from megacompile.runtime.ranks import Ranks
 from megacompile.sizes import format_bytes
-from megacompile.system.host_memory import PAGE, available_host_bytes
+from megacompile.system.host_memory import PAGE, available_host_bytes, host_memory
 from megacompile.system.linux import yield_to_others
 
 # -------------------- Takes the pages of optimizer state before the first update needs them, beside tracing and compiling
@@ -268,3 +268,10 @@ def copy_from_first_host(store: Store, ranks: Ranks, parts: Collection[str], til
             continue
         for memory in tile.memories(parts):
             ranks.send_to_all_hosts(memory.view(torch.uint8).tensor_split(ranks.hosts.ranks)[ranks.hosts.local])
+        if tile.file is not None and "moments" in parts:
+            slab = host_memory(tile.layout.disk_bytes)
+            if ranks.hosts.host == 0:
+                tile.file.read(name, slab)
+            ranks.send_to_all_hosts(slab)
+            if ranks.hosts.host > 0:
+                tile.file.write(name, slab)

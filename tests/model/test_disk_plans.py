@@ -18,7 +18,7 @@ from tiny_models import batch, same_bits
 from transformers import AutoModelForCausalLM
 
 import megacompile
-from megacompile.errors import DiskError, InsufficientMemoryError, MegacompileError, ProgramError, UnsupportedError
+from megacompile.errors import DiskError, InsufficientMemoryError, MegacompileError, ProgramError
 from megacompile.ir.plan import STATE_SLABS
 from megacompile.ir.program import Lane
 from megacompile.planning import host_needs
@@ -54,11 +54,6 @@ def test_tiles_that_cannot_be_on_disk_are_refused_with_the_reason(drive: Path) -
     with pytest.raises(MegacompileError, match=r"cannot be on disk \(whole matrices are updated on the device\)"):
         megacompile.Muon(ours.fresh().parameters())
     ours.close()
-
-
-def test_several_hosts_are_refused(drive: Path) -> None:
-    with pytest.raises(UnsupportedError, match="disk holds the optimizer state of one host, and 2 train this model"):
-        megacompile.schedule(tiny_models.build(), batch=2, length=8, device="cpu", hosts=2, disk=drive)
 
 
 @pytest.mark.nightly(held_by="tests/model/test_disk_plans.py::test_training_that_does_not_fit_host_memory_fits_with_a_disk")

@@ -54,11 +54,47 @@ found["left"] = sorted(os.listdir(folder / "state"))
 """
 
 
+@pytest.mark.parametrize(("ranks", "hosts"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.nightly(
+    held_by="tests/system/test_ranks_disk.py::test_a_loaded_state_is_on_the_disks_of_all_hosts"))])
 def test_ranks_with_moments_on_disk_have_the_bits_of_ranks_with_moments_in_memory(
-        launch: Callable[..., list[Any]], tmp_path: Path) -> None:
-    one, other = launch(SAME_BITS, 2, str(tmp_path))
-    assert one == other and one.pop("left") == [] and len(one) == 22
+        launch: Callable[..., list[Any]], tmp_path: Path, ranks: int, hosts: int) -> None:
+    one, *others = launch(SAME_BITS, ranks, str(tmp_path), hosts=hosts)
+    assert all(one == other for other in others) and one.pop("left") == [] and len(one) == 22
     assert all(one.values()), one
+
+
+#: Trains two steps, and two more; then loads the state of the first two, of which the second host has other moments. Each rank
+#: says whether it reads that state.
+LOADED = """
+import json, os, sys
+from pathlib import Path
+import torch
+from rank_models import *
+
+model = streamed(bf16=True, disk=sys.argv[1], disk_state="all")
+optimizer = adamw(model)
+steps(model, optimizer, range(2))
+saved = optimizer.state_dict()
+kept = {key: {name: torch.as_tensor(value).clone() for name, value in each.items()} for key, each in saved["state"].items()}
+steps(model, optimizer, range(2, 4))
+
+def same():
+    now = optimizer.state_dict()["state"]
+    return all(torch.equal(torch.as_tensor(now[key][name]), value)
+               for key, each in kept.items() for name, value in each.items())
+
+changed = not same()
+given = kept if RANK < 2 else {key: {name: value if name == "step" else torch.zeros_like(value) for name, value in each.items()}
+                               for key, each in kept.items()}
+optimizer.load_state_dict({**saved, "state": given})
+(Path(os.environ["RESULTS"]) / f"{RANK}.json").write_text(json.dumps([changed, same()]))
+model.megacompile.close()
+"""
+
+
+def test_a_loaded_state_is_on_the_disks_of_all_hosts(launch: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """It is the first host's. Each rank reads the files of its own host."""
+    assert launch(LOADED, 4, str(tmp_path), hosts=2) == 4 * [[True, True]]
 
 
 #: Loads a checkpoint if there is one, trains to the given step, and saves there while two more steps run.
