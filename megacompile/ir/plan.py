@@ -1,6 +1,7 @@
 """Plan: every choice that the planner or the user makes about a schedule, as data. Passes read no other settings."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -152,7 +153,7 @@ class Plan:
     state_slabs: int = STATE_SLABS
     lengths: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Sequences and length of each micro-batch."""
         return tuple((rows, self.length_of(mb)) for mb, rows in enumerate(self.micro_batches))

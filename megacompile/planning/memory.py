@@ -60,7 +60,7 @@ def _on_host(captured: CapturedModel, tiling: Tiling, plan: Plan) -> list[Templa
 def _fetched_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     """Bytes of the slots through which checkpoints return, in turn: for each block those of each micro-batch."""
     templates = _on_host(captured, tiling, plan)
-    sizes = [max((rows * cost.activation_checkpoint_bytes(template, length) for template in templates), default=0)
+    sizes = [max((rows * cost.activation_checkpoint_bytes(template, length) for template in {*templates}), default=0)
              for rows, length in plan.sizes]
     fetched = [sizes[mb] for wave in range(plan.waves) for _ in templates for mb in plan.wave(wave)]
     return sum(max(fetched[slot::plan.checkpoint_slots], default=0) for slot in range(plan.checkpoint_slots))

@@ -8,6 +8,7 @@ the whole tile. Each rank has norms of all parameters' gradients in memory of it
 """
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +109,7 @@ class ShardLayout(TileLayout):
         return cls(layout.name, layout.dtype, tuple(slices), layout.home or layout.name, tuple(origins), layout.ranks,
                    layout.states, held.stop - held.start)
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         return self.shard_elements
 

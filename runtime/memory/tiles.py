@@ -157,7 +157,7 @@ class TileLayout:
         start = self.origins[index] if self.home else s.start
         return slice(start, start + s.count)
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         """The number of elements, including the padding after each parameter and the padding that aligns shards."""
         each = aligned(1, self.ranks) * self.ranks
@@ -167,7 +167,7 @@ class TileLayout:
     def parameters(self) -> int:
         return sum(s.weights for s in self.slices)
 
-    @property
+    @functools.cached_property
     def trainable(self) -> bool:
         return any(s.trainable for s in self.slices)
 
