@@ -132,6 +132,16 @@ class TornError(MegacompileError):
     """An update stopped halfway. Complete it or load a checkpoint before training or saving again."""
 
 
+class ServerError(MegacompileError, ConnectionError):
+    """A vLLM server that generates completions has ended, hangs or fails, and did not come back in time. The policy and its
+    optimizer are whole. Attribute: `cause`, the message without the remedy."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"{cause}: start it again, and train on or resume from the last checkpoint; training waits for it as "
+                         "long as vllm_server_timeout says")
+        self.cause = cause
+
+
 class PackingWarning(UserWarning):
     """Sequences that share a row of a batch read each other. Said once for each kind of batch."""
 

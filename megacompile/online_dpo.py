@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -19,6 +20,7 @@ from megacompile.losses import IGNORED
 from megacompile.trainers.fused_head import function_of, refuse_dropout
 from megacompile.trainers.named_models import load_named
 from megacompile.trainers.reference_model import add_adapter, reference_of
+from megacompile.trainers.sent_weights import lasting_clients, refuse_codes, send
 from megacompile.trainers.trainer_arguments import check_model
 
 
@@ -34,8 +36,8 @@ class OnlineDPOTrainer(trainer.Trainer, theirs.OnlineDPOTrainer):
     What TRL logs of all log-probabilities (`objective/kl`, `entropy`, `non_score_reward` and `rlhf_reward`) leaves out tokens
     after the end of a completion, which TRL adds. The loss and all else is the same.
 
-    Raises `UnsupportedError` for `use_vllm`, and for dropout that TRL would switch off after the model was captured; also what
-    `reference_of` raises."""
+    Raises `UnsupportedError` for a vLLM engine in this process, and for dropout that TRL would switch off after the model was
+    captured; also what `reference_of` raises."""
 
     whole_steps = False  # TRL's step samples, and has a loss of its own
 
@@ -47,8 +49,8 @@ class OnlineDPOTrainer(trainer.Trainer, theirs.OnlineDPOTrainer):
         settings = given["args"] = copy.copy(given["args"])
         settings.gradient_checkpointing = False
         adapter = given.get("peft_config")
-        if settings.use_vllm:
-            raise UnsupportedError("online DPO sends no weights to vLLM here: leave use_vllm out")
+        if settings.use_vllm and settings.vllm_mode != "server":
+            raise UnsupportedError("online DPO sends weights to a vLLM server: give vllm_mode='server', or leave use_vllm out")
         if isinstance(given["model"], str):
             options, settings.model_init_kwargs = settings.model_init_kwargs or {}, None
             given["model"] = load_named(given["model"], settings, options, adapted_later=adapter is not None)
@@ -57,14 +59,25 @@ class OnlineDPOTrainer(trainer.Trainer, theirs.OnlineDPOTrainer):
                 check_model(model)
                 if settings.disable_dropout:
                     refuse_dropout(model, adapter)
-        with _streamed_models():
+        clients: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if settings.use_vllm:
+            refuse_codes(given["model"])
+            clients = lasting_clients(online_dpo_trainer)
+        with _streamed_models(), clients:
             super().__init__(**given)
+        if settings.use_vllm and self.accelerator.is_main_process:
+            self.vllm_client.restore = functools.partial(send, self.vllm_client, self.model)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's tensors of prompts and completions, on the compute device: it puts them where the parameters are, on the
         CPU."""
         *tokens, images = super()._generate(*args, **kwargs)
         return (*(each.to(self.accelerator.device) for each in tokens), images)
+
+    def _move_model_to_vllm(self) -> None:
+        self.model.megacompile.whole()  # before the server waits
+        if self.accelerator.is_main_process:
+            self.vllm_client.renewed(self.vllm_client.restore)
 
     def _forward(self, model: Any, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor,
                  vision_inputs: Any = None) -> Tensor:

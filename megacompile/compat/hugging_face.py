@@ -31,7 +31,7 @@ _SFT, _ONLINE_DPO = "trl.trainer.sft_trainer", "trl.experimental.online_dpo.onli
 _ONLINE = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 _TRL_TRAINERS = (_SFT, "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", *_ONLINE)
 _REWARD = "trl.trainer.reward_trainer"
-_VLLM = "trl.generation.vllm_generation.VLLMGeneration"
+_VLLM, _CLIENT = "trl.generation.vllm_generation.VLLMGeneration", "trl.generation.vllm_client.VLLMClient"
 _RECOMPUTED = "transformers.modeling_layers.GradientCheckpointingLayer"
 _PARAMETER = "peft.tuners.lora.layer.ParamWrapper"
 _LAYER, _WRAPPER = "peft.tuners.tuners_utils.BaseTunerLayer", "peft.utils.other.AuxiliaryTrainingWrapper"
@@ -145,6 +145,19 @@ PARTS = (
     Part(_VLLM, "_weight_metadata", "tell whether names and shapes are asked for"),
     Part(_VLLM, "accelerator", "let one rank send weights"),
     Part(_VLLM, "mode", "the same"),
+    Part(_VLLM, "sync_weights", "send weights again to a server that was lost"),
+    Part(_VLLM, "vllm_client", "the same"),
+    Part("trl.generation.vllm_generation", "VLLMClient", "notice that a server is lost"),
+    Part(_CLIENT, "_finish_weight_update", "tell which weights a server has"),
+    Part(_CLIENT, "_get", "notice that a server is lost", "url"),
+    Part(_CLIENT, "_post", "the same", "url"),
+    Part(_CLIENT, "base_url", "the same"),
+    Part(_CLIENT, "check_server", "the same", "total_timeout retry_interval"),
+    Part(_CLIENT, "close_communicator", "make another connection for weights"),
+    Part(_CLIENT, "communicator", "the same"),
+    Part(_CLIENT, "init_communicator", "the same", "device"),
+    Part(_CLIENT, "session", "repeat no request"),
+    Part(_CLIENT, "update_named_params", "see that weights are taken", "metadata named_params"),
     Part("trl.trainer.utils", "FusedCausalLMOutput", "return what TRL's fused head returns",
          "loss label_mask log_probs entropy log_sum_sq_probs mean_logits is_top1"),
     # TRL: names in its modules that have another value while a trainer is made.
@@ -155,6 +168,9 @@ PARTS = (
     Part(_REWARD, "get_peft_model", "the same", "model peft_config"),
     *(Part(module, "VLLMGeneration", "send the weights of a streamed model", "model") for module in _ONLINE),
     Part(_ONLINE_DPO, "create_reference_model", "stream the reference model", "model"),
+    Part(_ONLINE_DPO, "VLLMClient", "notice that a server is lost"),
+    Part(f"{_ONLINE_DPO}.OnlineDPOTrainer", "_move_model_to_vllm", "send the weights of a streamed model"),
+    Part(f"{_ONLINE_DPO}.OnlineDPOTrainer", "vllm_client", "the same"),
     Part(_ONLINE_DPO, "prepare_peft_model", "stream a model again with an adapter", "model peft_config"),
     # PEFT.
     Part("peft.tuners.tuners_utils", "BaseTunerLayer", "find layers with an adapter"),

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -82,14 +84,26 @@ def _merged(layer: Any, device: torch.device) -> nn.Module:
 @contextlib.contextmanager
 def sends_weights(trainer: ModuleType) -> Iterator[None]:
     """A context in which one of TRL's trainer modules makes a `VLLMGeneration` that sends the `sent_weights` of streamed
-    policies. TRL's own would send host memory, which NCCL cannot, and would merge an adapter into the weights in place."""
+    policies. TRL's own would send host memory, which NCCL cannot, and would merge an adapter into the weights in place. A
+    server that is lost and comes back gets the weights again."""
     theirs = trainer.VLLMGeneration
 
     class Generation(theirs):  # type: ignore[misc, valid-type]
         def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
             if isinstance(model, StreamedModule):
                 refuse_codes(model)
-            super().__init__(model, *args, **kwargs)
+            with lasting_clients(sys.modules[theirs.__module__]):
+                super().__init__(model, *args, **kwargs)
+            if self.mode == "server" and self.accelerator.is_main_process:
+                self.vllm_client.restore = functools.partial(theirs.sync_weights, self)
+
+        def sync_weights(self) -> None:
+            if isinstance(self.model, StreamedModule):
+                self.model.megacompile.whole()  # before the server waits
+            if self.mode == "server" and self.accelerator.is_main_process:
+                self.vllm_client.renewed(self.vllm_client.restore)
+            else:
+                super().sync_weights()
 
         def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
             model: Any = self.model
@@ -104,3 +118,18 @@ def sends_weights(trainer: ModuleType) -> Iterator[None]:
 
     with replaced(trainer, VLLMGeneration=Generation):
         yield
+
+
+def lasting_clients(module: ModuleType) -> contextlib.AbstractContextManager[None]:
+    """A context in which one of TRL's modules makes clients of servers that notice when the server is lost."""
+    from megacompile.trainers.vllm_server import LastingClient  # needs requests, which only vLLM brings along
+
+    return replaced(module, VLLMClient=LastingClient)
+
+
+def send(client: Any, model: Any) -> None:
+    """Sends a server the `sent_weights` of a streamed model."""
+    described = [(name, str(weight.dtype).removeprefix("torch."), list(weight.shape))
+                 for name, weight in sent_weights(model, torch.device("meta"))]
+    client.update_named_params(described, sent_weights(model, model.megacompile.streamed.backend.device))
+    client.reset_prefix_cache()

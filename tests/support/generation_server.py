@@ -5,6 +5,7 @@ Weights come over a socket in place of NCCL: `connect` and `send_weights` stand 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import socket
@@ -27,6 +28,7 @@ class GenerationServer:
         self.model, self.end = model.eval(), end
         self.requests: list[str] = []
         self.received: list[str] = []
+        self.version = "default"
         self._drawn = 0
         self._weights: socket.socket | None = None
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -45,11 +47,12 @@ class GenerationServer:
     def answer(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         self.requests.append(path)
         return {
-            "/health": dict, "/v1/models": lambda: {"data": [{"id": "policy"}]},
+            "/health": dict, "/version": lambda: {"version": "0.32.0"},
+            "/weight_info": lambda: {"weight_version": self.version}, "/v1/models": lambda: {"data": [{"id": "policy"}]},
             "/server_info": lambda: {"vllm_config": {"weight_transfer_config": {"backend": "nccl"},
                                                      "model_config": {"logprobs_mode": "processed_logprobs"}}},
             "/get_world_size": lambda: {"world_size": 1}, "/init_weight_transfer_engine": lambda: self._accept(asked),
-            "/start_weight_update": dict, "/finish_weight_update": dict,
+            "/start_weight_update": dict, "/finish_weight_update": lambda: self._finish(asked),
             "/update_weights": lambda: self._receive(asked["update_info"]),
             "/reset_prefix_cache": lambda: {"success": True}, "/v1/completions": lambda: self._complete(asked),
         }[path]()
@@ -59,6 +62,10 @@ class GenerationServer:
         with socket.create_server(("127.0.0.1", asked["init_info"]["master_port"])) as listening:
             listening.settimeout(30)
             self._weights = listening.accept()[0]
+        return {}
+
+    def _finish(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self.version = asked.get("weight_version", self.version)
         return {}
 
     @torch.no_grad()
@@ -151,15 +158,56 @@ def sampled(model: Any, prompt: list[int], most: int, temperature: float, end: i
     return tokens, logs
 
 
+@contextlib.contextmanager
+def over_sockets() -> Iterator[None]:
+    """A context in which TRL finds vLLM, whose transport of weights is a socket in place of NCCL."""
+    from trl.experimental.online_dpo import online_dpo_trainer
+    from trl.generation import vllm_client, vllm_generation
+
+    join = vllm_client.VLLMClient.init_communicator
+    with contextlib.ExitStack() as stack:
+        for module in (vllm_client, vllm_generation, online_dpo_trainer):
+            stack.enter_context(patched(module, is_vllm_available=lambda *_, **__: True))
+        stack.enter_context(patched(
+            vllm_client, get_ip=lambda: "127.0.0.1", _HAS_STATEFUL_TRAINER_ENGINE=True, _HAS_RESET_PREFIX_CACHE_SUCCESS=True,
+            open_trainer_endpoint=connect, packed_nccl_broadcast_producer=send_weights))
+        stack.enter_context(patched(vllm_client.VLLMClient, init_communicator=lambda self, device: join(self, "cuda")))
+        stack.enter_context(patched(online_dpo_trainer, SamplingParams=SimpleNamespace))
+        # It asks PyTorch for an accelerator, which a CPU is not, or for the CUDA device if PyTorch is old.
+        stack.enter_context(patched(online_dpo_trainer, Version=lambda text: text != torch.__version__))
+        stack.enter_context(patched(torch.cuda, current_device=lambda: 0))
+        yield
+
+
+@contextlib.contextmanager
+def patched(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which an object has these attributes, whether it had them before or not."""
+    missing = object()
+    before = {name: vars(owner).get(name, missing) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(owner, name) if value is missing else setattr(owner, name, value)
+
+
 def connect(init_info: dict[str, Any]) -> Any:
     """In place of vLLM's `trainer_init`."""
     deadline = time.monotonic() + 30
     while True:
         with contextlib.suppress(ConnectionRefusedError):
             made = socket.create_connection((init_info["master_address"], init_info["master_port"]))
-            return SimpleNamespace(group=SimpleNamespace(store=None, socket=made))
+            return SimpleNamespace(group=SimpleNamespace(store=None, socket=made), destroy=functools.partial(_end, made))
         assert time.monotonic() < deadline, "the server does not listen"
         time.sleep(0.02)
+
+
+def _end(connection: socket.socket) -> None:
+    """Ends a connection, also under a thread that writes to it."""
+    with contextlib.suppress(OSError):  # the other end may have gone before
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def send_weights(iterator: Iterator[Any], group: Any, src: int, post_iter_func: Callable[[Any], Tensor]) -> None:
