@@ -167,17 +167,15 @@ def unnoticed(server: RealServer) -> None:
     server.wait()
 
 
-@pytest.mark.parametrize(("function", "disturb"), [
-    ("generate", kill_and_start), ("generate", while_it_generates), ("generate", unnoticed), ("update_named_params", unnoticed),
-    ("weights", kill_and_start)], ids=["before a request", "in a request", "unnoticed", "before weights", "in weights"])
+@pytest.mark.parametrize(("owner", "function", "disturb", "attempts"), [
+    (vllm_client.VLLMClient, "generate", kill_and_start, 4), (vllm_client.VLLMClient, "generate", while_it_generates, 4),
+    (vllm_server.LastingClient, "generate", unnoticed, 3), (vllm_client.VLLMClient, "update_named_params", unnoticed, 4),
+    (vllm_client, "packed_nccl_broadcast_producer", kill_and_start, 4)],
+    ids=["before a request", "in a request", "unnoticed", "before weights", "in weights"])
 def test_a_server_that_is_killed_and_comes_back_costs_nothing_but_time(
-        function: str, disturb: Callable[[RealServer], None], undisturbed: Any, serving: Any, tokenizer: Any, tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    server, calls = serving("float32"), 0
-    owner: Any = vllm_client.VLLMClient
-    if function == "weights":
-        owner, function = vllm_client, "packed_nccl_broadcast_producer"
-    theirs = getattr(owner, function)
+        owner: Any, function: str, disturb: Callable[[RealServer], None], attempts: int, undisturbed: Any, serving: Any,
+        tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, calls, theirs = serving("float32"), 0, getattr(owner, function)
 
     def disturbed(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -189,7 +187,7 @@ def test_a_server_that_is_killed_and_comes_back_costs_nothing_but_time(
     monkeypatch.setattr(owner, function, disturbed)
     made = trained(server, tokenizer, tmp_path, vllm_server_timeout=real_vllm.UP_S)
     made.model.megacompile.close()
-    assert calls == 4, "three steps, and one attempt more"
+    assert calls == attempts
     assert tiny_models.same_bits(tiny_models.weights(made.model), undisturbed)
 
 
