@@ -52,6 +52,8 @@ class LastingClient(VLLMClient):
             self._cut()
             self.check_server(self._patience_s)
             self.init_communicator(self._device)
+            # A server that has hung may be in the update that was given up, and begins no other one. Else it refuses this.
+            self._response(lambda: self.session.post(f"{self.base_url}/finish_weight_update", json={}))
             if ask is not self.restore:
                 self.restore()
             return ask()
@@ -119,11 +121,7 @@ class LastingClient(VLLMClient):
 
     def _answered(self, request: Callable[[], requests.Response]) -> Any:
         """The answer to a request, from JSON. Raises `ServerError` if the server is lost."""
-        try:
-            response = self._waited_for(request)
-        except requests.RequestException as error:
-            self._cut()
-            raise self._lost(f"ended a request ({type(error).__name__})") from error
+        response = self._response(request)
         if response.status_code >= 500:
             self._cut()
             raise self._lost(f"answered {response.status_code}, {shortened(response.text)}")
@@ -132,7 +130,7 @@ class LastingClient(VLLMClient):
                                    f"{shortened(response.text)}")
         return response.json()
 
-    def _waited_for(self, request: Callable[[], requests.Response]) -> requests.Response:
+    def _response(self, request: Callable[[], requests.Response]) -> requests.Response:
         """The response. A thread waits for it that may be left behind: a server that hangs leaves a connection open forever."""
         answer: Future[requests.Response] = Future()
         self._heard = time.monotonic()
@@ -143,7 +141,11 @@ class LastingClient(VLLMClient):
             elif time.monotonic() - self._heard > LOST_S:
                 self._cut()
                 raise self._lost(f"gave no sign of life for {LOST_S:.0f} s")
-        return answer.result()
+        try:
+            return answer.result()
+        except requests.RequestException as error:
+            self._cut()
+            raise self._lost(f"ended a request ({type(error).__name__})") from error
 
     def _alive(self) -> bool:
         """True if the server's engine answers, which it does between two steps. While it takes weights it does not."""

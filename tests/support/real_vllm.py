@@ -32,11 +32,10 @@ UP_S = 300.0
 class RealServer:
     """A server of the model in a folder. State: its process, which is the leader of a group; the other ones compute."""
 
-    def __init__(self, folder: Path, dtype: str, longest: int = 64) -> None:
-        self.folder, self.dtype, self.longest = folder, dtype, longest
+    def __init__(self, folder: Path, dtype: str, longest: int = 64, log: Path | None = None) -> None:
+        self.folder, self.dtype, self.longest, self.log = folder, dtype, longest, log or folder / "vllm.log"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "vllm.log"
         self.start()
 
     def start(self) -> None:
@@ -80,6 +79,9 @@ class RealServer:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self.process.wait()
+
+    def version(self) -> str:
+        return str(requests.get(f"{self.url}/version", timeout=60).json()["version"])
 
     def weights(self) -> dict[str, Tensor]:
         """What it computes with, by vLLM's names."""
