@@ -46,7 +46,7 @@ class RealServer:
         command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager",
                    *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-               "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1",
+               "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1",
                "PYTHONPATH": str(Path(__file__).parent)}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log, start_new_session=True)

@@ -53,9 +53,15 @@ class SocketEngine(NCCLWeightTransferEngine):
 
 
 WeightTransferEngineFactory.register_engine("socket", SocketEngine)
-_dispatch = utils.dispatch_cpu_unquantized_gemm
-# Without it, weights exist only packed for the CPU's kernels, which nobody can compare.
-utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: _dispatch(layer, remove_weight=False)
+
+
+def _compute_unpacked(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+# On a CPU, vLLM 0.32 computes with packed copies of weights. Nobody can compare those, and that of a head which is tied to the
+# embedding stays as it was at the beginning, however often weights are sent. GPUs compute with the weights themselves.
+utils.dispatch_cpu_unquantized_gemm = _compute_unpacked
 
 
 class Worker:

@@ -53,32 +53,32 @@ def _sockets() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def serving(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], RealServer]]:
-    """The server of a dtype. It starts with other weights than a policy, so that policies which are not sent are seen."""
-    servers: dict[str, RealServer] = {}
+def serving(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RealServer]]:
+    """The server of a model. It starts with other weights than a policy, so that policies which are not sent are seen."""
+    servers: dict[tuple[str, bool], RealServer] = {}
 
-    def of(dtype: str) -> RealServer:
-        if dtype not in servers:
+    def of(dtype: str, tied: bool = False) -> RealServer:
+        if (dtype, tied) not in servers:
             for each in servers.values():
                 each.kill()
             servers.clear()
             folder = tmp_path_factory.mktemp("served")
-            model = built(dtype)
+            model = built(dtype, tied)
             with torch.no_grad():
                 model.lm_head.weight.mul_(-1)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            servers[dtype] = RealServer(folder, dtype)
-        servers[dtype].wait()
-        return servers[dtype]
+            servers[dtype, tied] = RealServer(folder, dtype)
+        servers[dtype, tied].wait()
+        return servers[dtype, tied]
 
     yield of
     for each in servers.values():
         each.kill()
 
 
-def built(dtype: str) -> Any:
-    return tiny_models.build(bf16=dtype == "bfloat16", **SIZES)
+def built(dtype: str, tied: bool = False) -> Any:
+    return tiny_models.build(bf16=dtype == "bfloat16", tie_word_embeddings=tied, **SIZES)
 
 
 def settings(server: RealServer, **changes: Any) -> dict[str, Any]:
@@ -87,15 +87,16 @@ def settings(server: RealServer, **changes: Any) -> dict[str, Any]:
                 generation_kwargs={"seed": 5}, temperature=1.0, **changes)
 
 
-@pytest.mark.parametrize(("trainer", "adapted", "dtype"), [
-    (GRPOTrainer, False, "float32"), (GRPOTrainer, True, "float32"), (RLOOTrainer, False, "float32"),
-    (OnlineDPOTrainer, False, "float32"), (OnlineDPOTrainer, True, "float32"),
-    (GRPOTrainer, False, "bfloat16"), (GRPOTrainer, True, "bfloat16"), (OnlineDPOTrainer, False, "bfloat16")])
+@pytest.mark.parametrize(("trainer", "kind", "dtype"), [
+    (GRPOTrainer, "plain", "float32"), (GRPOTrainer, "adapter", "float32"), (RLOOTrainer, "plain", "float32"),
+    (OnlineDPOTrainer, "plain", "float32"), (OnlineDPOTrainer, "adapter", "float32"), (GRPOTrainer, "tied", "float32"),
+    (GRPOTrainer, "plain", "bfloat16"), (GRPOTrainer, "adapter", "bfloat16"), (OnlineDPOTrainer, "plain", "bfloat16")])
 def test_each_completion_is_of_the_policys_weights_and_has_its_log_probabilities(
-        trainer: type, adapted: bool, dtype: str, serving: Any, tokenizer: Any, tmp_path: Path,
+        trainer: type, kind: str, dtype: str, serving: Any, tokenizer: Any, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights bit for bit, those of an adapter as PEFT merges them; log-probabilities within rounding."""
-    server, states, differences = serving(dtype), list[dict[str, torch.Tensor]](), list[float]()
+    adapted, tied = kind == "adapter", kind == "tied"
+    server, states, differences = serving(dtype, tied), list[dict[str, torch.Tensor]](), list[float]()
     policy: Any = None
 
     class Watched(trainer):  # type: ignore[misc, valid-type]
@@ -105,7 +106,7 @@ def test_each_completion_is_of_the_policys_weights_and_has_its_log_probabilities
             return super().train(*args, **kwargs)
 
     def plain() -> Any:
-        made = peft.get_peft_model(built(dtype), ADAPTER()) if adapted else built(dtype)
+        made = peft.get_peft_model(built(dtype), ADAPTER()) if adapted else built(dtype, tied)
         made.load_state_dict(policy.state_dict())
         return (made.merge_and_unload() if adapted else made).eval()
 
@@ -125,12 +126,12 @@ def test_each_completion_is_of_the_policys_weights_and_has_its_log_probabilities
     theirs = vllm_client.VLLMClient.generate
     monkeypatch.setattr(vllm_client.VLLMClient, "generate", generate)
     run = online_dpo if trainer is OnlineDPOTrainer else functools.partial(grpo, num_iterations=1, beta=0.0)
-    made = run(Watched, tmp_path, megacompile.stream(built(dtype), device="cpu"), tokenizer, learning_rate=1e-2,
+    made = run(Watched, tmp_path, megacompile.stream(built(dtype, tied), device="cpu"), tokenizer, learning_rate=1e-2,
                adapter=ADAPTER() if adapted else None, **settings(server))
     made.model.megacompile.close()
     if getattr(made, "ref_model", None) is not None:
         made.ref_model.megacompile.close()
-    print(f"{trainer.__name__} {dtype} adapted={adapted}: {len(differences)} tokens, largest difference {max(differences):.2g}")
+    print(f"{trainer.__name__} {dtype} {kind}: {len(differences)} tokens, largest difference {max(differences):.2g}")
     assert len(states) == (6 if trainer is OnlineDPOTrainer else 3) and len(differences) >= 24
     assert not tiny_models.same_bits(states[0], states[-1]), "nothing was trained"
     assert max(differences) <= TOLERANCE[dtype]
