@@ -43,10 +43,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("model", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--prompts", type=int, default=4, help="of a step (default: 4)")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each prompt (default: 8)")
+    parser.add_argument("--instructions", type=int, default=4, help="how many there are to draw from (default: 4)")
+    parser.add_argument("--prompts", type=int, default=2, help="instructions of a step (default: 2)")
+    parser.add_argument("--samples", type=int, default=6, help="completions of each prompt (default: 6)")
     parser.add_argument("--new-tokens", type=int, default=16, help="the most of a completion (default: 16)")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
     parser.add_argument("--kill-at", type=int, help="the step before which the server is killed")
     parser.add_argument("--output", type=Path, help="a file of rows, to which rows are appended")
     return parser
@@ -84,7 +85,7 @@ class Transcript(transformers.TrainerCallback):
                        **({"killed": True} if state.global_step == self.given.kill_at else {}))
 
     def write(self, **fields: Any) -> None:
-        said = {"model": self.given.model.name, "prompts": self.given.prompts, "samples": self.given.samples,
+        said = {"model": self.given.model.name, "instructions": self.given.instructions, "prompts": self.given.prompts, "samples": self.given.samples,
                 "new_tokens": self.given.new_tokens, "learning_rate": self.given.learning_rate}
         row = {"system": "grpo_vllm", "options": said, **fields, "differing": self.differing, **machine("cpu"),
                "vllm": self.server.version(), "commit": commit()}
@@ -100,7 +101,7 @@ def main(given: argparse.Namespace) -> int:
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
     rows = json.loads((given.data / "alpaca_en_demo.json").read_text())
     prompts = [{"prompt": [{"role": "user", "content": row["instruction"]}]} for row in rows
-               if not row["input"] and len(row["instruction"]) < LONGEST][:given.steps * given.prompts]
+               if not row["input"] and len(row["instruction"]) < LONGEST][:given.instructions]
     model = megacompile.stream(
         transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).train(), device="cpu")
     with (tempfile.TemporaryDirectory() as folder, generation_server.over_sockets(),

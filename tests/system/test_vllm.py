@@ -1,13 +1,15 @@
 """GRPO and RLOO with `use_vllm=True`: a streamed policy's weights go to a server that speaks the protocol of `vllm serve`.
 
-vLLM itself needs a GPU and is not installed. TRL's client is real; the server stands for vLLM, and a socket for NCCL.
+TRL's client is real; the server stands for vLLM (`test_real_vllm.py` has the real one), and a socket for NCCL.
 """
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import re
 import socket
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +134,19 @@ def test_merged_weights_leave_the_policy_as_it_is(options: dict[str, Any]) -> No
     merged = dict(plain.merge_and_unload().named_parameters())
     assert sent.keys() == merged.keys()
     assert tiny_models.same_bits(sent, {name: weight.detach() for name, weight in merged.items()})
+
+
+def test_the_extra_installs_the_releases_that_are_accepted(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacompile.trainers import vllm_server
+
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    low, high = re.findall(r"0\.(\d+)", project["optional-dependencies"]["vllm"][0])
+    assert tuple(f"0.{minor}" for minor in range(int(low), int(high))) == vllm_server.VERSIONS
+    server = serving(tiny_models.build())
+    vllm_server.LastingClient(server.url)
+    monkeypatch.setattr(vllm_server, "VERSIONS", ("0.3",))
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.32\.0 was not tested: serve with 0\.3, or leave use_vllm out"):
+        vllm_server.LastingClient(server.url)
 
 
 @pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.nightly)])
