@@ -85,8 +85,8 @@ class Transcript(transformers.TrainerCallback):
                        **({"killed": True} if state.global_step == self.given.kill_at else {}))
 
     def write(self, **fields: Any) -> None:
-        said = {"model": self.given.model.name, "instructions": self.given.instructions, "prompts": self.given.prompts, "samples": self.given.samples,
-                "new_tokens": self.given.new_tokens, "learning_rate": self.given.learning_rate}
+        said = {name: vars(self.given)[name] for name in (
+            "instructions", "prompts", "samples", "new_tokens", "learning_rate")} | {"model": self.given.model.name}
         row = {"system": "grpo_vllm", "options": said, **fields, "differing": self.differing, **machine("cpu"),
                "vllm": self.server.version(), "commit": commit()}
         self.rows.append(row)

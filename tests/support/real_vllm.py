@@ -30,10 +30,13 @@ UP_S = 300.0
 
 
 class RealServer:
-    """A server of the model in a folder. State: its process, which is the leader of a group; the other ones compute."""
+    """A server of the model in a folder, on a CPU or on the CUDA `device` of this number. State: its process, which leads a
+    session; the other ones compute."""
 
-    def __init__(self, folder: Path, dtype: str, longest: int = 64, log: Path | None = None) -> None:
+    def __init__(self, folder: Path, dtype: str, longest: int = 64, log: Path | None = None, python: str = PYTHON,
+                 transport: str = "socket", device: str = "") -> None:
         self.folder, self.dtype, self.longest, self.log = folder, dtype, longest, log or folder / "vllm.log"
+        self.python, self.transport, self.device = python, transport, device
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
@@ -41,13 +44,13 @@ class RealServer:
     def start(self) -> None:
         options = {
             "model": self.folder, "host": "127.0.0.1", "port": self.port, "dtype": self.dtype, "max-model-len": self.longest,
-            "max-num-seqs": 64, "weight-transfer-config": json.dumps({"backend": "socket"}), "max-logprobs": -1,
+            "max-num-seqs": 64, "weight-transfer-config": json.dumps({"backend": self.transport}), "max-logprobs": -1,
             "logprobs-mode": "processed_logprobs", "worker-extension-cls": "vllm_worker.Worker"}
-        command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager",
+        command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager",
                    *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1",
-               "PYTHONPATH": str(Path(__file__).parent)}
+               "PYTHONPATH": str(Path(__file__).parent), "CUDA_VISIBLE_DEVICES": self.device}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log, start_new_session=True)
 

@@ -9,6 +9,8 @@ import copy
 import functools
 import re
 import socket
+import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,10 +32,12 @@ from test_preference import assert_alike, grpo, tokenizer  # noqa: F401  (a fixt
 from trl.generation import vllm_generation
 
 import megacompile
-from megacompile.errors import UnsupportedError
+from megacompile.errors import MegacompileError, ServerError, UnsupportedError
 from megacompile.grpo import GRPOTrainer
 from megacompile.rloo import RLOOTrainer
+from megacompile.trainers import vllm_server
 from megacompile.trainers.sent_weights import refuse_codes, sent_weights
+from megacompile.trainers.vllm_server import LastingClient
 
 ADAPTER = functools.partial(peft.LoraConfig, r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM",
                             init_lora_weights=False)
@@ -136,17 +140,78 @@ def test_merged_weights_leave_the_policy_as_it_is(options: dict[str, Any]) -> No
     assert tiny_models.same_bits(sent, {name: weight.detach() for name, weight in merged.items()})
 
 
-def test_the_extra_installs_the_releases_that_are_accepted(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacompile.trainers import vllm_server
+def test_a_server_that_forgot_its_weights_gets_them_again_before_it_generates(
+        serving: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """As one does that was started again between two requests."""
+    made, servers = [], []
+    theirs, first = LastingClient.generate, tiny_models.build().state_dict()
+    for forgets in (False, True):
+        server, calls = serving(tiny_models.build()), []
+        servers.append(server)
 
+        def generate(client: Any, *args: Any, server: Any = server, calls: list[int] = calls, forgets: bool = forgets,
+                     **kwargs: Any) -> Any:
+            calls.append(1)
+            if forgets and len(calls) == 2:
+                server.version = "default"
+                server.model.load_state_dict(first)
+            return theirs(client, *args, **kwargs)
+
+        monkeypatch.setattr(LastingClient, "generate", generate)
+        made.append(grpo(GRPOTrainer, tmp_path, megacompile.stream(tiny_models.build(), device="cpu"), tokenizer,
+                         num_iterations=1, **served(server)))
+        made[-1].model.megacompile.close()
+    assert [each.requests.count("/init_weight_transfer_engine") for each in servers] == [1, 2]
+    assert tiny_models.same_bits(*(tiny_models.weights(each.model) for each in made))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/update_weights", "/start_weight_update"])
+def test_a_server_that_hangs_is_an_error_in_time_and_the_policy_stays_whole(
+        path: str, serving: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(vllm_server, "LOST_S", 1.0)
+    monkeypatch.setattr(vllm_server, "PROBE_S", 0.2)
+    server, goes_on = serving(tiny_models.build()), threading.Event()
+    answer = server.answer
+
+    def hanging(asked: str, given: dict[str, Any]) -> dict[str, Any]:
+        if server.requests.count(path) == 2:  # the second one hangs, and so does all that comes after it
+            goes_on.wait(60)
+        return answer(asked, given)
+
+    monkeypatch.setattr(server, "answer", hanging)
+    model, before = megacompile.stream(tiny_models.build(), device="cpu"), tiny_models.weights(tiny_models.build())
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="did not answer for 0 s: start it again, and train on or resume"):
+        grpo(GRPOTrainer, tmp_path, model, tokenizer, num_iterations=1, vllm_server_timeout=0.0, max_steps=5,
+             learning_rate=1e-2, warmup_steps=0, **served(server))
+    goes_on.set()
+    assert time.monotonic() - began < 60
+    model.megacompile.whole()
+    trained = tiny_models.weights(model)
+    assert not tiny_models.same_bits(trained, before) and all(bool(weight.isfinite().all()) for weight in trained.values())
+    model.megacompile.close()
+
+
+def test_a_refusal_is_the_users_and_a_failure_is_the_servers(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = LastingClient(serving(tiny_models.build()).url)
+    for status, kind, told in ((400, MegacompileError, r"refused a request: 400, too long"),
+                               (503, ServerError, r"answered 503, too long: start it again")):
+        answer = SimpleNamespace(status_code=status, text="too long")
+        monkeypatch.setattr(client.session, "post", lambda *_, answer=answer: answer)
+        with pytest.raises(kind, match=told) as raised:
+            client._post("/v1/completions")
+        assert isinstance(raised.value, ServerError) is (status == 503)
+
+
+def test_the_extra_installs_the_releases_that_are_accepted(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     low, high = re.findall(r"0\.(\d+)", project["optional-dependencies"]["vllm"][0])
     assert tuple(f"0.{minor}" for minor in range(int(low), int(high))) == vllm_server.VERSIONS
     server = serving(tiny_models.build())
-    vllm_server.LastingClient(server.url)
+    LastingClient(server.url)
     monkeypatch.setattr(vllm_server, "VERSIONS", ("0.3",))
     with pytest.raises(UnsupportedError, match=r"vLLM 0\.32\.0 was not tested: serve with 0\.3, or leave use_vllm out"):
-        vllm_server.LastingClient(server.url)
+        LastingClient(server.url)
 
 
 @pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.nightly)])
