@@ -40,7 +40,8 @@ class LastingClient(VLLMClient):
         super().__init__(*args, connection_timeout=connection_timeout, **kwargs)
         # TRL's session repeats requests. A server that was started again would answer them with the weights of its beginning.
         for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(pool_maxsize=64))
+            self.session.mount(scheme, HTTPAdapter())
+        self.session.headers["Connection"] = "close"  # the server may be closing one that was kept open, as after an error
 
     def renewed(self, ask: Callable[[], _Answer]) -> _Answer:
         """What `ask` returns. If the server is lost, waits for it as long as at the beginning (`vllm_server_timeout`), sends it
