@@ -19,9 +19,9 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 #: The most lines that each package may have ("" has the modules directly in `megacompile/`). Lower a number as code goes. A
 #: feature that raises one says in its commit what the lines buy.
 BUDGET = {
-    "": 3939, "checkpoint": 1410, "codegen": 778, "compat": 779, "finetuning": 3199, "frontend": 9820, "inference": 580,
-    "inputs": 2020, "ir": 3064, "passes": 2565, "planning": 2899, "predict": 1561, "runtime": 6464, "streaming": 7242,
-    "system": 860, "tools": 1126, "trainers": 605, "verify": 1669, "weights": 2390,
+    "": 3962, "checkpoint": 1410, "codegen": 778, "compat": 795, "finetuning": 3199, "frontend": 9820, "inference": 580,
+    "inputs": 2020, "ir": 3065, "passes": 2565, "planning": 2899, "predict": 1561, "runtime": 6465, "streaming": 7242,
+    "system": 860, "tools": 1126, "trainers": 800, "verify": 1669, "weights": 2390,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 
