@@ -17,6 +17,7 @@ from torch import fx
 
 import megacompile
 from megacompile.errors import InsufficientMemoryError, LaneError, MegacompileError, ProgramError
+from megacompile.ir.plan import Plan
 from megacompile.ir.program import Builder, Lane, Program, argument, copy_section, find, nodes, op_of
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Planner
@@ -278,14 +279,15 @@ def test_checkpoints_go_to_the_host_where_nothing_else_fits_and_as_few_as_need_t
             for n in range(6)]
     assert need == sorted(need, reverse=True) and len(set(need)) == 6
 
-    def within(budget: int) -> int:
-        found = planner(analysis, budget, **options)
-        return (found.plan(batch, length) if update is None else found.plan_step(batch, length, update)).host_checkpoints
+    def within(budget: int, **more: Any) -> Plan:
+        found = planner(analysis, budget, **options, **more)
+        return found.plan(batch, length) if update is None else found.plan_step(batch, length, update)
 
     for count, bytes_needed in enumerate(need):
-        assert within(bytes_needed) == count
+        assert within(bytes_needed).host_checkpoints == count
     with pytest.raises(InsufficientMemoryError, match=r"host_checkpoints=5\)"):
-        within(need[-1] - 1)
+        within(need[-1] - 1, waves=1)
+    assert update is None or within(need[-1] - 1).waves > 1
 
 
 def on_an_h200(layers: int, length: int, **options: Any) -> Any:

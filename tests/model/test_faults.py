@@ -189,7 +189,7 @@ def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: 
                  "return_state"}
     # (tests/system/test_ranks_faults.py, tests/system/test_ranks_faults_of_hosts.py)
     of_ranks = {"pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "all_reduce", "share_norms",
-                "share_host_norms", "total_loss", "share_loss", "announce"}
+                "share_host_norms", "momentum", "gather_momentum", "total_loss", "share_loss", "announce"}
     assert set(OPS) - never - found <= elsewhere | of_ranks, "ops without a test"
 
 
