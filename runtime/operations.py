@@ -473,9 +473,8 @@ UPDATE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     accumulate=_accumulate, clip=_clip, add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, update=_update,
     update_weights=_update_weights, update_moments=_update_moments, update_from_sum=_update_from_sum,
     update_on_device=_update_on_device, momentum=_momentum, update_visiting=_update_visiting, read_state=_read_state,
-    write_state=_write_state,
-    fetch_state=_fetch_state, store_state=_store_state, hold=_hold, held=_held, fetch_held=_fetch_held,
-    update_held=_update_held, return_weights=_return_weights, return_state=_return_state)
+    write_state=_write_state, fetch_state=_fetch_state, store_state=_store_state, hold=_hold, held=_held,
+    fetch_held=_fetch_held, update_held=_update_held, return_weights=_return_weights, return_state=_return_state)
 
 
 # -------------------- The ops that several ranks run together, and what each rank tells the others
@@ -530,8 +529,8 @@ def _share_loss(frame: Frame, node: fx.Node) -> None:
 
 COLLECTIVE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     gather=_gather, gather_resident=_gather_resident, gather_momentum=_gather_momentum, reduce_scatter=_reduce_scatter,
-    all_reduce=_all_reduce, share_norms=_share_norms,
-    share_host_norms=_share_host_norms, announce=_announce, total_loss=_total_loss, share_loss=_share_loss)
+    all_reduce=_all_reduce, share_norms=_share_norms, share_host_norms=_share_host_norms, announce=_announce,
+    total_loss=_total_loss, share_loss=_share_loss)
 
 
 def _pack(frame: Frame, node: fx.Node) -> Tensor:

@@ -102,8 +102,8 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
                       shared: bool = False, matrices: tuple[str, ...] = (), **plan: Any) -> Compiled:
     """All stages of a model of one prologue, `layers` equal layers and one epilogue; `tied`: the epilogue reads the
     prologue's tile too; `outputs`: training gives outputs, no loss; `runs`: how often the layers run, all after all; `shared`:
-    every second one of them reads a small tile more, the same; `matrices`: tiles that are updated by whole
-    matrices. Cached: programs are immutable."""
+    every second one of them reads a small tile more, the same; `matrices`: tiles that are updated by whole matrices.
+    Cached: programs are immutable."""
     stack = [f"layers.{i}" for i in range(layers)]
     tiles, calls = {}, []
     for name in ("prologue", *stack, *(["shared"] if shared else []), "epilogue"):

@@ -120,7 +120,7 @@ class Tile:
             case "visiting":
                 return max(self.visit_bytes, min(VISITING_BYTES, self.state_bytes // ranks + 2 * shard))
             case "momentum":  # in bf16, and what computes it of one matrix
-                return self.weight_bytes + self.visit_bytes
+                return self.weight_bytes + self.visit_bytes if self.visit_bytes else 0
             case "moments":
                 return self.disk_bytes
             case "weights" | "staging":

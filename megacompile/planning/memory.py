@@ -144,23 +144,17 @@ def slot_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[Fami
         Family.UPDATED_WEIGHTS: sum(layouts[t].weight_bytes for t in plan.resident_state),
         Family.UPDATED_STATE: sum(layouts[t].shard_state_bytes for t in plan.resident_state),
         Family.UPDATED_GRADIENTS: sum(layouts[t].reduced_bytes for t in kept),
-        Family.VISITING: _visiting(tiling, plan),
-        Family.MOMENTUM: _momentum(tiling, plan) if plan.ranks > 1 else 0,
+        Family.VISITING: _visiting(tiling, plan, "visiting"),
+        Family.MOMENTUM: _visiting(tiling, plan, "momentum") if plan.ranks > 1 else 0,
         Family.WEIGHT_SHARDS: _shards(tiling, plan, uses) if plan.ranks > 1 else 0}
 
 
-def _visiting(tiling: Tiling, plan: Plan) -> int:
-    """Bytes of the slot through which visiting tiles pass."""
+def _visiting(tiling: Tiling, plan: Plan, kind: str) -> int:
+    """Bytes of the slot through which values of this kind of visiting tiles pass."""
     if not plan.visiting_state:
         return 0
     tiles = tiling.tiles()
-    return max(tiles[name].bytes_of("visiting", plan.ranks) for name in plan.visiting_state)
-
-
-def _momentum(tiling: Tiling, plan: Plan) -> int:
-    """Bytes of the slot for the momentum of a visiting tile's matrices."""
-    tiles = (tiling.tiles()[name] for name in plan.visiting_state)
-    return max((tile.bytes_of("momentum", plan.ranks) for tile in tiles if tile.visit_bytes), default=0)
+    return max(tiles[name].bytes_of(kind, plan.ranks) for name in plan.visiting_state)
 
 
 def _shards(tiling: Tiling, plan: Plan, uses: Mapping[str, int]) -> int:

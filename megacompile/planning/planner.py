@@ -73,8 +73,8 @@ WORTH = 1.003
 #: A later plan must be faster by this factor than one that updates the earlier plans' tiles on the device. Otherwise a batch
 #: of another size would move their state to the host, and all later steps would be planned again, with fewer tiles there.
 WORTH_MOVING = 1.1
-#: A plan that holds tiles must be faster by this factor than one of fewer waves, whose time is predicted 2% too long: measured
-#: in float8, where a predicted gain of 1.8% was a loss of 0.3%.
+#: A plan that holds tiles must be faster by this factor than one that holds none. In float8, where that one had fewer waves, a
+#: predicted gain of 1.8% was a measured loss of 0.3%.
 WORTH_HOLDING = 1.02
 #: Seconds of a step that issuing the copies and the update of a tile takes in Python, beside other lanes. Measured on a slow
 #: processor with 30 layers of 576 channels: 2 ms.

@@ -434,8 +434,10 @@ class Durations:
     def _products_s(self, layout: TileLayout) -> float:
         """Seconds of the products of an update of whole matrices, in bf16, on the rank with parts of the most. Each of
         `MATRIX_STEPS` multiplies a matrix twice with a square one of its smaller side, and that square one with itself."""
+        matrices = layout.matrices
+
         def flops(held: slice) -> int:
-            sides = (sorted((rows, columns)) for start, rows, columns, _ in layout.matrices
+            sides = (sorted((rows, columns)) for start, rows, columns, _ in matrices
                      if start < held.stop and start + rows * columns > held.start)
             return sum(MATRIX_STEPS * (4 * least * least * most + 2 * least ** 3) for least, most in sides)
 

@@ -143,8 +143,7 @@ def _matrices(program: Program, graph: fx.Graph) -> Iterator[Fault]:
         if op == "gather_momentum" and read[0] in gathered:
             yield Fault(f"{describe(node)} gathers {read[0].name} a second time", "gather it once", node, gathered[read[0]])
         for value in read:
-            if argument(value, "tile") != tile:
-                other = argument(value, "tile")
+            if (other := argument(value, "tile")) != tile:
                 yield Fault(f"{describe(node)} takes the momentum of {other}", "give it its own", node, value)
             if op != "gather_momentum" and value not in gathered:
                 yield Fault(f"{describe(node)} reads the momentum of this rank's shard", "gather_momentum before it", node,

@@ -129,10 +129,8 @@ class _Places:
                 return SlotName(Family.HELD, number=self.plan.held_state.index(tile))
             updated_there = self.plan.placement(tile).updated is Updated.ON_DEVICE
             return SlotName(_UPDATED_THERE[kind or ""] if updated_there else Family.RESIDENT, number=self.numbers[tile])
-        if kind == "visiting":  # tiles visit one after the other, boundary tiles too: their chunks are no larger
-            return self._take(SlotName(Family.VISITING), 1)
-        if kind == "momentum":
-            return self._take(SlotName(Family.MOMENTUM), 1)
+        if kind in ("visiting", "momentum"):  # tiles visit one after the other, boundary tiles too: their chunks are no larger
+            return self._take(SlotName(Family.VISITING if kind == "visiting" else Family.MOMENTUM), 1)
         if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
         family = _FAMILIES[kind or ""]

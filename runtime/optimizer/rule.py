@@ -79,8 +79,9 @@ class MatrixRule:
         matrices: the sizes (rows, columns) of the matrices of a parameter, in their order in its memory, where each is
             contiguous; from the options of its segment.
         options_for: the options for one of these matrices: (options, rows, columns).
-        direction: (direction, fp32 [rows, columns], options, scratch) -> bf16 [rows, columns]. `scratch`: uint8, room for two
-            matrices and two square ones of the smaller size, in bf16 (`products_bytes`).
+        direction: (direction, fp32 [rows, columns], options, scratch) -> bf16 [rows, columns]. With several ranks, which
+            exchange it, the given direction is bf16. `scratch`: uint8, room for two matrices and two square ones of the smaller
+            size, in bf16 (`products_bytes`).
     """
 
     name: str

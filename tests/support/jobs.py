@@ -146,7 +146,7 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Any]], s
     "visits": (qwen2, even, "step", {"visiting_state": "all"}),
     "matrices": (qwen2, even, "matrices", {}),
     "matrices of experts": (experts, same, "unclipped matrices", {"expert_pieces": 2}),
-    "matrices in 8 bits": (qwen2, same, "unclipped matrices, 8 bits", {}),
+    "matrices in 8 bits": (qwen2, same, "unclipped matrices in 8 bits", {}),
     "matrices, the same rows": (qwen2, same, "unclipped matrices", {}),
     "deferred moments": (qwen2, even, "step", {"deferred_moments": True}),
     "slabs": (qwen2, even, "loop", {"pinned_memory": "48KiB"}),
@@ -155,8 +155,11 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Any]], s
     "custom loss": (qwen2, even, "custom", {}),
     "custom loss, uneven rows": (qwen2, uneven, "custom", {}),
 }
-#: Jobs whose ranks have the bits of one process.
-EXACT = tuple(name for name, (_, _, how, _) in JOBS.items() if how.startswith("unclipped"))
+#: How a job trains with Muon -> the optimizer's options.
+MUON: dict[str, dict[str, Any]] = {
+    "matrices": {"max_grad_norm": 0.5}, "unclipped matrices": {}, "unclipped matrices in 8 bits": {"state_dtype": "8bit"}}
+#: Jobs whose ranks have the bits of one process: unclipped, since ranks add up a norm in another order than one process.
+EXACT = tuple(name for name, (_, _, how, _) in JOBS.items() if how in MUON and "max_grad_norm" not in MUON[how])
 #: Jobs that every run of the tests includes. The others run on demand.
 USUAL = ("qwen2", "tied", "gpt2", "qwen3", "expert pieces", "adapters", "uneven rows", "unbalanced rows",
          "denominators of ranks", "sum over tokens", "sums on the host",
@@ -177,15 +180,11 @@ def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
     model = megacompile.stream(build(), device=DEVICE, compile=False, **options, **more)
     trained = [p for p in model.parameters() if p.requires_grad]
     arrival = how.startswith("arrival")
-    kind = megacompile.Muon if "matrices" in how else megacompile.AdamW
-    # Ranks add up a norm in another order than one process.
-    clipped: dict[str, Any] = {} if how.startswith("unclipped") else {"max_grad_norm": 0.5}
-    if how.endswith("8 bits"):
-        clipped["state_dtype"] = "8bit"
-    optimizer = kind(trained, lr=LR, **({"overlap": "backward"} if arrival else clipped))
+    kind = megacompile.Muon if how in MUON else megacompile.AdamW
+    optimizer = kind(trained, lr=LR, **MUON.get(how, {"overlap": "backward"} if arrival else {"max_grad_norm": 0.5}))
     losses, gradients = [], {}
     for step in range(STEPS):
-        if how in ("step", "arrival", "matrices") or how.startswith("unclipped"):
+        if how in ("step", "arrival", *MUON):
             losses.append(float(model.megacompile.train_step(batch_of(rank, step), optimizer)))
             continue
         for part in range(2 if how == "accumulation" else 1):
@@ -222,7 +221,7 @@ def train_native(name: str, ranks: int) -> dict[str, Any]:
     model = build()
     arrival = how.startswith("arrival")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = [p for name, p in named.items() if ".layers." in name and p.dim() == 2] if "matrices" in how else []
+    matrices = [p for name, p in named.items() if ".layers." in name and p.dim() == 2] if how in MUON else []
     others = [p for p in named.values() if not any(p is matrix for matrix in matrices)]
     optimizers: list[Any] = [torch.optim.AdamW(others, lr=LR, **({"weight_decay": 0.1} if matrices else {}))]
     if matrices:
@@ -242,7 +241,7 @@ def train_native(name: str, ranks: int) -> dict[str, Any]:
             (loss / 2 if how == "accumulation" else loss).backward()
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        if not arrival and not how.startswith("unclipped"):
+        if not arrival:
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         for optimizer in optimizers:
             optimizer.step()

@@ -36,7 +36,7 @@ from megacompile.weights.tiling import Tiling
 # The nearest orthogonal matrix, about, by the Newton-Schulz iteration of Muon (Jordan et al., "Muon: an optimizer for hidden
 # layers in neural networks", 2024), with the operations and roundings of `torch.optim.Muon`.
 def orthogonal(given: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, scratch: Tensor) -> Tensor:
-    """fp32 [rows, columns] -> bf16 [rows, columns], with singular values of about 1, in `scratch`: uint8, of at least
+    """fp32 or bf16 [rows, columns] -> bf16 [rows, columns], with singular values of about 1, in `scratch`: uint8, of at least
     `products_bytes`."""
     a, b, c = coefficients
     rows, columns = given.shape
