@@ -12,6 +12,7 @@ from megacompile.compat.inductor import wake_compilers
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.ops.attention_kernels import fused_kernel
+from megacompile.frontend.ops.exchanges import connect_sequences
 from megacompile.frontend.pipeline import Watch
 from megacompile.frontend.tracing.fake_model import streamed_dtype
 from megacompile.frontend.tracing.layers import Layers, find_layers
@@ -125,6 +126,8 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
     model.__class__ = streamed_class(type(model))
     forget_quantized_layout(model)
     if ranks is not None:
+        if ranks.sequence_ranks > 1:
+            connect_sequences(ranks.sequence_ranks, ranks.sequence)
         ranks.watch_device(lambda: backend.busy(Lane.COLLECTIVE))
     return model
 

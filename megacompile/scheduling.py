@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megacompile.api import analyse, check_module
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.graph.sequences import divided_key
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.templates.template import Template
 from megacompile.frontend.tracing.layers import Layers, find_layers
@@ -104,10 +105,11 @@ class Schedule:
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
-             hardware: str | Path | Hardware | None = None, gpus: int = 1, hosts: int = 1, optim: str = "adamw",
-             optim_args: str | None = None, **options: Any) -> Schedule:
+             hardware: str | Path | Hardware | None = None, gpus: int = 1, hosts: int = 1, sequence_ranks: int = 1,
+             optim: str = "adamw", optim_args: str | None = None, **options: Any) -> Schedule:
     """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of each of `hosts`
-    hosts. `model` may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not
+    hosts. `sequence_ranks` devices have the tokens of each sequence together, and then `batch` sequences are on all of them.
+    `model` may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not
     need CUDA. Raises what `stream` raises.
 
     By default the schedule is for a training loop (forward, backward and step); with `whole_step` it is the single program of
@@ -122,6 +124,10 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_whole("length", length)
     check_whole("gpus", gpus)
     check_whole("hosts", hosts)
+    check_whole("sequence_ranks", sequence_ranks)
+    if gpus % sequence_ranks or length % sequence_ranks:
+        raise MegacompileError(f"sequences cannot be divided among {sequence_ranks} of {gpus} GPUs: sequence_ranks must divide "
+                               f"the number of GPUs, and the length ({length})")
     config = StreamConfig.of(**options)
     if config.deferred_moments and update == "arrival":
         raise MegacompileError("deferred_moments=True is for updates at the end of a step: leave it out, or leave "
@@ -138,6 +144,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget, there,
                                ranks=gpus, hosts=hosts, choice=choice)
+    if sequence_ranks > 1:
+        captured, length = captured.for_key(divided_key(sequence_ranks)), length // sequence_ranks
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained: set "
                                "requires_grad=True for some")

@@ -186,6 +186,25 @@ def _attribute(number: int, device: int) -> int:
     return 0 if code else found.value
 
 
+class SequenceRanks:
+    """The exchange of the ranks that have the tokens of each sequence together, in the lane compute. `position`: of this rank
+    among them. `group`: None if a rank has whole sequences. `finish`: as in `Exchanges`."""
+
+    def __init__(self, position: int, group: dist.ProcessGroup | None, finish: Callable[[Any], None]) -> None:
+        self.position, self._group, self._finish = position, group, finish
+
+    def all_to_all(self, sent: Tensor) -> Tensor:
+        """[n, ...] -> [n, ...]: part i of the result is what rank i sent to this one."""
+        assert self._group is not None, "a rank has whole sequences"
+        received = torch.empty_like(sent)
+        given = received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8)
+        if sent.device.type == "cuda":
+            dist.all_to_all_single(*given, group=self._group)
+        else:
+            self._finish(dist.all_to_all_single(*given, group=self._group, async_op=True))
+        return received
+
+
 #: Bytes of device memory for exchanges by copies.
 PEER_MEMORY_BYTES = HALVES_BYTES + (1 << 16)
 

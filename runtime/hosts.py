@@ -24,6 +24,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 #: (what identifies the machine, the value of `HOST_VARIABLE`, a name for messages).
 Identity = tuple[str, str, str]
+#: The name of the dimension of a device mesh whose ranks have the tokens of each sequence together.
+SEQUENCE = "sequence"
 #: The ranks of each row of a device mesh.
 Rows = tuple[tuple[int, ...], ...]
 
@@ -35,13 +37,27 @@ def identity() -> Identity:
 
 
 def rows_of(mesh: Any) -> Rows:
-    """The ranks of a device mesh, by rows. A mesh of one dimension is one row. Raises `UnsupportedError` for more than two
-    dimensions."""
-    ranks = mesh.mesh.tolist()
-    if mesh.mesh.dim() > 2:
+    """The ranks of a device mesh, by rows. A mesh of one dimension is one row. A last dimension "sequence" belongs to the row.
+    Raises `UnsupportedError` for more dimensions."""
+    ranks = mesh.mesh.flatten(-2) if sequence_ranks_of(mesh) > 1 and mesh.mesh.dim() > 1 else mesh.mesh
+    if ranks.dim() > 2:
         raise UnsupportedError(f"the mesh has {mesh.mesh.dim()} dimensions, and a model is replicated and sharded over two at "
-                               "most: give a mesh of the shape (hosts, ranks of each host)")
-    return tuple(tuple(row) for row in (ranks if mesh.mesh.dim() == 2 else [ranks]))
+                               "most: give a mesh of the shape (hosts, ranks of each host), or name a last dimension "
+                               f"{SEQUENCE!r}")
+    return tuple(tuple(row) for row in (ranks.tolist() if ranks.dim() == 2 else [ranks.tolist()]))
+
+
+def sequence_ranks_of(mesh: Any) -> int:
+    """The number of ranks that have the tokens of a sequence together: the size of a mesh's dimension "sequence", 1 without
+    one. Raises `UnsupportedError` unless that is the last dimension, and of ranks that follow each other."""
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    if SEQUENCE not in names:
+        return 1
+    groups = mesh.mesh.flatten(0, -2) if mesh.mesh.dim() > 1 else mesh.mesh[None]
+    if names[-1] != SEQUENCE or any(group != [*range(group[0], group[0] + len(group))] for group in groups.tolist()):
+        raise UnsupportedError(f"the mesh's dimension {SEQUENCE!r} must be the last, and have ranks that follow each other: "
+                               "make the mesh with init_device_mesh, and name that dimension last")
+    return int(mesh.mesh.shape[-1])
 
 
 @dataclass(frozen=True)

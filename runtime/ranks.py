@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megacompile.compat.distributed import all_gather, end, never_end
 from megacompile.errors import RankError, shortened
-from megacompile.runtime.exchanges import Exchanges
+from megacompile.runtime.exchanges import Exchanges, SequenceRanks
 from megacompile.runtime.hosts import Rows, arranged, identity
 from megacompile.runtime.letters import Letters, Listener, connected, pieces
 from megacompile.runtime.rank_watch import ROW_BYTES, DeviceWatch, HostWatch, StatusBoard, limit_exit
@@ -56,9 +56,12 @@ class Ranks:
     groups, the `board` once all ranks of the host have it, how many updates were submitted, how many of them this rank's lanes
     have finished, which thread calls the model, and whether an error has told it that the ranks cannot go on.
 
+    `sequence_ranks`: how many of them, one after the other, have the tokens of each sequence together.
+
     Raises `UnsupportedError` for hosts that cannot train together. `mesh`: as in `arranged`."""
 
-    def __init__(self, device: torch.device, timeout_s: float | None, mesh: Rows | None = None) -> None:
+    def __init__(self, device: torch.device, timeout_s: float | None, mesh: Rows | None = None,
+                 sequence_ranks: int = 1) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device, self.timeout_s = device, timeout_s
         limit = _UNLIMITED if timeout_s is None else timedelta(seconds=2 * timeout_s)  # later than `_finish` gives up
@@ -79,6 +82,10 @@ class Ranks:
             (rows, lanes), (columns, lanes), (rows, "gloo")))
         self._between_hosts = self._group(columns, "gloo", _UNLIMITED)  # of host memory
         self._leaders = self._group([self.hosts.leaders], "gloo", limit)
+        self.sequence_ranks = sequence_ranks
+        first = self.rank // sequence_ranks * sequence_ranks
+        sequences = [range(n, n + sequence_ranks) for n in range(0, self.size, sequence_ranks)]
+        self.sequence = SequenceRanks(self.rank - first, self._group(sequences, lanes, limit), self._finish)
         self.exchanges = Exchanges(self.hosts, device, lane, across, host, self._finish)
         self._own_groups = self._groups  # writers of checkpoints add theirs, and end them
 
@@ -332,12 +339,15 @@ def _soon(done: Callable[[], bool]) -> bool:
     return True
 
 
-def connect(device: torch.device, timeout_s: float | None, peer_copies: bool | None = None, mesh: Rows | None = None) -> Ranks:
+def connect(device: torch.device, timeout_s: float | None, peer_copies: bool | None = None, mesh: Rows | None = None,
+            sequence_ranks: int = 1) -> Ranks:
     """Connects the processes of torch.distributed's default group. `peer_copies`: as in `StreamConfig`; `mesh`: as in
-    `arranged`. Raises what `Ranks` and `Exchanges.connect` raise, and `RankError`."""
-    ranks = Ranks(device, timeout_s, mesh)
+    `arranged`; `sequence_ranks`: as in `Ranks`. Raises what `Ranks` and `Exchanges.connect` raise, and `RankError`."""
+    ranks = Ranks(device, timeout_s, mesh, sequence_ranks)
     ranks.connect_host()
     ranks.exchanges.connect(peer_copies, lambda yes: all(ranks.agree("stream", yes)))
+    if sequence_ranks > 1:
+        ranks.sequence.all_to_all(torch.zeros(sequence_ranks, device=device))
     return ranks
 
 

@@ -36,6 +36,7 @@ from megacompile.frontend.graph.loss import TargetCount, is_averaged, normalize_
 from megacompile.frontend.graph.output import OutputStructure, has_rows_of_tokens, output_structure
 from megacompile.frontend.graph.pieces import Rows, in_pieces, rows_of, split_experts
 from megacompile.frontend.graph.randomness import draw_functionally, number_draws
+from megacompile.frontend.graph.sequences import check_divided, divide_attention
 from megacompile.frontend.graph.split import Section, split_at_layers, structural_key
 from megacompile.frontend.pipeline import CountTargets, Step
 from megacompile.frontend.templates.across_rows import across_rows, mixes_by_itself
@@ -198,6 +199,13 @@ def number_dropouts(sections: Sequence[Section]) -> None:
 def name_sizes(graph: ModelGraph, name: str) -> Renaming:
     """Names the symbols of batch size and length B and T. Refuses a model that fixes one of them."""
     return batch_symbols(graph, name)
+
+
+def divide_sequences(graph: ModelGraph, sections: Sequence[Section], key: CaptureKey) -> list[Section]:
+    """Puts exchanges around attention, if ranks have the tokens of a sequence together."""
+    if key.sequence_ranks == 1:
+        return list(sections)
+    return [divide_attention(section, key, graph.fakes) for section in sections]
 
 
 def cut_expert_pieces(sections: Sequence[Section], rows: Mapping[str, Rows], renaming: Renaming,
@@ -383,11 +391,13 @@ STEPS: tuple[Step, ...] = (
     Step("split at layers", split, gives=("sections",)),
     Step("number dropouts", number_dropouts, changes=("sections",)),
     Step("name sizes", name_sizes, gives=("renaming",)),
+    Step("divide sequences", divide_sequences, gives=("sections",)),
     Step("cut expert pieces", cut_expert_pieces, gives=("sections",)),
     Step("repeat layers", repeat_layers, gives=("sections", "fake_model", "layer_names")),
     Step("attach the loss", attach_loss, gives=("sections", "to_logits", "to_auxiliary")),
     Step("collect conditions", collect_conditions, gives=("conditions",)),
     Step("build templates", build_templates, gives=("build", "templates", "calls", "layers_mix")),
+    Step("check divided sequences", check_divided),
     Step("make heads", make_heads, gives=("heads", "calls"), changes=("templates",)),
     Step("describe layers", describe_layers, gives=("layer_facts",)),
     Step("describe attention", describe_attention, gives=("attention_facts",)),

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megacompile.errors import LaneError, RankError, UnsupportedError, named_line
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.graph.sequences import SHIFTED
 from megacompile.inputs.batch import BatchArguments, RepackedCaptures
 from megacompile.inputs.packed_layout import Layout, Span
 from megacompile.inputs.repacking import Captures
@@ -249,6 +250,6 @@ def _padded(name: str, tensor: Tensor, size: tuple[int, int], wanted: tuple[int,
     if size[1] < wanted[1]:
         tensor = padded(name, tensor, RightPadding(size, wanted[1]), captured.labels)
     if size[0] < wanted[0]:
-        first = tensor.new_full((), IGNORED) if name in captured.labels else tensor[:1]
+        first = tensor.new_full((), IGNORED) if name in (*captured.labels, SHIFTED) else tensor[:1]
         tensor = torch.cat([tensor, first.expand(wanted[0] - size[0], *tensor.shape[1:])])
     return tensor.contiguous()

@@ -210,8 +210,9 @@ class StreamOptions:
         torch.distributed's default group (torchrun).""", unset="where there are several processes")
     mesh: Any = option(
         None, Takes.OTHER, Scope.RUN, """A `DeviceMesh` of all ranks. One dimension: the ranks, all on one host, have shards of
-        one copy of the model. Two: each row is a host with a copy of its own, (replicate, shard) as in FSDP2. The order of
-        ranks does not matter. Processes with another value of the environment variable MEGACOMPILE_HOST count as being on
+        one copy of the model. Two: each row is a host with a copy of its own, (replicate, shard) as in FSDP2. The ranks along
+        a last dimension named "sequence" train the same rows, and each has some tokens of every row. The order of other ranks
+        does not matter. Processes with another value of the environment variable MEGACOMPILE_HOST count as being on
         another host.""", unset="each machine is a host")
     peer_copies: bool | None = option(
         None, Takes.FLAG, Scope.RUN, """How the GPUs of several ranks exchange weights and gradients. True: by copies from one

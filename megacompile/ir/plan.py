@@ -32,13 +32,16 @@ class CaptureKey:
     pairs includes its dtype and shape ("mask: bool [B, 1, T, T]"). `evaluating`: the graphs of evaluation mode, if they differ
     from training mode. `without_adapters`: PEFT's adapters are switched off. `images`: images per sequence, for a model that
     takes images. `traced_length`: the number of tokens of the traced sequence, if the model's code behaves differently at this
-    length than at the usual one; 0: the usual one."""
+    length than at the usual one; 0: the usual one. `sequence_ranks`: the ranks among which each row's tokens are divided;
+    `documents`: then rows hold several documents, which do not see each other."""
 
     further: tuple[str, ...] = ()
     evaluating: bool = False
     without_adapters: bool = False
     images: int = 1
     traced_length: int = 0
+    sequence_ranks: int = 1
+    documents: bool = False
 
     @property
     def packed(self) -> bool:

@@ -12,7 +12,7 @@ from megacompile.errors import DeviceUnavailableError, MegacompileError
 from megacompile.planning.config import StreamConfig
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.backends import cuda
-from megacompile.runtime.hosts import rows_of
+from megacompile.runtime.hosts import rows_of, sequence_ranks_of
 from megacompile.runtime.ranks import Ranks, connect
 from megacompile.sizes import parse_bytes
 from megacompile.system.host_memory import available_host_bytes
@@ -103,4 +103,5 @@ def connected_ranks(config: StreamConfig, device: torch.device) -> Ranks | None:
         torch.cuda.set_device(device)
     join_group(device.type)
     mesh = None if config.mesh is None else rows_of(config.mesh)
-    return connect(device, config.stall_timeout, config.peer_copies, mesh)
+    sequence_ranks = 1 if config.mesh is None else sequence_ranks_of(config.mesh)
+    return connect(device, config.stall_timeout, config.peer_copies, mesh, sequence_ranks)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.codegen.scaled_products import WORKSPACE_BYTES
+from megacompile.frontend.ops import exchanges  # noqa: F401  # registers the ops
 from megacompile.frontend.ops.mixer_ops import REGISTERED, op_name, with_shapes
 from megacompile.frontend.ops.patch_encoder import PATCHES_AT_ONCE, encoder_of
 from megacompile.frontend.templates.joint import base_of
@@ -116,6 +117,12 @@ def _conv_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str,
     return count * 4 * (3 * taps + 4 if backward else 4)
 
 
+def _exchange_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
+    """Bytes of values as they are sent, or as they arrive; of several rows, of both."""
+    value = tensor_of(node)
+    return tensor_bytes(value, size) * (1 if size(value.shape[0]) == 1 else 2)
+
+
 #: Bytes for each token while tokens are sorted by whether they have a target: keys and numbers, each twice.
 ORDER_BYTES = 20
 
@@ -171,6 +178,8 @@ WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
     torch.ops.megacompile.recurrence_backward.default: partial(_recurrence_workspace, backward=True),
     torch.ops.megacompile.causal_conv.default: partial(_conv_workspace, backward=False),
     torch.ops.megacompile.causal_conv_backward.default: partial(_conv_workspace, backward=True),
+    torch.ops.megacompile.to_heads.default: _exchange_workspace,
+    torch.ops.megacompile.to_tokens.default: _exchange_workspace,
     torch.ops.megacompile.linear_cross_entropy.default: _cross_entropy_workspace,
     torch.ops.megacompile.scaled_mm.default: _scaled_workspace,
     torch.ops.megacompile.encode_patches.default: partial(_encoder_workspace, backward=False),

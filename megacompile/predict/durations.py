@@ -53,8 +53,8 @@ class Attention(NamedTuple):
 class Work:
     """FLOPs and bytes in B and T. `grouped_row`: FLOPs of one more row for each group of grouped GEMMs. `gemm_bytes`: of the
     operands and results of GEMMs, including grouped ones and those in float8; a large GEMM hides them. `narrow_bytes`: of GEMMs
-    that do not. `bytes`: all others. `kernels`: the number of launches. `recurrence_flops`: of linear recurrences. `attention`:
-    by kernel and direction, such as ("cudnn", "backward")."""
+    that do not. `bytes`: all others. `exchanged`: bytes that come from other ranks. `kernels`: the number of launches.
+    `recurrence_flops`: of linear recurrences. `attention`: by kernel and direction, such as ("cudnn", "backward")."""
 
     gemm_flops: sympy.Expr = _ZERO
     float8_flops: sympy.Expr = _ZERO
@@ -64,6 +64,7 @@ class Work:
     gemm_bytes: sympy.Expr = _ZERO
     narrow_bytes: sympy.Expr = _ZERO
     bytes: sympy.Expr = _ZERO
+    exchanged: sympy.Expr = _ZERO
     kernels: sympy.Expr | int = 0
     attention: Mapping[tuple[str, str], Attention] = field(default_factory=dict)
 
@@ -181,6 +182,9 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             return Work(bytes=(sizes.shape(node.args[1])[1] + 1) * sizes.bytes(node), kernels=1)
         case "causal_conv_backward":  # the result is computed again
             return Work(bytes=(5 * sizes.shape(node.args[2])[1] + 1) * sizes.bytes(node.args[1]), kernels=4)
+        case "to_heads" | "to_tokens" | "all_tokens":  # values are arranged for the ranks that get them, and again at their end
+            moved, ranks = sizes.bytes(node), sympy.sympify(node.args[1])
+            return Work(bytes=4 * moved, exchanged=moved * (ranks - 1) / ranks, kernels=4)
         case "linear_cross_entropy":
             return _linear_cross_entropy(node, sizes)
         case "registered":
@@ -291,8 +295,9 @@ def _fused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
 
 
 #: At one batch and length: (FLOPs of GEMMs, of products in float8, of grouped GEMMs, of one more row for each of their groups,
-#: of recurrences, bytes of GEMMs, other bytes, kernels), and for each attention kernel its FLOPs and those of one more key.
-_Numbers = tuple[tuple[float, float, float, float, float, float, float, int], tuple[tuple[float, float], ...]]
+#: of recurrences, bytes of GEMMs, other bytes, exchanged bytes, kernels), and for each attention kernel its FLOPs and those of
+#: one more key.
+_Numbers = tuple[tuple[float, float, float, float, float, float, float, float, int], tuple[tuple[float, float], ...]]
 
 
 class Seconds(NamedTuple):
@@ -400,7 +405,8 @@ class Durations:
         key = cut, batch, length
         if key not in self._seconds:
             work, numbers = self._known(found, cut)
-            (gemm, float8, grouped, row, recurrence, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
+            (gemm, float8, grouped, row, recurrence, gemm_bytes, other_bytes, exchanged, kernels), attentions = numbers(
+                batch, length)
             rates = self.hardware
             rate = self.gemm_rate(found)
             experts = (grouped + rates.grouped_overhead * row) / rates.grouped_efficiency / rate
@@ -409,6 +415,7 @@ class Durations:
             attention = sum((flops + rates.attention_overhead[way] * per_key) / rates.attention_share(kernel, way)
                             for (kernel, way), (flops, per_key) in zip(work.attention, attentions, strict=True)) / rate
             rest = products + recurrence / rates.recurrence_efficiency / rate + waiting + other_bytes / rates.memory_bandwidth
+            rest += exchanged / rates.peer_rate
             self._seconds[key] = Seconds(experts, attention, max(rest, kernels * rates.launch_s - experts - attention))
         return self._seconds[key]
 
@@ -449,7 +456,7 @@ class Durations:
             work = variant_work(template, variant, self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
                 (work.gemm_flops, work.float8_flops, work.grouped_flops, work.grouped_row, work.recurrence_flops,
-                 work.gemm_bytes, work.bytes + work.narrow_bytes, work.kernels),
+                 work.gemm_bytes, work.bytes + work.narrow_bytes, work.exchanged, work.kernels),
                 tuple(map(tuple, work.attention.values()))), modules=[_SIZE_FUNCTIONS, "math"])
             self._work[variant] = work, numbers
         return self._work[variant]

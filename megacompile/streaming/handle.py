@@ -308,9 +308,10 @@ class Handle:
         differentiating = training or torch.is_grad_enabled()
         streamed.captures.adapters.check(differentiating)
         streamed.writes.check_model(model, differentiating)
+        trains = differentiating and streamed.tiling.trains
+        whole = trains and streamed.rank_group.sequence_ranks > 1  # rows keep their form until ranks divide them
         with streamed.guarded():  # images go to the device
-            return read_arguments(model, forward, streamed.captures, args, kwargs, wanted,
-                                  differentiating=differentiating and streamed.tiling.trains)
+            return read_arguments(model, forward, streamed.captures, args, kwargs, wanted, trains, not whole, not whole)
 
     def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL,
                hooks_run: bool = False) -> BatchArguments:

@@ -17,6 +17,7 @@ from megacompile.errors import LaneError, MegacompileError, NonFiniteError, Rank
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.across_ranks import AllRows, joined, tell
 from megacompile.inputs.batch import BatchArguments
+from megacompile.inputs.divided_sequences import divided_by_all
 from megacompile.ir.plan import BatchSpec, Plan
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Choice
@@ -80,6 +81,11 @@ class RankGroup:
     def size(self) -> int:
         """The number of processes that train the model."""
         return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def sequence_ranks(self) -> int:
+        """The number of ranks that have the tokens of a sequence together."""
+        return 1 if self.ranks is None else self.ranks.sequence_ranks
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -171,7 +177,7 @@ class RankGroup:
         if not self._averages_losses or given.loss_denominator is None:
             return given
         again = given.read_again
-        return replace(given, loss_denominator=given.loss_denominator * self.size, counted=False,
+        return replace(given, loss_denominator=given.loss_denominator * (self.size // self.sequence_ranks), counted=False,
                        read_again=None if again is None else lambda rounding: self._averaged(again(rounding)))
 
     @contextlib.contextmanager
@@ -196,7 +202,10 @@ class RankGroup:
         output in the capture that serves all ranks. Raises what `across_ranks.joined` raises."""
         if self.ranks is None:
             return given, given, None, output
-        padded, alone, all_rows = joined(self.ranks, self.captures, self._averaged(given), doing)
+        given = self._averaged(given)
+        if self.ranks.sequence_ranks > 1:
+            given = divided_by_all(self.ranks, self.captures, given, doing)
+        padded, alone, all_rows = joined(self.ranks, self.captures, given, doing)
         if output != "loss" and padded.key != given.key:
             own = self.captures.serve(given.key).captured.require_heads()
             output = self.captures.serve(padded.key).captured.require_heads().like(own, output)

@@ -266,6 +266,9 @@ class Planning:
     hosts: Annotated[int, typer.Option(
         min=1, max=LARGEST["hosts"], rich_help_panel=_SCHEDULE_PANEL,
         help="Number of hosts, each with --gpus GPUs and a copy of the model. Gradients are added up over the hosts.")] = 1
+    sequence_ranks: Annotated[int, typer.Option(
+        min=1, max=LARGEST["gpus"], rich_help_panel=_SCHEDULE_PANEL,
+        help="Number of GPUs that have the tokens of each sequence together.")] = 1
     dtype: ModelDType = DType.AUTO
     frozen_layers: Annotated[int, typer.Option(
         min=0, rich_help_panel=_SCHEDULE_PANEL,
@@ -294,13 +297,14 @@ class Planning:
             quantize(loaded, lora.quantize.value)
         hardware = self.hardware or (DEFAULT_HARDWARE if self.is_assumed(knobs) else None)
         default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))
-        batch, processes = self.batch or default.batch, self.gpus * self.hosts
+        batch, processes = self.batch or default.batch, max(1, self.gpus // self.sequence_ranks) * self.hosts
         if batch < processes:
-            raise ArgumentError(f"--batch {batch} has fewer sequences than GPUs ({processes}): give --batch {processes} or "
-                                "more")
+            raise ArgumentError(f"--batch {batch} has fewer sequences than there are GPUs, or groups of GPUs with a sequence "
+                                f"({processes}): give --batch {processes} or more")
         return schedule(loaded, batch=-(-batch // processes), length=self.length or default.length,
                         update=self.update.value, whole_step=self.train_step, hardware=hardware, gpus=self.gpus,
-                        hosts=self.hosts, optim=self.optim, optim_args=self.optim_args, **knobs.given())
+                        hosts=self.hosts, sequence_ranks=self.sequence_ranks, optim=self.optim,
+                        optim_args=self.optim_args, **knobs.given())
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -19,9 +19,9 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 #: The most lines that each package may have ("" has the modules directly in `megacompile/`). Lower a number as code goes. A
 #: feature that raises one says in its commit what the lines buy.
 BUDGET = {
-    "": 3962, "checkpoint": 1410, "codegen": 778, "compat": 795, "finetuning": 3199, "frontend": 9820, "inference": 580,
-    "inputs": 2020, "ir": 3065, "passes": 2563, "planning": 2893, "predict": 1563, "runtime": 6465, "streaming": 7242,
-    "system": 860, "tools": 1126, "trainers": 800, "verify": 1668, "weights": 2390,
+    "": 3973, "checkpoint": 1406, "codegen": 778, "compat": 795, "finetuning": 3196, "frontend": 10144, "inference": 579,
+    "inputs": 2106, "ir": 3069, "passes": 2563, "planning": 2894, "predict": 1579, "runtime": 6510, "streaming": 7252,
+    "system": 858, "tools": 1130, "trainers": 800, "verify": 1668, "weights": 2378,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 

@@ -21,7 +21,7 @@ from megacompile.frontend.ops import segmented_attention as segmented
 # Arguments of transformers' attention functions that change nothing here: caches and additional outputs are off.
 _HARMLESS = {
     "position_ids", "cache_position", "use_cache", "past_key_values", "output_attentions", "output_hidden_states",
-    "output_router_logits", "return_dict", "is_causal", "layer_idx", "num_items_in_batch",
+    "output_router_logits", "return_dict", "is_causal", "layer_idx", "num_items_in_batch", "shift_labels",
 }
 
 #: In the place of a window, where a layer passes none.

@@ -48,13 +48,19 @@ def across_rows(template: Template, section: Section) -> str:
 def across_tokens(template: Template) -> bool:
     """True if a template computes with several tokens of a row at once by a convolution, a scan or a shift. Our attention does
     not count, since it knows where a sequence begins. Unknown ops count."""
+    return bool(mixing_of_tokens(template, also_numbers=True))
+
+
+def mixing_of_tokens(template: Template, also_numbers: bool = False) -> str:
+    """The name of the first such op; "" if there is none. `also_numbers`: an op whose result is one number counts too."""
     layout = Layout(template.renaming)
     for node, computed in _computing(template.forward_graph(), template):
         if getattr(node.target, "namespace", "") == "megacompile" or mixer_of(node.target) is not None:
             continue
-        if _mixes(node, computed, layout, layout.length, template.precision is not None) or _shifts(node, computed, layout):
-            return True
-    return False
+        mixes = _mixes(node, computed, layout, layout.length, template.precision is not None)
+        if (mixes or _shifts(node, computed, layout)) and (also_numbers or not _ends_in_number(node)):
+            return str(packet(node)).rpartition(".")[2]
+    return ""
 
 
 def mixes_by_itself(template: Template) -> bool:

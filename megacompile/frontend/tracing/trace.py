@@ -20,7 +20,7 @@ from megacompile.frontend.batches.images import model_arguments
 from megacompile.frontend.batches.pair_masks import masks_of
 from megacompile.frontend.batches.split_rows import images_of, join_rows, traced_apart
 from megacompile.frontend.graph.attention_calls import all_layers_call_mixers
-from megacompile.frontend.ops.attention import implementation_for
+from megacompile.frontend.ops.attention import FORMS, implementation_for
 from megacompile.frontend.ops.mixer_ops import mixer_of
 from megacompile.frontend.tracing.alike_layers import Shortened, shorten
 from megacompile.frontend.tracing.explained import TRACING_ERRORS
@@ -151,6 +151,8 @@ def our_attention(model: nn.Module, example: Mapping[str, Tensor] | None, key: C
     """The name of our attention for batches of a key; None if the model uses its own."""
     if not is_transformers_model(model):
         return None
+    if key.sequence_ranks > 1:  # exchanges around attention say where documents begin
+        return FORMS["causal"]
     asked = (*key.further, *masks_of(example))
     return implementation_for(asked, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
 
