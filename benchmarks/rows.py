@@ -156,7 +156,7 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
     `beside` is called after each step with the same batch. The row then also has `beside_s` and `beside_times_s`. Both calls
     see the same changes of the host's speed."""
     vocabulary = SHAPES[given.shape]["vocab_size"]
-    generator = torch.Generator().manual_seed(seed + 10**6 * rank_in_job())
+    generator = torch.Generator().manual_seed(seed + 10**6 * (rank_in_job() // sequence_ranks(given)))
     times: list[float] = []
     beside_times: list[float] = []
     losses: list[float] = []
@@ -203,13 +203,18 @@ def anywhere(here: bool) -> bool:
     return bool(flag)
 
 
+def sequence_ranks(given: argparse.Namespace) -> int:
+    """The number of processes that have each sequence together, and get the same batches."""
+    return getattr(given, "sequence_ranks", 1)
+
+
 def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
     """Parameters and rates. `tflops` counts 6 FLOPs per active parameter and token (only the experts that a token is routed
     to), without recomputation, and fewer for frozen ones, as a plan does; `tflops_with_attention` adds causal attention."""
     active = active_parameters(model)
     frozen = not all(p.requires_grad for p in model.parameters())
     products = model.megacompile.streamed.tiling.operations() if frozen else 6 * active
-    tokens = given.batch * given.length * process_count()
+    tokens = given.batch * given.length * process_count() // sequence_ranks(given)
     return dict(parameters=parameter_count(model), active_parameters=active,
                 tflops=significant(products * tokens / step_s / 1e12),
                 tflops_with_attention=significant(

@@ -40,6 +40,7 @@ import torch
 from rows import KeptModel, Row
 from shapes import config, random_model
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megacompile
 from megacompile import picture
@@ -47,7 +48,7 @@ from megacompile.errors import MegacompileError
 from megacompile.ir import options as stream_options
 from megacompile.ir.options import Takes
 from megacompile.ir.program import OPS, Lane, Op, argument, find
-from megacompile.planning.device import process_count
+from megacompile.planning.device import join_group, process_count
 from megacompile.planning.explain import host_slab_bytes
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.predict.simulate import Timeline
@@ -121,6 +122,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--compute-only", action="store_true",
                         help="skip copies and updates, to measure the rate of the templates")
     parser.add_argument("--nccl", action="store_true", help="several GPUs exchange by NCCL, also where they could by copies")
+    parser.add_argument("--sequence-ranks", type=int, default=1,
+                        help="number of GPUs that have the tokens of each sequence together (default: 1)")
     parser.add_argument("--recorded-steps", type=int, default=2,
                         help="number of additional steps that measure how busy lanes are; 0: none (default: 2)")
     parser.add_argument("--timeline", metavar="PREFIX",
@@ -133,7 +136,7 @@ def options() -> argparse.ArgumentParser:
 
 #: Rows that have these options in common are measured on one model.
 MODEL = ("shape", "layers", "device", "pinned_memory", "host_memory", "disk", "disk_state", "state_slabs", "uncompiled", "nccl",
-         "lora", "quantize", "precision", "overlap")  # clipping leaves gradients in tiles
+         "lora", "quantize", "precision", "overlap", "sequence_ranks")  # clipping leaves gradients in tiles
 
 
 class Models(KeptModel):
@@ -157,7 +160,7 @@ class Models(KeptModel):
         how = dict(device=given.device, pinned_memory=given.pinned_memory, host_memory=given.host_memory, disk=given.disk,
                    state_slabs=given.state_slabs, disk_state="all" if given.disk_state == ["all"] else given.disk_state,
                    compile=False if given.uncompiled else None, peer_copies=False if given.nccl else None,
-                   precision=given.precision, **planned)
+                   precision=given.precision, mesh=sequence_mesh(given), **planned)
         layers = rows.layer_count(given)
         if not given.lora:  # drawn in tiles, so that the host holds the weights once
             torch.manual_seed(0)
@@ -168,6 +171,15 @@ class Models(KeptModel):
             torch.cuda.empty_cache()
         self.before = resident_bytes()
         return megacompile.stream(model, **how)
+
+
+def sequence_mesh(given: argparse.Namespace) -> DeviceMesh | None:
+    """All GPUs of a host, in groups with a sequence together; None if each has whole sequences."""
+    if given.sequence_ranks == 1:
+        return None
+    join_group(given.device)
+    return init_device_mesh(given.device, (process_count() // given.sequence_ranks, given.sequence_ranks),
+                            mesh_dim_names=("shard", "sequence"))
 
 
 def measure(given: argparse.Namespace, models: Models) -> rows.Row:
@@ -223,7 +235,8 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         precision=given.precision, compute_only=given.compute_only, device_memory=given.device_memory,
         predicted_device_gib=gib(stats["predicted_device_bytes"]), max_grad_norm=clip, train_step=given.train_step,
         waves=plan.waves, overlap=given.overlap, **rows.rates(model, given, found["step_s"]), **found,
-        predicted_step_s=round(simulated.step_s, 4) if simulated is not None else None, occupancy=occupancy(measured),
+        predicted_step_s=round(simulated.step_s, 4) if simulated is not None else None,
+        recorded_step_s=round(measured.step_s, 4) if measured is not None else None, occupancy=occupancy(measured),
         phases_s=[[round(p, 3) for p in phase] for phase in step.phases[:len(found["times_s"])]],
         grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]),
         peak_allocated_gib=gib(torch.cuda.max_memory_allocated() if given.device == "cuda" else 0),
@@ -293,11 +306,16 @@ def recorded(model: Any, step: Step, given: argparse.Namespace) -> Timeline | No
     """A timeline of additional steps, recorded on the lanes; None if `--recorded-steps` is 0."""
     if not given.recorded_steps:
         return None
-    ids = torch.randint(0, model.config.vocab_size, (given.batch, given.length))
+    ids = random_ids(model, given)
     with model.megacompile.record() as recording:
         for _ in range(given.recorded_steps):
             step(ids)
     return recording.timeline()
+
+
+def random_ids(model: Any, given: argparse.Namespace) -> Tensor:
+    """A batch, int64 [batch, length], the same on all ranks."""
+    return torch.randint(0, model.config.vocab_size, (given.batch, given.length), generator=torch.Generator().manual_seed(0))
 
 
 def occupancy(timeline: Timeline | None) -> dict[str, float] | None:
@@ -329,7 +347,7 @@ def profile(model: Any, step: Step, given: argparse.Namespace) -> None:
     """Runs one step under PyTorch's profiler and prints device time by kernel."""
     from torch.profiler import ProfilerActivity
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        step(torch.randint(0, model.config.vocab_size, (given.batch, given.length)))
+        step(random_ids(model, given))
         model.megacompile.synchronize()
     print(profiled.key_averages().table(sort_by="device_time_total", row_limit=40, max_name_column_width=70))
 

@@ -37,18 +37,23 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return norm([found[name] - expected[name] for name in found]) / norm([*expected.values()])
 
 
+def assert_trained(name: str, found: dict[str, Any], expected: dict[str, Any], drift: float = 2e-5) -> None:
+    """That a rank has the results of native PyTorch. `drift`: of weights, relative."""
+    assert "error" not in found, f"{name}: {found['error']}"
+    assert found["losses"] == pytest.approx(expected["losses"], abs=max(1e-5, drift)), name
+    assert found["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-4 + drift), name
+    assert difference(found["weights"], expected["weights"]) < drift, name
+    if name != "arrival":
+        assert difference(found["gradients"], expected["gradients"]) < 1e-5, name
+        assert found["norm"] == pytest.approx(expected["norm"], rel=max(1e-4, drift)), name
+
+
 def test_divided_sequences_have_the_losses_gradients_and_weights_of_whole_ones(trained: Any) -> None:
     copies, results = trained
     for name, of_ranks in results.items():
-        assert "error" not in of_ranks[0], f"{name}: {of_ranks[0]['error']}"
         native = train_native(name, copies)
         for found in of_ranks:
-            assert found["losses"] == pytest.approx(native["losses"], abs=1e-5), name
-            assert found["evaluated"] == pytest.approx(native["evaluated"], abs=1e-4), name
-            assert difference(found["weights"], native["weights"]) < 2e-5, name
-            if name != "arrival":
-                assert difference(found["gradients"], native["gradients"]) < 1e-5, name
-                assert found["norm"] == pytest.approx(native["norm"], rel=1e-4), name
+            assert_trained(name, found, native)
 
 
 def test_all_ranks_have_the_same_bits(trained: Any) -> None:
