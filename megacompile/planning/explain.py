@@ -204,6 +204,8 @@ class Outlook:
         frozen = f", {trained:,} of them trained" if trained < parameters else ""
         update = ", updates on arrival of gradients" if plan.update == "arrival" else ""
         several = f" on each of {plan.gpus}" if plan.processes > 1 else ""
+        if (together := planner.captured.key.sequence_ranks) > 1:
+            several += f", {together} of which have {plan.length * together} tokens of each sequence together"
         lengths = f" (micro-batches of {_in_words(plan)})" if plan.lengths else ""
         lines = [f"{plan.batch} x {plan.length} tokens a step{lengths}{several}{update}, {parameters:,} parameters{frozen}",
                  f"rates of {hardware.name}: {hardware.source}", "",

@@ -1,12 +1,15 @@
 """Sequences divided among ranks: losses, gradients and weights are those of native PyTorch with whole sequences."""
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import start
+from processes import Job, start
 from sequence_jobs import JOBS, train_native
 from torch import Tensor
 
@@ -61,3 +64,85 @@ def test_all_ranks_have_the_same_bits(trained: Any) -> None:
         for other in others:
             assert all(torch.equal(first["weights"][each], other["weights"][each]) for each in first["weights"]), name
             assert first["losses"] == other["losses"], name
+
+
+#: Rank 0 and rank 1 have sequences together. Each tries batches that are refused, and trains on after each.
+REFUSED = """
+import json, os, torch
+import torch.distributed as dist
+from pathlib import Path
+from torch.distributed.device_mesh import init_device_mesh
+import megacompile
+from sequence_jobs import model_of, rows
+
+rank = int(os.environ["RANK"])
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("sequence",))
+model = megacompile.stream(model_of("LlamaConfig"), device="cpu", mesh=mesh)
+optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+batch = rows(0, 0)
+ones = torch.ones_like(batch["input_ids"])
+left = {**batch, "attention_mask": ones.clone().index_fill_(1, torch.tensor([0]), 0)}
+tried = {"other rows": rows(rank, 0), "no labels": {"input_ids": batch["input_ids"]}, "left padding": left,
+         "longer on one rank": rows(0, 0, 16 + rank)}
+said, losses = {}, []
+for name, each in tried.items():
+    try:
+        model(**each).loss.backward()
+    except Exception as error:
+        said[name] = f"{type(error).__name__}: {error}"
+    losses.append(float(model.megacompile.train_step(batch, optimizer)))
+with torch.no_grad():
+    evaluated = model(**rows(rank, 1)).loss.item()
+Path(os.environ["RESULTS"], f"{rank}.json").write_text(json.dumps([said, losses, evaluated]))
+model.megacompile.close()
+"""
+
+
+def test_batches_that_ranks_cannot_divide_are_refused_and_training_goes_on(start_job: Callable[..., Job]) -> None:
+    for said, losses, _ in start_job(REFUSED, 2).results(120):
+        assert "rank 1 has another batch than rank 0" in said["other rows"], said
+        assert "pass the same batch to both" in said["longer on one rank"], said
+        assert "pass labels" in said["no labels"] and said["no labels"].startswith("UnsupportedError"), said
+        assert "pad on the right" in said["left padding"], said
+        assert losses == sorted(losses, reverse=True) and len(losses) == 4, losses
+
+
+#: Trains until it is killed.
+ENDLESS = """
+import os, time
+from pathlib import Path
+from torch.distributed.device_mesh import init_device_mesh
+import megacompile
+from megacompile.errors import RankError
+from sequence_jobs import model_of, rows
+
+rank, folder = int(os.environ["RANK"]), Path(os.environ["RESULTS"])
+model = megacompile.stream(model_of("LlamaConfig"), device="cpu", mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=(
+    "shard", "sequence")))
+optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+try:
+    for step in range(10**6):
+        model.megacompile.train_step(rows(0, step), optimizer)
+        if step == 5:
+            (folder / f"{rank}.begun").touch()
+except RankError as error:
+    (folder / f"{rank}.json").write_text(f'"{error}"')
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped_in_an_exchange_ends_the_other(start_job: Callable[..., Job],
+                                                                         number: signal.Signals) -> None:
+    job = start_job(ENDLESS, 2)
+    limit = time.monotonic() + 60
+    while len(list(job.folder.glob("*.begun"))) < 2:
+        assert time.monotonic() < limit, job.errors(0)
+        time.sleep(0.05)
+    job.processes[1].send_signal(number)
+    begun = time.monotonic()
+    job.processes[0].wait(30)
+    assert (job.folder / "0.json").exists(), job.errors(0)
+    told = (job.folder / "0.json").read_text()
+    assert "rank 1" in told and "start the job again from the last checkpoint" in told
+    assert time.monotonic() - begun < 30
+    job.processes[1].kill()

@@ -53,7 +53,8 @@ def planned_and_not_taken(device: torch.device) -> int:
 @dataclass(eq=False)
 class Executable:
     """The program of one `spec` in every stage, its memory, and the kernels bound so far, by section. `loaded`: it was edited
-    by hand, and stays until it is dropped. `asked`: a batch has asked for it; others were only planned ahead."""
+    by hand, and stays until it is dropped. `asked`: a batch has asked for it; others were only planned ahead. `exchanging`:
+    digests of the templates that ranks with a sequence together run."""
 
     spec: BatchSpec
     plan: Plan
@@ -61,6 +62,7 @@ class Executable:
     compiled: Compiled
     loaded: bool = False
     asked: bool = False
+    exchanging: tuple[str, ...] = ()
     kernels: dict[str, Mapping[tuple[str, str, int], Kernel]] = field(default_factory=dict)
     _slots: dict[tuple[str, ...], dict[str, Slot]] = field(default_factory=dict)
 
@@ -76,8 +78,9 @@ class Executable:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of the program. Ranks run together only if it is the same on all of them."""
-        return hashlib.sha256(self.program.text().encode()).hexdigest()
+        """A hash of the program, and of the templates that exchange values between ranks. Ranks run together only if it is the
+        same on all of them."""
+        return hashlib.sha256("\n".join((self.program.text(), *self.exchanging)).encode()).hexdigest()
 
     def slots(self, *sections: str) -> dict[str, Slot]:
         """The program's slots and slabs that these sections use, without `host_slots` and those of held tiles, whose memory
@@ -305,7 +308,10 @@ class Executables:
         compiled = self._resized(spec, plan, model, planner.config.passes) or compile_program(
             model, plan, planner.config.passes, verify_stages=not ((spec.packed or spec.group_rows) and alike))
         check_agreement(compiled.program, [s.program for s in self.table.values()])
-        return Executable(spec, plan, planner.estimate(plan, spec.training), compiled)
+        captured, divided = planner.captured, spec.capture.sequence_ranks > 1
+        names = dict.fromkeys(call.template for call in captured.calls_for(plan.output)) if divided else ()
+        return Executable(spec, plan, planner.estimate(plan, spec.training), compiled,
+                          exchanging=tuple(captured.templates[name].digest for name in names))
 
     def _resized(self, spec: BatchSpec, plan: Plan, model: Program, passes: Sequence[Pass]) -> Compiled | None:
         """The program for these groups of rows, made from a known program with as many micro-batches; None if there is none.
