@@ -25,19 +25,24 @@ from megacompile.errors import LaneError, RankError, UnsupportedError, named_lin
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.graph.sequences import SHIFTED
 from megacompile.inputs.batch import BatchArguments, RepackedCaptures
-from megacompile.inputs.packed_layout import Layout, Span
+from megacompile.inputs.packed_layout import Grouping, Layout, Span, array_of, lengths_of_rows, of_length
 from megacompile.inputs.repacking import Captures
 from megacompile.inputs.rounded_lengths import (
     MASK,
     POSITIONS,
     USUALLY_IMPLIED,
     RightPadding,
+    groups_of,
+    is_invisible,
     padded,
     predicts_before_first_token,
 )
 from megacompile.ir.plan import CaptureKey
 from megacompile.losses import IGNORED
 from megacompile.runtime.ranks import Ranks
+
+#: In a batch that ranks exchange: which positions hold a token.
+_PRESENT = "present tokens"
 
 
 @dataclass(frozen=True)
@@ -114,8 +119,12 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
         if captured.holds_at(shared.length):
             total = ranks.size * shared.rows
             return _with_all_counts(shared, all_ranks, captured), given, AllRows(ranks.rank * shared.rows, total, {})
-    rows, length = max(each.rows for each in all_ranks), max(each.length for each in all_ranks)
     _check(captured, all_ranks, key)
+    if _may_be_dealt(all_ranks) and captured.has_loss_denominator and (
+            dealt := _dealt(ranks, captures, given, key, doing)) is not None:
+        return (_with_all_counts(dealt, all_ranks, captured), given,
+                AllRows(ranks.rank * dealt.rows, ranks.size * dealt.rows, {}))
+    rows, length = max(each.rows for each in all_ranks), max(each.length for each in all_ranks)
     if not captured.holds_at(length):  # which capture does, depends on the batches that a rank has had
         (traced_length, *_) = ranks.agree(doing, captures.key_at(key, length).traced_length)
         key = replace(key, traced_length=traced_length)
@@ -159,6 +168,55 @@ def _may_share_rows(all_ranks: list[_Summary]) -> bool:
         raise UnsupportedError(f"num_items_in_batch is passed on rank {next(iter(own))} and not on rank {without}, so that "
                                "their losses have different scales: pass it on every rank, or on none")
     return all(each.packed and each.only_loss for each in all_ranks) and len({*own.values()}) <= 1
+
+
+def _may_be_dealt(all_ranks: list[_Summary]) -> bool:
+    """True if any rank may compute any row as it is: only the loss is read, and one number divides all losses."""
+    denominators = {each.denominator for each in all_ranks if not each.counted}
+    same = {each.key.further for each in all_ranks}
+    return len(same) == 1 and len(denominators) <= 1 and all(
+        each.only_loss and each.may_grow and not each.packed and each.key.sequence_ranks == 1 for each in all_ranks)
+
+
+def _dealt(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments, key: CaptureKey,
+           doing: str) -> BatchArguments | None:
+    """This rank's part of the rows of all ranks, grouped by length: the longest rows go to one rank each, then the next ones.
+    So all ranks have the same groups. None, on all ranks, if that saves less than the groups cost."""
+    served, repacking = captures.serve(key), captures.repacking
+    captured, grouping = served.captured, repacking.grouping_of_ranks
+    if grouping is Grouping.NONE or not repacking.enabled or not is_invisible(captured, served.types, given.inputs):
+        return None
+    found = ranks.agree(doing, {name: tensor.cpu() for name, tensor in given.inputs.items()} | {_PRESENT: given.present.cpu()})
+    longest = max(each[_PRESENT].shape[1] for each in found)
+
+    def of_all(name: str) -> Tensor:
+        parts = (each[name] for each in found)
+        if name == _PRESENT:
+            return torch.cat([of_length(part, longest, 0) for part in parts])
+        return torch.cat([padded(name, part, RightPadding(tuple(part.shape[:2]), longest), captured.labels) for part in parts])
+
+    whole = {name: of_all(name) for name in found[0]}
+    lengths = lengths_of_rows(array_of(whole[_PRESENT]), [whole[name] for name in captured.labels if name in whole])
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    rounds = [order[first:first + ranks.size] for first in range(0, len(order), ranks.size)]
+    size, usual = (len(rounds), longest), repacking.usual
+    layout = groups_of(captured, whole, size, [lengths[each[0]] for each in rounds], usual, grouping)
+    if layout is None:
+        return None
+    # Every second round is dealt backwards, so that no rank always has the longer row.
+    own = [each[-1 - ranks.rank if number % 2 else ranks.rank] if len(each) == ranks.size else
+           each[ranks.rank] if ranks.rank < len(each) else None for number, each in enumerate(rounds)]
+    chosen = torch.tensor([order[0] if row is None else row for row in own])
+    empty = torch.tensor([row is None for row in own])
+
+    def part(name: str) -> Tensor:
+        tensor = whole[name][chosen]
+        if name in captured.labels:
+            tensor[empty] = IGNORED
+        return layout.pack(tensor, IGNORED if name in captured.labels else 0)
+
+    inputs = {name: part(name) for name in given.inputs}
+    return replace(given, inputs=inputs, rows=len(own), length=layout.length, present=part(_PRESENT), layout=layout)
 
 
 def _with_all_counts(given: BatchArguments, all_ranks: list[_Summary], captured: CapturedModel) -> BatchArguments:

@@ -109,7 +109,8 @@ class Wanted(enum.Enum):
 
 class Repacking:
     """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length. `alone`: no other rank trains
-    the model, so rows are packed once, and grouped if they are not packed (`grouping`). `least`: the usual length of packed
+    the model, so rows are packed once, and grouped if they are not packed (`grouping`; all ranks' rows by `grouping_of_ranks`).
+    `least`: the usual length of packed
     rows. `usual`: the length of the longest rows that are not packed, which determines their widths (`rounded`); set it if it
     is known better than by the option `repack`. State: for each capture key, why attention does not read its packed batches
     (`_unread`), determined for the first batch that needs it; and the calls in which sequences of a row read each other
@@ -122,7 +123,7 @@ class Repacking:
         self._possible_shares = SHARES if any_length else ()
         self.shares = self._possible_shares if alone else ()
         few_or_any = Grouping.ANY_NUMBER if any_length else Grouping.FEW_NUMBERS
-        self.grouping = few_or_any if alone else Grouping.NONE
+        self.grouping, self.grouping_of_ranks = (few_or_any, Grouping.NONE) if alone else (Grouping.NONE, few_or_any)
         self._unread: dict[CaptureKey, str] = {}
         self._told: set[str] = set()
         self._across: dict[CaptureKey, list[str]] = {}

@@ -7,7 +7,7 @@ A width depends only on the batch and on the usual length of rows, so a resumed 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +84,7 @@ def padding_for(captured: CapturedModel, types: Mapping[str, TemplateInput], inp
     rows, length = present.shape
     wanted = rounded(length, usual, rows)
     full = present.all() and (rows > 1 or is_usual(length))
-    if full or not _is_invisible(captured, types, inputs):
+    if full or not is_invisible(captured, types, inputs):
         return None
     # A token that sees none attends to all of them, in transformers, so padding on the left has other values in longer rows.
     if MASK in inputs and not present[:, 0].all():
@@ -114,10 +114,16 @@ def predicts_before_first_token(captured: CapturedModel, inputs: Mapping[str, Te
 def _grouped(captured: CapturedModel, inputs: Mapping[str, Tensor], present: BoolArray, usual: int,
              grouping: Grouping) -> GroupedRows | None:
     """The groups of a batch's rows; None if they save less than a group costs."""
-    rows, length = present.shape
+    lengths = lengths_of_rows(present, [inputs[name] for name in captured.labels if name in inputs])
+    return groups_of(captured, inputs, present.shape, lengths, usual, grouping)
+
+
+def groups_of(captured: CapturedModel, inputs: Mapping[str, Tensor], size: tuple[int, int], lengths: Sequence[int], usual: int,
+              grouping: Grouping) -> GroupedRows | None:
+    """The groups of rows of these lengths, of a batch of this size; None if they save less than a group costs."""
+    rows, length = size
     if rows * length <= 2 * TOKENS_OF_A_GROUP:
         return None
-    lengths = lengths_of_rows(present, [inputs[name] for name in captured.labels if name in inputs])
     most_rows = {width: captured.most_rows(width, max(1, FULL_TOKENS // width)) for width in {
         rounded(each, usual) for each in {*lengths}}}
     widths = {width: most for width, most in most_rows.items() if most}
@@ -125,7 +131,7 @@ def _grouped(captured: CapturedModel, inputs: Mapping[str, Tensor], present: Boo
         return None
     if not _has_positions(captured, inputs, (rows, length), max(length, *widths)):
         return None
-    found = grouped((rows, length), lengths, widths, grouping)
+    found = grouped(size, lengths, widths, grouping)
     saved = rows * rounded(length, usual, rows) - found.tokens
     return found if saved >= TOKENS_OF_A_GROUP * len(found.groups) else None
 
@@ -139,7 +145,7 @@ def _has_positions(captured: CapturedModel, inputs: Mapping[str, Tensor], size: 
     return all(table.missing(longer) is None for table in captured.tables)
 
 
-def _is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> bool:
+def is_invisible(captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> bool:
     """True if more padding on the right changes no value of a token and no loss. A causal model's tokens do not see it. Tokens
     of other models do not see it if an attention mask hides it."""
     shapes = [types[name].shape if name in types else () for name in inputs]
