@@ -69,7 +69,7 @@ def native() -> tuple[list[float], dict[str, Any]]:
     return losses, dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("how", ["grouped", "padded"])
+@pytest.mark.parametrize("how", ["grouped", pytest.param("padded", marks=pytest.mark.nightly)])
 def test_ranks_train_as_one_process_and_compute_less_padding(start_job: Callable[..., Job], how: str,
                                                             native: tuple[list[float], dict[str, Any]]) -> None:
     job = start_job(SCRIPT, 2, how)
