@@ -59,6 +59,8 @@ def predictions(folder: Path = RESULTS) -> Iterator[Prediction]:
 
 def steady(row: rows.Row) -> bool:
     """A row whose last steps agree (one that was still warming up says nothing), or that has one timed step alone."""
+    if len(row["times_s"]) < 2:  # the first step compiles
+        return False
     *_, a, b = row["times_s"]
     return bool(abs(a - b) < 0.02 * b or len(row["times_s"]) == 2)
 
