@@ -396,7 +396,8 @@ class Handle:
         if not any(k in known and v.dim() >= 2 for k, v in tensors.items()):
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: got a "
                                    f"{type(batch).__name__} that has none of them")
-        return self._named(tensors, training, hooks_run=True)
+        given, group = self._named(tensors, training, hooks_run=True), self.streamed.rank_group
+        return group.divided(given) if training and given.has_labels else given
 
     def _trained(self, batch: Mapping[str, Tensor] | None) -> Executable:
         """Like `compiled`. Raises `MegacompileError` for a batch that does not train."""

@@ -17,7 +17,7 @@ from megacompile.errors import LaneError, MegacompileError, NonFiniteError, Rank
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.across_ranks import AllRows, joined, tell
 from megacompile.inputs.batch import BatchArguments
-from megacompile.inputs.divided_sequences import divided_by_all
+from megacompile.inputs.divided_sequences import divided, divided_by_all
 from megacompile.ir.plan import BatchSpec, Plan
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Choice
@@ -194,6 +194,12 @@ class RankGroup:
             with self.failing():
                 tell(self.ranks, doing, error)
                 raise
+
+    def divided(self, given: BatchArguments) -> BatchArguments:
+        """This rank's tokens of a batch, if ranks have sequences together and none of them has longer rows. Tells no rank."""
+        if self.ranks is None or self.sequence_ranks == 1:
+            return given
+        return divided(self.captures, given, self.ranks.sequence.position, self.sequence_ranks, given.length)
 
     def joined(self, given: BatchArguments, doing: str,
                output: str = "loss") -> tuple[BatchArguments, BatchArguments, AllRows | None, str]:
