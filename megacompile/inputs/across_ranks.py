@@ -203,11 +203,10 @@ def _dealt(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments, key:
     layout = groups_of(captured, whole, size, [lengths[each[0]] for each in rounds], usual, grouping)
     if layout is None:
         return None
-    # Every second round is dealt backwards, so that no rank always has the longer row.
-    own = [each[-1 - ranks.rank if number % 2 else ranks.rank] if len(each) == ranks.size else
-           each[ranks.rank] if ranks.rank < len(each) else None for number, each in enumerate(rounds)]
-    chosen = torch.tensor([order[0] if row is None else row for row in own])
-    empty = torch.tensor([row is None for row in own])
+    # Every second round is dealt backwards, so that no rank always has the longer row. The last may have too few rows.
+    dealt = [each[::-1] if number % 2 else each for number, each in enumerate(rounds)]
+    chosen = torch.tensor([each[min(ranks.rank, len(each) - 1)] for each in dealt])
+    empty = torch.tensor([ranks.rank >= len(each) for each in dealt])
 
     def part(name: str) -> Tensor:
         tensor = whole[name][chosen]
@@ -216,7 +215,7 @@ def _dealt(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments, key:
         return layout.pack(tensor, IGNORED if name in captured.labels else 0)
 
     inputs = {name: part(name) for name in given.inputs}
-    return replace(given, inputs=inputs, rows=len(own), length=layout.length, present=part(_PRESENT), layout=layout)
+    return replace(given, inputs=inputs, rows=len(dealt), length=layout.length, present=part(_PRESENT), layout=layout)
 
 
 def _with_all_counts(given: BatchArguments, all_ranks: list[_Summary], captured: CapturedModel) -> BatchArguments:
