@@ -299,8 +299,9 @@ class Planning:
         default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))
         batch, processes = self.batch or default.batch, max(1, self.gpus // self.sequence_ranks) * self.hosts
         if batch < processes:
-            raise ArgumentError(f"--batch {batch} has fewer sequences than there are GPUs, or groups of GPUs with a sequence "
-                                f"({processes}): give --batch {processes} or more")
+            what = "groups of GPUs" if self.sequence_ranks > 1 else "GPUs"
+            raise ArgumentError(f"--batch {batch} has fewer sequences than {what} ({processes}): give --batch {processes} or "
+                                "more")
         return schedule(loaded, batch=-(-batch // processes), length=self.length or default.length,
                         update=self.update.value, whole_step=self.train_step, hardware=hardware, gpus=self.gpus,
                         hosts=self.hosts, sequence_ranks=self.sequence_ranks, optim=self.optim,

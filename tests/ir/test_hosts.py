@@ -1,7 +1,9 @@
 """Which ranks share a host: by the machines that they are on, by what the user declares, or by a mesh."""
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.planning.config import StreamConfig
 from megacompile.runtime import hosts
-from megacompile.runtime.hosts import Hosts, Identity, Rows, arranged, rows_of
+from megacompile.runtime.hosts import Hosts, Identity, Rows, arranged, rows_of, sequence_ranks_of
 
 
 def on(*machines: str, declared: dict[int, str] | None = None) -> list[Identity]:
@@ -72,11 +74,24 @@ def test_ranks_with_different_meshes_are_refused() -> None:
         arranged(on("a", "a"), 0, [((0, 1),), None])
 
 
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    return SimpleNamespace(mesh=torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
+
+
 def test_a_mesh_of_one_dimension_is_one_host_and_of_three_none() -> None:
-    assert rows_of(SimpleNamespace(mesh=torch.arange(4))) == ((0, 1, 2, 3),)
-    assert rows_of(SimpleNamespace(mesh=torch.arange(4).view(2, 2))) == ((0, 1), (2, 3))
+    assert rows_of(mesh_of(4)) == ((0, 1, 2, 3),)
+    assert rows_of(mesh_of(2, 2)) == ((0, 1), (2, 3))
     with pytest.raises(UnsupportedError, match=r"the mesh has 3 dimensions, .*: give a mesh of the shape"):
-        rows_of(SimpleNamespace(mesh=torch.arange(8).view(2, 2, 2)))
+        rows_of(mesh_of(2, 2, 2))
+
+
+def test_ranks_along_a_last_dimension_sequence_belong_to_their_row() -> None:
+    of_hosts = mesh_of(2, 1, 2, names=("replicate", "shard", "sequence"))
+    assert rows_of(of_hosts) == ((0, 1), (2, 3)) and sequence_ranks_of(of_hosts) == 2
+    assert rows_of(mesh_of(2, 2, names=("shard", "sequence"))) == ((0, 1, 2, 3),)
+    assert sequence_ranks_of(mesh_of(4, names=("sequence",))) == 4 and sequence_ranks_of(mesh_of(2, 2)) == 1
+    with pytest.raises(UnsupportedError, match="must be the last"):
+        rows_of(mesh_of(2, 2, names=("sequence", "shard")))
 
 
 def test_a_process_says_which_host_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 BUDGET = {
     "": 3973, "checkpoint": 1406, "codegen": 778, "compat": 795, "finetuning": 3196, "frontend": 10144, "inference": 579,
     "inputs": 2170, "ir": 3069, "passes": 2563, "planning": 2896, "predict": 1579, "runtime": 6510, "streaming": 7265,
-    "system": 858, "tools": 1130, "trainers": 1280, "verify": 1668, "weights": 2378,
+    "system": 858, "tools": 1131, "trainers": 1280, "verify": 1668, "weights": 2378,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 
