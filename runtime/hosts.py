@@ -44,7 +44,7 @@ def rows_of(mesh: Any) -> Rows:
         raise UnsupportedError(f"the mesh has {mesh.mesh.dim()} dimensions, and a model is replicated and sharded over two at "
                                "most: give a mesh of the shape (hosts, ranks of each host), or name a last dimension "
                                f"{SEQUENCE!r}")
-    return tuple(tuple(row) for row in (ranks.tolist() if ranks.dim() == 2 else [ranks.tolist()]))
+    return tuple(map(tuple, ranks.reshape(-1, ranks.shape[-1]).tolist()))
 
 
 def sequence_ranks_of(mesh: Any) -> int:
@@ -53,8 +53,8 @@ def sequence_ranks_of(mesh: Any) -> int:
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
     if SEQUENCE not in names:
         return 1
-    groups = mesh.mesh.flatten(0, -2) if mesh.mesh.dim() > 1 else mesh.mesh[None]
-    if names[-1] != SEQUENCE or any(group != [*range(group[0], group[0] + len(group))] for group in groups.tolist()):
+    groups = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])
+    if names[-1] != SEQUENCE or bool((groups.diff() != 1).any()):
         raise UnsupportedError(f"the mesh's dimension {SEQUENCE!r} must be the last, and have ranks that follow each other: "
                                "make the mesh with init_device_mesh, and name that dimension last")
     return int(mesh.mesh.shape[-1])

@@ -74,6 +74,7 @@ class Ranks:
         self._callers = dist.new_group(backend="gloo", timeout=limit)
         self._groups: tuple[dist.ProcessGroup, ...] = (self._callers,)
         self.agree_on("stream", "version", f"megacompile {__version__}, torch {torch.__version__}")
+        self.agree_on("stream", "number of ranks with a sequence together", sequence_ranks)  # they make groups together
         found = self.agree("stream", (identity(), mesh))
         self.hosts = arranged([each for each, _ in found], self.rank, [given for _, given in found])
         rows, columns = self.hosts.rows, tuple(zip(*self.hosts.rows, strict=True))
@@ -83,9 +84,8 @@ class Ranks:
         self._between_hosts = self._group(columns, "gloo", _UNLIMITED)  # of host memory
         self._leaders = self._group([self.hosts.leaders], "gloo", limit)
         self.sequence_ranks = sequence_ranks
-        first = self.rank // sequence_ranks * sequence_ranks
         sequences = [range(n, n + sequence_ranks) for n in range(0, self.size, sequence_ranks)]
-        self.sequence = SequenceRanks(self.rank - first, self._group(sequences, lanes, limit), self._finish)
+        self.sequence = SequenceRanks(self.rank % sequence_ranks, self._group(sequences, lanes, limit), self._finish)
         self.exchanges = Exchanges(self.hosts, device, lane, across, host, self._finish)
         self._own_groups = self._groups  # writers of checkpoints add theirs, and end them
 
@@ -346,7 +346,7 @@ def connect(device: torch.device, timeout_s: float | None, peer_copies: bool | N
     ranks = Ranks(device, timeout_s, mesh, sequence_ranks)
     ranks.connect_host()
     ranks.exchanges.connect(peer_copies, lambda yes: all(ranks.agree("stream", yes)))
-    if sequence_ranks > 1:
+    if sequence_ranks > 1:  # NCCL connects in its first collective
         ranks.sequence.all_to_all(torch.zeros(sequence_ranks, device=device))
     return ranks
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from megacompile.errors import LaneError, RankError, UnsupportedError, named_line
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.graph.sequences import SHIFTED
+from megacompile.inputs import packed_layout
 from megacompile.inputs.batch import BatchArguments, RepackedCaptures
 from megacompile.inputs.packed_layout import Grouping, Layout, Span, array_of, lengths_of_rows, of_length
 from megacompile.inputs.repacking import Captures
@@ -114,14 +115,14 @@ def joined(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments,
         listed = "; ".join(f"rank {rank}: {each.described()}" for rank, each in enumerate(all_ranks))
         raise UnsupportedError(f"the ranks' batches have different arguments: pass the same arguments on every rank ({listed})")
     captured = captures.serve(key).captured
-    if _may_share_rows(all_ranks) and captured.has_loss_denominator and not captured.totals:
+    exchangeable = _may_exchange_rows(all_ranks) and captured.has_loss_denominator and not captured.totals
+    if exchangeable and all(each.packed for each in all_ranks):
         shared = _shared_out(ranks, captures, given, doing)
         if captured.holds_at(shared.length):
             total = ranks.size * shared.rows
             return _with_all_counts(shared, all_ranks, captured), given, AllRows(ranks.rank * shared.rows, total, {})
     _check(captured, all_ranks, key)
-    if _may_be_dealt(all_ranks) and captured.has_loss_denominator and (
-            dealt := _dealt(ranks, captures, given, key, doing)) is not None:
+    if exchangeable and _may_be_dealt(all_ranks) and (dealt := _dealt(ranks, captures, given, key, doing)) is not None:
         return (_with_all_counts(dealt, all_ranks, captured), given,
                 AllRows(ranks.rank * dealt.rows, ranks.size * dealt.rows, {}))
     rows, length = max(each.rows for each in all_ranks), max(each.length for each in all_ranks)
@@ -160,22 +161,23 @@ def _padding_changes_loss(all_ranks: list[_Summary]) -> bool:
     return any(each.length < longest and not each.may_grow for each in all_ranks)
 
 
-def _may_share_rows(all_ranks: list[_Summary]) -> bool:
-    """True if any rank may compute any sequence: it divides all losses by one number, its own. Raises `UnsupportedError` if
-    only some callers give a denominator."""
+def _may_exchange_rows(all_ranks: list[_Summary]) -> bool:
+    """True if any rank may compute any row: only the loss is read, and one number divides all losses. Raises `UnsupportedError`
+    if only some callers give a denominator."""
     own = {rank: each.denominator for rank, each in enumerate(all_ranks) if each.denominator is not None and not each.counted}
     if own and (without := next((rank for rank in range(len(all_ranks)) if rank not in own), None)) is not None:
         raise UnsupportedError(f"num_items_in_batch is passed on rank {next(iter(own))} and not on rank {without}, so that "
                                "their losses have different scales: pass it on every rank, or on none")
-    return all(each.packed and each.only_loss for each in all_ranks) and len({*own.values()}) <= 1
+    return all(each.only_loss for each in all_ranks) and len({*own.values()}) <= 1
 
 
 def _may_be_dealt(all_ranks: list[_Summary]) -> bool:
-    """True if any rank may compute any row as it is: only the loss is read, and one number divides all losses."""
-    denominators = {each.denominator for each in all_ranks if not each.counted}
-    same = {each.key.further for each in all_ranks}
-    return len(same) == 1 and len(denominators) <= 1 and all(
-        each.only_loss and each.may_grow and not each.packed and each.key.sequence_ranks == 1 for each in all_ranks)
+    """True if rows that are not packed may change their rank and their length, and have enough padding for groups to pay."""
+    size = len(all_ranks)
+    slots = size * max(each.rows for each in all_ranks) * max(each.length for each in all_ranks)
+    padding = slots - sum(each.useful_tokens for each in all_ranks)
+    return padding >= size * packed_layout.TOKENS_OF_A_GROUP and len({each.key.further for each in all_ranks}) == 1 and all(
+        each.may_grow and not each.packed and each.key.sequence_ranks == 1 for each in all_ranks)
 
 
 def _dealt(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments, key: CaptureKey,
@@ -199,8 +201,8 @@ def _dealt(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments, key:
     lengths = lengths_of_rows(array_of(whole[_PRESENT]), [whole[name] for name in captured.labels if name in whole])
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     rounds = [order[first:first + ranks.size] for first in range(0, len(order), ranks.size)]
-    size, usual = (len(rounds), longest), repacking.usual
-    layout = groups_of(captured, whole, size, [lengths[each[0]] for each in rounds], usual, grouping)
+    longest_of_rounds = [lengths[each[0]] for each in rounds]
+    layout = groups_of(captured, whole, (len(rounds), longest), longest_of_rounds, repacking.usual, grouping)
     if layout is None:
         return None
     # Every second round is dealt backwards, so that no rank always has the longer row. The last may have too few rows.
@@ -208,14 +210,12 @@ def _dealt(ranks: Ranks, captures: RepackedCaptures, given: BatchArguments, key:
     chosen = torch.tensor([each[min(ranks.rank, len(each) - 1)] for each in dealt])
     empty = torch.tensor([ranks.rank >= len(each) for each in dealt])
 
-    def part(name: str) -> Tensor:
-        tensor = whole[name][chosen]
-        if name in captured.labels:
-            tensor[empty] = IGNORED
-        return layout.pack(tensor, IGNORED if name in captured.labels else 0)
-
-    inputs = {name: part(name) for name in given.inputs}
-    return replace(given, inputs=inputs, rows=len(dealt), length=layout.length, present=part(_PRESENT), layout=layout)
+    own = {name: tensor[chosen] for name, tensor in whole.items()}
+    for name, nothing in {_PRESENT: False, **dict.fromkeys(captured.labels, IGNORED)}.items():
+        own[name][empty] = nothing
+    present = layout.pack(own.pop(_PRESENT))
+    inputs = {name: padded(name, tensor, layout, captured.labels) for name, tensor in own.items()}
+    return replace(given, inputs=inputs, rows=len(dealt), length=layout.length, present=present, layout=layout)
 
 
 def _with_all_counts(given: BatchArguments, all_ranks: list[_Summary], captured: CapturedModel) -> BatchArguments:

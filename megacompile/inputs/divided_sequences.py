@@ -46,18 +46,16 @@ def divided(captures: RepackedCaptures, given: BatchArguments, position: int, ra
     wanted = rounded(longest, usual) if enabled and not is_usual(longest) else longest
     wanted = -(-wanted // ranks) * ranks
     size, documents = (given.rows, given.length), POSITIONS in given.inputs
-    counted = torch.arange(given.length).expand(size)
-    positions = given.inputs[POSITIONS].cpu() if documents else counted
-    begins = torch.ones(size, dtype=torch.int32)
-    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    positions = given.inputs[POSITIONS].cpu() if documents else torch.arange(given.length).expand(size)
     padding = RightPadding(size, wanted)
     whole = {name: padded(name, tensor, padding, captured.labels) for name, tensor in given.inputs.items()}
     (labels,) = (whole[name] for name in captured.labels)
     # Padding repeats the last position: a table of positions may have no more.
-    more = positions[:, -1:].expand(-1, wanted - given.length)
-    whole |= {POSITIONS: torch.cat([positions, more], dim=1),
-              SHIFTED: torch.cat([labels[:, 1:], labels.new_full((given.rows, 1), IGNORED)], dim=1)}
+    whole |= {POSITIONS: torch.cat([positions, positions[:, -1:].expand(-1, wanted - given.length)], dim=1),
+              SHIFTED: torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)}
     if documents:
+        begins = torch.ones(size, dtype=torch.int32)
+        begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
         whole[DOCUMENTS] = padding.pack(begins, 1).cumsum(1, dtype=torch.int32)
     length = wanted // ranks
 
@@ -85,9 +83,7 @@ def _check(captures: RepackedCaptures, given: BatchArguments) -> None:
     if MASK in given.inputs:
         raise UnsupportedError(f"{_TOGETHER}, and a mask would have to say what tokens of other ranks see: pad on the right, "
                                "label padding -100, and leave attention_mask out of batches with position_ids")
-    others = [*given.inputs.keys() - {*captured.labels, POSITIONS, *captured.batch_inputs}, *captured.batch_inputs[1:]]
-    others = [name for name in others if name not in captured.labels]
+    others = [name for name in given.inputs if name not in (captured.batch_inputs[0], POSITIONS, *captured.labels)]
     if others or captured.image_positions or captured.patches:
         what = ", ".join(others) or "images"
         raise UnsupportedError(f"{_TOGETHER}, which is not supported for batches with {what}: leave the dimension out")
-

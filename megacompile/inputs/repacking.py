@@ -110,11 +110,11 @@ class Wanted(enum.Enum):
 class Repacking:
     """Packs the batches of one streamed model. `any_length`: kernels serve rows of any length. `alone`: no other rank trains
     the model, so rows are packed once, and grouped if they are not packed (`grouping`; all ranks' rows by `grouping_of_ranks`).
-    `least`: the usual length of packed
-    rows. `usual`: the length of the longest rows that are not packed, which determines their widths (`rounded`); set it if it
-    is known better than by the option `repack`. State: for each capture key, why attention does not read its packed batches
-    (`_unread`), determined for the first batch that needs it; and the calls in which sequences of a row read each other
-    (`_across`), until a warning names them. `_told`: the reasons for padding in earlier warnings."""
+    `least`: the usual length of packed rows. `usual`: the length of the longest rows that are not packed, which determines
+    their widths (`rounded`); set it if it is known better than by the option `repack`. State: for each capture key, why
+    attention does not read its packed batches (`_unread`), determined for the first batch that needs it; and the calls in which
+    sequences of a row read each other (`_across`), until a warning names them. `_told`: the reasons for padding in earlier
+    warnings."""
 
     def __init__(self, captures: Captures, option: bool | int, any_length: bool, alone: bool = True) -> None:
         self.captures = captures

@@ -153,7 +153,7 @@ def across_tokens(graph: fx.Graph, symbols: dict[sympy.Symbol, sympy.Symbol]) ->
         if node.op != "call_function" or is_size(node):
             continue
         counts = packet(node) not in TAKING_SIZES and any(_counts(used, layout) for used in node.all_input_nodes)
-        sees = any(_counts_in(value, layout) for each in (*node.all_input_nodes, node) for value in tensors(each))
+        sees = any(has_tokens(each, layout) for each in (*node.all_input_nodes, node))
         if counts or roles.get(node) == SUM or (sees and node not in roles and not is_view(node)):
             return node  # type: ignore[no-any-return]
     return None
@@ -163,8 +163,9 @@ def _counts(node: fx.Node, layout: Layout) -> bool:
     return is_size(node) and bool({layout.batch, layout.length} & layout.size(node.meta["val"]).free_symbols)
 
 
-def _counts_in(value: Tensor, layout: Layout) -> bool:
-    return any(layout.length in layout.size(size).free_symbols for size in value.shape)
+def has_tokens(node: fx.Node, layout: Layout) -> bool:
+    """True if the shape of a tensor that a node makes depends on the number of tokens."""
+    return any(layout.length in layout.size(size).free_symbols for value in tensors(node) for size in value.shape)
 
 
 def _role(node: fx.Node, layout: Layout, made: Sequence[int | None]) -> str | None:

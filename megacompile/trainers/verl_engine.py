@@ -426,10 +426,7 @@ class MegacompileEngine(BaseEngine):
 
     def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
         """What changed in this rank's shards since the last call, or since `prime_delta_snapshots`."""
-        def entry(name: str, spec: Any, place: Any, indices: Tensor, values: Tensor) -> Any:
-            return _hf_entry_identity(name, spec, place, indices, values)
-
-        return hf_delta_export(self._shards(), self._delta_shard_snap, entry), None
+        return hf_delta_export(self._shards(), self._delta_shard_snap, _hf_entry_identity), None
 
     # ---------------------------------------------------------------- checkpoints
     def save_checkpoint(self, local_path: str, hdfs_path: str | None = None, global_step: int = 0,

@@ -89,6 +89,10 @@ _FAMILIES = {"weights": Family.WEIGHTS, "reduced": Family.GRADIENTS, "staging": 
 _UPDATED_THERE = {"weights": Family.UPDATED_WEIGHTS, "state": Family.UPDATED_STATE, "gradients": Family.UPDATED_GRADIENTS,
                   "reduced": Family.UPDATED_GRADIENTS}
 
+#: Kinds of values of tiles that visit the device. Tiles do so one after the other, boundary tiles too: their chunks are no
+#: larger.
+_VISITING = {"visiting": Family.VISITING, "momentum": Family.MOMENTUM}
+
 
 class _Places:
     """Assigns slots in one section. State: for each group of slots that take turns (named by its first slot), the number of
@@ -129,8 +133,8 @@ class _Places:
                 return SlotName(Family.HELD, number=self.plan.held_state.index(tile))
             updated_there = self.plan.placement(tile).updated is Updated.ON_DEVICE
             return SlotName(_UPDATED_THERE[kind or ""] if updated_there else Family.RESIDENT, number=self.numbers[tile])
-        if kind in ("visiting", "momentum"):  # tiles visit one after the other, boundary tiles too: their chunks are no larger
-            return self._take(SlotName(Family.VISITING if kind == "visiting" else Family.MOMENTUM), 1)
+        if kind in _VISITING:
+            return self._take(SlotName(_VISITING[kind]), 1)
         if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
         family = _FAMILIES[kind or ""]

@@ -20,7 +20,19 @@ from torch import Tensor, fx
 
 from megacompile.compat.core import LazyGraphModule
 from megacompile.ir.token_loop import TokenLoop, Tokens, Total, total_dtype
-from megacompile.ir.tokenwise import SUM, TAKING_SIZES, TOKENWISE, Layout, is_gemm, is_size, is_view, packet, role, tensors
+from megacompile.ir.tokenwise import (
+    SUM,
+    TAKING_SIZES,
+    TOKENWISE,
+    Layout,
+    has_tokens,
+    is_gemm,
+    is_size,
+    is_view,
+    packet,
+    role,
+    tensors,
+)
 from megacompile.passes.template import Target
 
 
@@ -104,8 +116,7 @@ class Stretches:
         return node in self.roles and any(isinstance(u.meta.get("val"), tuple | list) for u in self.inputs[node])
 
     def _sees_tokens(self, node: fx.Node) -> bool:
-        sizes = (size for each in (*self.inputs[node], node) for value in tensors(each) for size in value.shape)
-        return any(self.layout.length in self.layout.size(size).free_symbols for size in sizes)
+        return any(has_tokens(each, self.layout) for each in (*self.inputs[node], node))
 
     # ---------------------------------------------------------------- what crosses
     def _needed(self, number: int) -> list[fx.Node]:

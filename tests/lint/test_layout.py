@@ -19,9 +19,9 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 #: The most lines that each package may have ("" has the modules directly in `megacompile/`). Lower a number as code goes. A
 #: feature that raises one says in its commit what the lines buy.
 BUDGET = {
-    "": 3973, "checkpoint": 1406, "codegen": 778, "compat": 795, "finetuning": 3196, "frontend": 10144, "inference": 579,
-    "inputs": 2170, "ir": 3069, "passes": 2563, "planning": 2896, "predict": 1579, "runtime": 6510, "streaming": 7265,
-    "system": 858, "tools": 1131, "trainers": 1280, "verify": 1668, "weights": 2378,
+    "": 3973, "checkpoint": 1406, "codegen": 778, "compat": 795, "finetuning": 3196, "frontend": 10142, "inference": 579,
+    "inputs": 2166, "ir": 3070, "passes": 2578, "planning": 2896, "predict": 1579, "runtime": 6510, "streaming": 7265,
+    "system": 858, "tools": 1131, "trainers": 1277, "verify": 1668, "weights": 2378,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 

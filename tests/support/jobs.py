@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ _SIZES = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_h
               num_key_value_heads=1, max_position_embeddings=64)
 
 
-def _model(config: str, **changes: Any) -> Any:
+def model_of(config: str, **changes: Any) -> Any:
+    """A small model of a family, by the name of its config."""
     import transformers
 
     torch.manual_seed(0)
@@ -29,11 +30,11 @@ def _model(config: str, **changes: Any) -> Any:
 
 
 def qwen2() -> Any:
-    return _model("Qwen2Config", tie_word_embeddings=False)
+    return model_of("Qwen2Config", tie_word_embeddings=False)
 
 
 def llama() -> Any:
-    return _model("LlamaConfig", tie_word_embeddings=True)
+    return model_of("LlamaConfig", tie_word_embeddings=True)
 
 
 def on_rank_0() -> Any:
@@ -52,11 +53,11 @@ def gpt2() -> Any:
 
 
 def qwen3() -> Any:
-    return _model("Qwen3Config", head_dim=8)
+    return model_of("Qwen3Config", head_dim=8)
 
 
 def experts() -> Any:
-    return _model("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, output_router_logits=False)
+    return model_of("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, output_router_logits=False)
 
 
 def adapters() -> Any:
@@ -255,16 +256,24 @@ def main() -> None:
     from megacompile import api
 
     api.capture = alike_models.capture_once  # most jobs train the same model
+
+    def train_kind(job: str, rank: int) -> dict[str, Any]:
+        name, _, kind = job.partition("|")
+        return train(name, rank, **({"reference": True} if kind == "reference" else {}))
+
+    run(sys.argv[1:], train_kind)
+
+
+def run(jobs: Sequence[str], train: Callable[[str, int], dict[str, Any]]) -> None:
+    """Runs jobs in a rank. Writes what each had at its end, or its error."""
     rank, folder = int(os.environ["RANK"]), Path(os.environ["RESULTS"])
-    for name in sys.argv[1:]:
-        name, _, kind = name.partition("|")
-        more = {"reference": True} if kind == "reference" else {}
+    for job in jobs:
         try:
-            found = train(name, rank, **more)
+            found = train(job, rank)
         except Exception:  # the test of this job says what it was, and the other jobs go on
             traceback.print_exc()
             found = {"error": traceback.format_exc()}
-        torch.save(found, folder / f"{name}|{kind}.{rank}.pt")
+        torch.save(found, folder / f"{job}.{rank}.pt")
     (folder / f"{rank}.json").write_text(json.dumps("done"))
 
 

@@ -2,50 +2,21 @@
 ...` in each rank."""
 from __future__ import annotations
 
-import json
+import functools
 import os
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import jobs
 import torch
+from jobs import DEVICE, VOCABULARY, adapters, gpt2
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-STEPS, VOCABULARY, LR = 4, 64, 1e-2
-DEVICE = os.environ.get("JOB_DEVICE", "cpu")
-_SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
-              num_key_value_heads=2, max_position_embeddings=64)
-
-
-def model_of(config: str, **changes: Any) -> Any:
-    """A small model of a family, by the name of its config."""
-    import transformers
-
-    torch.manual_seed(0)
-    made = getattr(transformers, config)(**{**_SIZES, "use_cache": False, **changes})  # with a cache, rows are one document
-    return transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").train()
-
-
-def gpt2() -> Any:
-    return model_of("GPT2Config", n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0,
-                    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0))
-
-
-def adapters() -> Any:
-    import peft
-
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"])
-    model = peft.get_peft_model(model_of("Qwen2Config"), config)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.02)
-    return model
+STEPS, LR = 4, 1e-2
+#: Heads that ranks can divide. With a cache, rows of native PyTorch are one document.
+model_of = functools.partial(jobs.model_of, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
 
 
 def rows(copy: int, step: int, length: int = 16) -> dict[str, Tensor]:
@@ -159,17 +130,5 @@ def train_native(name: str, copies: int) -> dict[str, Any]:
             "evaluated": evaluated}
 
 
-def main() -> None:
-    rank, folder, copies = int(os.environ["RANK"]), Path(os.environ["RESULTS"]), int(sys.argv[1])
-    for name in sys.argv[2:]:
-        try:
-            found = train(name, rank, copies)
-        except Exception:  # the test of this job says what it was, and the other jobs go on
-            traceback.print_exc()
-            found = {"error": traceback.format_exc()}
-        torch.save(found, folder / f"{name}.{rank}.pt")
-    (folder / f"{rank}.json").write_text(json.dumps("done"))
-
-
 if __name__ == "__main__":
-    main()
+    jobs.run(sys.argv[2:], functools.partial(train, copies=int(sys.argv[1])))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import Job, start
 from sequence_jobs import JOBS, train_native
-from torch import Tensor
+from test_ranks_parity import distance
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sequence_jobs.py"
 #: (ranks, copies, jobs). With two copies, each trains other rows. All but the first two run on demand.
@@ -32,22 +32,16 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return copies, {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)] for name in jobs}
 
 
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The norm of the difference over that of what is expected."""
-    def norm(tensors: list[Tensor]) -> float:
-        return float(torch.cat([each.detach().double().flatten() for each in tensors]).norm())
-    assert found.keys() == expected.keys()
-    return norm([found[name] - expected[name] for name in found]) / norm([*expected.values()])
-
-
 def assert_trained(name: str, found: dict[str, Any], expected: dict[str, Any], drift: float = 2e-5) -> None:
     """That a rank has the results of native PyTorch. `drift`: of weights, relative."""
     assert "error" not in found, f"{name}: {found['error']}"
     assert found["losses"] == pytest.approx(expected["losses"], abs=max(1e-5, drift)), name
     assert found["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-4 + drift), name
-    assert difference(found["weights"], expected["weights"]) < drift, name
+    assert found["weights"].keys() == expected["weights"].keys(), name
+    assert distance(found["weights"], expected["weights"]) < drift * distance(expected["weights"]), name
     if name != "arrival":
-        assert difference(found["gradients"], expected["gradients"]) < 1e-5, name
+        assert found["gradients"].keys() == expected["gradients"].keys(), name
+        assert distance(found["gradients"], expected["gradients"]) < 1e-5 * distance(expected["gradients"]), name
         assert found["norm"] == pytest.approx(expected["norm"], rel=max(1e-4, drift)), name
 
 

@@ -27,7 +27,7 @@ from megacompile.frontend.templates.across_rows import mixing_of_tokens
 from megacompile.frontend.templates.template import Call, Source, Template
 from megacompile.frontend.tracing.layer_calls import source_line
 from megacompile.ir.plan import PLAIN, CaptureKey
-from megacompile.ir.tokenwise import packet, tensors
+from megacompile.ir.tokenwise import Layout, has_tokens, packet, tensors
 
 ops = torch.ops.megacompile
 #: The batch argument with the number of each token's document in its row, int32 [B, T]; and the one with the token that each
@@ -68,7 +68,7 @@ def divide_attention(section: Section, key: CaptureKey, fakes: Any) -> Section:
     sources, documents = list(section.sources), None
     for node in section.graph.graph.nodes:
         if node.op != "placeholder" and key.documents and documents is None:
-            documents = _documents(graph, next(iter(copies.values())), mixers[0], fakes)
+            documents = _documents(graph, mixers[0], fakes)
             sources.append(Source("batch", DOCUMENTS))
         if node in mixers:
             copies[node] = _divided(graph, node, copies, key.sequence_ranks, documents, fakes)
@@ -83,7 +83,7 @@ def divide_attention(section: Section, key: CaptureKey, fakes: Any) -> Section:
     return dataclasses.replace(section, graph=divided, sources=sources)
 
 
-def _documents(graph: fx.Graph, first: fx.Node, attention: fx.Node, fakes: Any) -> fx.Node:
+def _documents(graph: fx.Graph, attention: fx.Node, fakes: Any) -> fx.Node:
     """A placeholder for the numbers of documents."""
     batch, _, length, _ = attention.args[0].meta["example_value"].shape  # type: ignore[union-attr]
     node = graph.placeholder(DOCUMENTS)
@@ -111,10 +111,12 @@ def _divided(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], 
     given: Any = fx.map_arg(node.args, copies.__getitem__)
     query, key, value, *options = given
     heads, groups = (int(each.meta["example_value"].shape[1]) for each in (query, key))
-    if heads % ranks:  # a rank's heads may be of several groups
+    if heads % ranks == 0 and groups % ranks == 0:
+        repeats = 1
+    elif heads % ranks == 0 and ranks % groups == 0:
+        repeats = ranks // groups
+    else:  # a rank's heads may be of several groups
         repeats = heads // groups
-    else:
-        repeats = 1 if groups % ranks == 0 else ranks // groups if ranks % groups == 0 else heads // groups
     arguments: list[Any] = [exchanged(query, 1), exchanged(key, repeats), exchanged(value, repeats), *options]
     if documents is not None:
         arguments[6:8] = ["packed", call(ops.all_tokens.default, documents, ranks)]
@@ -130,7 +132,7 @@ def check_divided(key: CaptureKey, templates: Mapping[str, Template], calls: Seq
     numbers the tokens that it has, or if the loss does not take the targets of tokens."""
     if key.sequence_ranks == 1:
         return
-    kinds = {source.kind: call.name for call in calls for source in call.sources}
+    kinds = {source.kind for call in calls for source in call.sources}
     if what := next((what for kind, what in _OF_ALL_TOKENS.items() if kind in kinds), None):
         raise UnsupportedError(f"{name} {what}, which needs all tokens of a row in one place: leave the mesh's dimension "
                                "sequence out")
@@ -138,7 +140,7 @@ def check_divided(key: CaptureKey, templates: Mapping[str, Template], calls: Seq
         if found := why_not_divided(templates[template]):
             raise UnsupportedError(f"{call.name} computes with several tokens of a row by {found}, and a rank has only some of "
                                    "them: leave the mesh's dimension sequence out")
-    if has_loss and not {SHIFTED} <= _read_by(templates[calls[-1].template], calls[-1]):
+    if has_loss and SHIFTED not in _read_by(templates[calls[-1].template], calls[-1]):
         raise UnsupportedError(f"the loss of {name} shifts its labels by itself, and a token's target may be on another rank: "
                                f"take {SHIFTED} in its forward, as losses of transformers do, or leave the mesh's dimension "
                                "sequence out")
@@ -154,25 +156,21 @@ def _read_by(template: Template, call: Call) -> set[str]:
 def why_not_divided(template: Template) -> str:
     """The name of an op that needs other tokens than those that a rank has, or gets them without an exchange; "" if none is
     known."""
-    numbers: set[fx.Node] = set()  # of tokens, counted from the first one that a rank has
+    layout = Layout(template.renaming)
+    counted: dict[fx.Node, str] = {}  # numbers of tokens, from the first one that a rank has -> the op that counts them
     for node in template.forward_graph().nodes:
         name = str(packet(node)).rpartition(".")[2]
-        if name in _COUNTING and _has_tokens(node, template):
-            numbers.add(node)
-        elif not numbers.isdisjoint(node.all_input_nodes) and node.op == "call_function":
-            if name in _CHOOSING and node.args[0] not in numbers and _has_tokens(node.args[0], template):
+        if name in _COUNTING and has_tokens(node, layout):
+            counted[node] = name
+        elif node.op == "call_function" and (read := [each for each in node.all_input_nodes if each in counted]):
+            if name in _CHOOSING and node.args[0] not in counted and has_tokens(node.args[0], layout):
                 continue  # tokens in another order: experts take theirs so
             if any(value.is_floating_point() for value in tensors(node)):
-                return next(str(packet(each)).rpartition(".")[2] for each in numbers)
-            numbers.add(node)
+                return counted[read[0]]
+            counted[node] = counted[read[0]]
         if op_name(node.target) == "megacompile.attention" and not _is_exchanged(node):
             return "attention without an exchange"
     return mixing_of_tokens(template)
-
-
-def _has_tokens(node: Any, template: Template) -> bool:
-    length = template.symbols[1]
-    return any(length in template.symbolic(size).free_symbols for value in tensors(node) for size in value.shape)
 
 
 def _is_exchanged(attention: fx.Node) -> bool:
