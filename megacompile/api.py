@@ -99,6 +99,9 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
         device_bytes -= ranks.exchanges.device_bytes  # what is free does not contain them
     agreed: list[str] = []
     if ranks is not None:
+        if ranks.hosts.spread > 1 and config.disk is not None:
+            raise UnsupportedError("disk keeps moments in files of one host, and this copy of the model is divided among "
+                                   "hosts: leave disk out, or divide the copy among more hosts")
         fill_buffers(model, ranks)
         there //= ranks.hosts.beside  # they share the machine's memory
         # all ranks must make the same plans

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megacompile.errors import LaneError
 from megacompile.runtime.memory.shards import held_by
+from megacompile.runtime.memory.state_layout import scale_of
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.runtime.ranks import Ranks
 from megacompile.system.host_memory import PAGE
@@ -106,6 +107,22 @@ def memory_of(tile: HostTile, parts: Collection[str], runs: Runs) -> Iterator[Te
         for first, last in within(runs, s.start, s.stop) if s.trainable else ():
             moments = layout.state_layout.at(tile.moments, position, first, last)
             yield from (each.view(torch.uint8) for each in (*moments.values, *moments.scales))
+
+
+def parts_of_run(tile: HostTile, position: int, first: int, last: int) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors of the elements [first, last) of a parameter, with their names in a checkpoint: "weight", "remainder",
+    and those of the optimizer's state."""
+    s, layout = tile.layout.slices[position], tile.layout
+    yield "weight", layout.flat(tile.weights)[s.start + first:s.start + last]
+    if not s.trainable:
+        return
+    if tile.remainder is not None:
+        yield "remainder", tile.remainder[s.start + first:s.start + last]
+    if tile.moments:
+        state = layout.state_of(position)
+        moments = layout.state_layout.at(tile.moments, position, first, last)
+        yield from zip(state.moments, moments.values, strict=True)
+        yield from zip(map(scale_of, state.moments), moments.scales, strict=False)
 
 
 # -------------------- Exchanges of a tile's memory between the hosts of a copy. The first rank of each of them makes them

@@ -313,8 +313,10 @@ class StateMemory:
         return moment
 
     def put(self, key: str, value: Tensor) -> None:
-        """Writes what this host has of a part of the state, or of the remainder."""
-        put(self._tile, self._position, key, value)
+        """Writes what this host has of a part of the state, or of the remainder. A value on the meta device is written by
+        whoever loads it."""
+        if not value.is_meta:
+            put(self._tile, self._position, key, value)
 
     def fetch(self, stored: OnDisk) -> Fetched:
         """Reads a tensor on disk into new memory, after the update in flight. Raises `DiskError`, `InsufficientMemoryError`."""

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from megacompile.compat.core import pytree
 from megacompile.errors import UnsupportedError
-from megacompile.runtime.memory.divided import within
-from megacompile.runtime.memory.state_layout import scale_of
+from megacompile.runtime.memory.divided import parts_of_run, within
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import HostTile
 from megacompile.runtime.optimizer.state_format import BLOCK
@@ -92,21 +91,10 @@ def own_values(tile: HostTile, position: int, part: str) -> Iterator[tuple[slice
     or a name in the optimizer's state."""
     s, layout = tile.layout.slices[position], tile.layout
     for first, last in within((slice(0, layout.elements),) if tile.here is None else tile.here, s.start, s.stop):
-        chosen = slice(first, last)
-        if part == "weight":
-            yield chosen, layout.flat(tile.weights)[s.start + first:s.start + last]
-        elif part == "remainder":
-            assert tile.remainder is not None, f"{s.name} has no remainder"
-            yield chosen, tile.remainder[s.start + first:s.start + last]
-        else:
-            state = layout.state_of(position)
-            moments = layout.state_layout.at(tile.moments, position, first, last)
-            for name, values in zip(state.moments, moments.values, strict=True):
-                if name == part:
-                    yield chosen, values
-            for name, scales in zip(state.moments, moments.scales, strict=False):
-                if scale_of(name) == part:
-                    yield slice(first // BLOCK, state.format.scales(last)), scales
+        for name, memory in parts_of_run(tile, position, first, last):
+            if name == part:
+                scales = memory.numel() < last - first
+                yield slice(first // BLOCK, first // BLOCK + memory.numel()) if scales else slice(first, last), memory
 
 
 def put(tile: HostTile, position: int, part: str, values: Tensor) -> None:
