@@ -4,6 +4,8 @@ hosts.
 from __future__ import annotations
 
 import itertools
+import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,12 @@ import pytest
 import torch
 import transformers
 from jobs import JOBS
-from processes import start
+from processes import Job, start
 from test_ranks_parity import chosen, found_by
+from torch.utils import _pytree as pytree
+
+from megacompile.checkpoint import latest_checkpoint
+from megacompile.checkpoint.loading import read_extra
 
 JOB = Path(__file__).parents[1] / "support" / "jobs.py"
 #: (ranks, job): those that every run of the tests includes. The others run on demand.
@@ -257,3 +263,69 @@ def test_a_checkpoint_is_written_by_shards_and_read_by_any_number_of_hosts(
         assert after["losses"] == pytest.approx(before["later"], rel=5e-3)
     names = [sum(each.startswith("tensors-") for each in run["files"]) for run in moved]
     assert names[0] == names[2] == names[4] > names[1] == names[3]
+
+
+#: Trains from the latest checkpoint to the last step, and saves after each step.
+KILLED = """
+import json, os, sys, torch
+from pathlib import Path
+from torch.distributed.device_mesh import init_device_mesh
+from megacompile.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint
+from rank_models import *
+
+folder, stop = Path(sys.argv[1]), int(sys.argv[2])
+torch.distributed.init_process_group("gloo")
+model = streamed(bf16=True, mesh=init_device_mesh("cpu", (SIZE,)))
+optimizer = adamw(model)
+begin = load_checkpoint(folder, model, optimizer)["step"] if latest_checkpoint(folder) else 0
+with CheckpointWriter(folder, model, optimizer, keep=2) as writer:
+    for step in range(begin, stop):
+        steps(model, optimizer, [step], whole=step % 2 == 0)
+        writer.save({"step": step + 1})
+        (Path(os.environ["RESULTS"]) / "training").touch()
+    writer.wait()
+weights, state = copies(model, optimizer)
+torch.save((weights, state["state"]), Path(os.environ["RESULTS"]) / f"{RANK}.pt")
+(Path(os.environ["RESULTS"]) / f"{RANK}.json").write_text(json.dumps(begin))
+"""
+STOP, KILLS = 40, 20
+
+
+@pytest.mark.nightly(held_by="tests/system/test_ranks_divided.py::"
+                             "test_a_checkpoint_is_written_by_shards_and_read_by_any_number_of_hosts")
+def test_a_host_that_is_killed_at_random_moments_loses_no_bit(start_job: Callable[..., Job], tmp_path: Path) -> None:
+    """One host of two is killed over and over. What resumes from the last checkpoint ends as a run that was never killed."""
+    def run(folder: Path) -> Job:
+        return start_job(KILLED, 2, str(folder), str(STOP), hosts=2)
+
+    def trains(job: Job) -> None:
+        while not (job.folder / "training").exists() and job.processes[0].poll() is None:
+            time.sleep(0.01)
+
+    whole = run(tmp_path / "whole")
+    trains(whole)
+    begun = time.monotonic()
+    whole.results()
+    lasts, draw = time.monotonic() - begun, random.Random(0)
+    kills, resumed, compared = 0, set[int](), 0
+    while kills < KILLS:
+        folder, ended = tmp_path / f"killed {compared}", False
+        while not ended:
+            job = run(folder)
+            if started := draw.random() < 0.8:
+                trains(job)
+            if kills < KILLS:
+                time.sleep(draw.random() * (lasts if started else 4))
+                # While the processes find each other, torchrun ends those that are left.
+                for process in job.processes if not started else job.processes[draw.randrange(2):][:1]:
+                    process.kill()
+            ended = job.wait(90) == [0, 0]
+            kills += not ended
+            latest = latest_checkpoint(folder)
+            resumed.add(0 if latest is None else read_extra(folder)["step"])
+        for rank in range(2):
+            one, other = (dict(pytree.tree_flatten_with_path(torch.load(each.folder / f"{rank}.pt"))[0])
+                          for each in (whole, job))
+            assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+        compared += 1
+    assert len(resumed) > 5, "kills at few different steps"
