@@ -102,6 +102,9 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
         if ranks.hosts.spread > 1 and config.disk is not None:
             raise UnsupportedError("disk keeps moments in files of one host, and this copy of the model is divided among "
                                    "hosts: leave disk out, or divide the copy among more hosts")
+        if ranks.hosts.spread > 1 and ranks.sequence_ranks > 1:
+            raise UnsupportedError("a copy of the model that is divided among hosts cannot divide sequences too: leave the "
+                                   "mesh's dimension 'sequence' out, or give each host a copy")
         fill_buffers(model, ranks)
         there //= ranks.hosts.beside  # they share the machine's memory
         # all ranks must make the same plans

@@ -193,7 +193,7 @@ def _memories(rows: Rows, identities: Sequence[Identity]) -> Rows:
     if ranks != list(range(len(identities))):
         raise UnsupportedError(f"the mesh has ranks {shortened(str(ranks))} of a job with {len(identities)} ranks: give a mesh "
                                "of all ranks, or start the processes of this model as a job of their own")
-    hosts = []
+    hosts: list[list[int]] = []
     for row in rows:
         there: dict[tuple[str, str], list[int]] = {}
         for rank in row:

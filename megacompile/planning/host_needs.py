@@ -217,7 +217,8 @@ def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, ch
     count = sum(p.numel() for p in model.parameters())
     with_state = "" if choice == EXACT else f" with {choice.options}"
     smaller = _smaller(model, stack, config, choice, needed, available, margin_bytes)
-    options = "\nor ".join([*smaller, "use a host with more memory (host_memory)"])
+    options = "\nor ".join([*smaller, "use a host with more memory (host_memory), or several hosts for one "
+                                    "copy (docs/several-gpus.md)"])
     return InsufficientMemoryError(
         f"training {type(model).__name__} takes {format_bytes(needed + margin_bytes)} of host memory ({count / 1e9:.3g} G "
         f"parameters, {needed / count:.3g} bytes each{with_state}{beside}) and {format_bytes(available)} are available: "

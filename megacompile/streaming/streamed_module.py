@@ -205,7 +205,8 @@ class StreamedPretrained(StreamedModule):
         except OSError as error:
             raise CheckpointError(f"{directory} could not be saved ({error.strerror}), and its earlier contents are unchanged: "
                                   "free space, or give another folder") from error
-        found, at = {}, 0
+        found: dict[str, Tensor] = {}
+        at = 0
         for layout in self.megacompile.streamed.tiling.host.values():
             flat = layout.flat(memory[at:at + layout.weight_bytes])
             found |= {s.name: flat[s.start:s.stop].view(s.shape) for s in layout.slices}

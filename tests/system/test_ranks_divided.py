@@ -15,6 +15,7 @@ import torch
 import transformers
 from jobs import JOBS
 from processes import Job, start
+from test_published_checkpoints import in_float8, mixture
 from test_ranks_parity import chosen, found_by
 from torch.utils import _pytree as pytree
 
@@ -329,3 +330,41 @@ def test_a_host_that_is_killed_at_random_moments_loses_no_bit(start_job: Callabl
             assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
         compared += 1
     assert len(resumed) > 5, "kills at few different steps"
+
+
+#: Loads a checkpoint of transformers, and a new model whose weights are drawn.
+LOADED = """
+import json, os, sys, torch
+from pathlib import Path
+from torch.distributed.device_mesh import init_device_mesh
+import engine, megacompile
+from rank_models import RANK, SIZE
+
+torch.distributed.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (SIZE,))
+found = {}
+for name in ("plain", "codes"):
+    model = megacompile.from_pretrained(Path(sys.argv[1]) / name, device="cpu", dtype="bfloat16", compile=False, mesh=mesh)
+    store = engine.store(model)
+    remainders = {}
+    for tile_name, tile in store.tiles.items():
+        with store.whole_on_every_host(tile_name, ("remainder",), engine.rank_group(model).ranks, "test"):
+            remainders[tile_name] = tile.remainder.clone()
+    found[name] = model.state_dict(), remainders
+    model.megacompile.close()
+torch.save(found, os.environ["RESULTS"] + f"/{RANK}.pt")
+(Path(os.environ["RESULTS"]) / f"{RANK}.json").write_text(json.dumps(os.environ["RESULTS"]))
+"""
+
+
+def test_each_host_reads_its_runs_of_a_checkpoint(launch: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """In bf16, and in FP8 with scales of blocks, as DeepSeek-V3 is published: experts one by one."""
+    mixture(tmp_path / "plain")
+    mixture(tmp_path / "codes")
+    in_float8(tmp_path / "codes", (16, 16))
+    one, two = (launch(LOADED, 2, str(tmp_path), hosts=hosts) for hosts in (1, 2))
+    for rank in range(2):
+        expected, found = (torch.load(f"{folder[rank]}/{rank}.pt") for folder in (one, two))
+        for name in ("plain", "codes"):
+            for whole, divided in zip(expected[name], found[name], strict=True):
+                assert whole.keys() == divided.keys() and all(torch.equal(whole[key], divided[key]) for key in whole)

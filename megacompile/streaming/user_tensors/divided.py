@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megacompile.compat.core import pytree
+from megacompile.compat.core import as_plain_tensors, pytree
 from megacompile.errors import UnsupportedError
 from megacompile.runtime.memory.divided import parts_of_run, within
 from megacompile.runtime.memory.store import Store
@@ -38,13 +37,13 @@ class _Divided(Tensor):
         if name in ("__get__", "__set__", "__delete__"):
             name = getattr(func.__self__, "__name__", "")
         if name in _TOLD or (name == "copy_" and args[0] is args[1]):
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         what = next((each.of for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Divided)), "this tensor")
         raise UnsupportedError(f"{what} is divided among hosts, and this one has only a part of it: call state_dict() of "
                                "the model or the optimizer on every rank, or load_state_dict to write")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{self.of}: {list(self.shape)}, divided among hosts"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
