@@ -28,14 +28,15 @@ from megacompile.planning.precision import check_float8, check_products
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.backends.threads import ThreadBackend
-from megacompile.runtime.memory.store import WEIGHTS, Store, copy_from_first_host
-from megacompile.runtime.memory.tiles import SharedTileMemory
+from megacompile.runtime.memory.divided import Division
+from megacompile.runtime.memory.store import WEIGHTS, SharedTileMemory, Store, copy_from_first_host
 from megacompile.runtime.ranks import Ranks
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.differentiable_results import refuse_hooks
 from megacompile.streaming.handle import Handle
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import streamed_class
+from megacompile.streaming.user_tensors.divided import divided
 from megacompile.streaming.user_tensors.owners import check_unclaimed, claim
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.progress import under_way
@@ -98,27 +99,38 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
         device_bytes -= ranks.exchanges.device_bytes  # what is free does not contain them
     agreed: list[str] = []
     if ranks is not None:
+        if ranks.hosts.spread > 1 and config.disk is not None:
+            raise UnsupportedError("disk keeps moments in files of one host, and this copy of the model is divided among "
+                                   "hosts: leave disk out, or divide the copy among more hosts")
+        if ranks.hosts.spread > 1 and ranks.sequence_ranks > 1:
+            raise UnsupportedError("a copy of the model that is divided among hosts cannot divide sequences too: leave the "
+                                   "mesh's dimension 'sequence' out, or give each host a copy")
         fill_buffers(model, ranks)
-        there //= ranks.hosts.beside  # each has a copy of the model
+        there //= ranks.hosts.beside  # they share the machine's memory
         # all ranks must make the same plans
         agreed = [name for name in ("device_memory", "host_memory") if getattr(config, name) is None]
         there, device_bytes = map(min, zip(*ranks.agree("stream", (there, device_bytes)), strict=True))
         config = replace(config, device_memory=device_bytes, host_memory=min(there, parse_bytes(config.host_memory) or there))
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes,
                                min(there, parse_bytes(config.host_memory) or there),
-                               *((1, 1) if ranks is None else (ranks.hosts.ranks, ranks.hosts.count)))
+                               *((1, 1) if ranks is None else (ranks.hosts.ranks, ranks.hosts.copies, ranks.hosts.spread)))
     check_tiles(tiling, min(available_host_bytes(), parse_bytes(config.host_memory) or there), config)
     check_device_memory(tiling, device_bytes)
     spend_pinned_memory(tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
     if backend.device.type == "cuda" and config.compile is not False:
         wake_compilers()  # beside the weights
+    division = None if ranks is None else Division.of(tiling.layouts.values(), ranks)
     with under_way(f"moving the weights of {type(model).__name__} into tiles"):
-        store = fill(model, tiling, memory=None if ranks is None else SharedTileMemory(tiling.host.values(), ranks))
+        store = fill(model, tiling, memory=None if ranks is None else SharedTileMemory(tiling.host.values(), ranks, division))
     if ranks is not None:
-        store.divide(tiling.layouts, ranks.hosts.local, ranks.hosts.ranks)
+        store.divide(tiling.layouts, ranks.hosts.local, ranks.hosts.ranks, division)
         ranks.agree("stream")  # every tile of the first host is filled
         copy_from_first_host(store, ranks, WEIGHTS)
         ranks.agree("stream")
+        if division is not None:
+            for name, parameter in model.named_parameters():
+                if name in tiling.position:
+                    divided(parameter, name)
     streamed = Streamed(model, captured, tiling, store, backend, config, ranks, agreed)
     claim(streamed)
     handle = Handle(streamed)
@@ -155,13 +167,13 @@ def make_backend(device: str | torch.device | None) -> Backend:
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,
             example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
             device_bytes: int | None = None, host_bytes: int | None = None,
-            ranks: int = 1, hosts: int = 1, watch: Watch | None = None,
+            ranks: int = 1, hosts: int = 1, spread: int = 1, watch: Watch | None = None,
             choice: StateChoice | None = None) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles, without changing it. `fused_attention`: see
     `Target`. `device_bytes`: the device's memory; with None, experts are split only if the user asks for it. `host_bytes`: the
     host's memory, which is checked before the capture; with None, it is not. `choice`: the optimizer's state; None: it is not
-    known yet. `ranks`: the number of processes of a host, which share the tiles. `hosts`: the number of hosts, each with a copy
-    of them. `watch`: as in `capture`."""
+    known yet. `ranks`: the number of processes that share a copy of the tiles. `hosts`: the number of copies. `spread`: the
+    number of hosts that each is divided among. `watch`: as in `capture`."""
     refuse_virtual_tokens(model)
     with blaming_adapters(model, UnsupportedError):
         refuse_hooks(model)
@@ -179,13 +191,13 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     stack = find_layers(model, layers)
     if host_bytes is not None:
-        check_host_first(model, stack, config, host_bytes, device_type, choice)
+        check_host_first(model, stack, config, host_bytes * spread, device_type, choice)
     pieces = expert_pieces(model, stack, config, device_bytes)
     with blaming_adapters(model, CaptureError):
         captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
                            target=Target(device_type, dtype, fused_attention, config.recipe), loss=config.loss,
                            expert_pieces=pieces, dtype=config.dtype, watch=watch)
     check_products(captured.templates.values(), model, config.recipe)
-    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks, hosts, device_type)
+    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks, hosts, device_type, spread)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling

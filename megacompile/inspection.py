@@ -123,12 +123,13 @@ def _table(program: Program, shown: Shown, fold: bool) -> str:
 
 
 def _json(program: Program, shown: Shown, fold: bool) -> str:
-    """An object with `stage`, `micro_batches`, `ranks`, `hosts`, `tiles`, `calls`, `slots` and `sections`. Each section is
-    the list of its nodes in program order. A node has `name`, `op`, `lane` (or null), `arguments` (other nodes by name), and
-    the places that it `reads` and `writes`."""
+    """An object with `stage`, `micro_batches`, `ranks`, `hosts`, `spread`, `tiles`, `calls`, `slots` and `sections`. Each
+    section is the list of its nodes in program order. A node has `name`, `op`, `lane` (or null), `arguments` (other nodes by
+    name), and the places that it `reads` and `writes`."""
     return json.dumps({
         "stage": program.stage, "micro_batches": program.micro_batches, "ranks": program.ranks,
         "hosts": program.hosts,
+        "spread": program.spread,
         **{kind: [asdict(one) for one in declared] for kind, declared in (
             ("tiles", program.tiles.values()), ("calls", program.calls), ("slots", program.slots.values()))},
         "sections": {name: [_node(node) for node in listed] for name, listed in shown.items()}}, indent=1)

@@ -105,12 +105,12 @@ class Schedule:
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
-             hardware: str | Path | Hardware | None = None, gpus: int = 1, hosts: int = 1, sequence_ranks: int = 1,
-             optim: str = "adamw", optim_args: str | None = None, **options: Any) -> Schedule:
-    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of each of `hosts`
-    hosts. `sequence_ranks` devices have the tokens of each sequence together, and then `batch` sequences are on all of them.
-    `model` may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not
-    need CUDA. Raises what `stream` raises.
+             hardware: str | Path | Hardware | None = None, gpus: int = 1, hosts: int = 1, copies: int | None = None,
+             sequence_ranks: int = 1, optim: str = "adamw", optim_args: str | None = None, **options: Any) -> Schedule:
+    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of each copy of the
+    model. Each of `hosts` hosts has a copy, or `copies` copies are divided evenly among them. `sequence_ranks` devices have the
+    tokens of each sequence together, and then `batch` sequences are on all of them. `model` may be on the meta device; it is
+    not changed. Options as for `stream`; a schedule for device="cuda" does not need CUDA. Raises what `stream` raises.
 
     By default the schedule is for a training loop (forward, backward and step); with `whole_step` it is the single program of
     `train_step`. `update` says when tiles are updated: at the end of the step ("step"), or in the backward as gradients arrive
@@ -128,6 +128,15 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     if gpus % sequence_ranks or length % sequence_ranks:
         raise MegacompileError(f"sequences cannot be divided among {sequence_ranks} of {gpus} GPUs: sequence_ranks must divide "
                                f"the number of GPUs, and the length ({length})")
+    copies = hosts if copies is None else copies
+    check_whole("copies", copies)
+    if hosts % copies or gpus % (hosts // copies):
+        raise MegacompileError(f"{copies} copies of {gpus} GPUs cannot be divided evenly among {hosts} hosts: give hosts a "
+                               "multiple of copies, and gpus a multiple of the hosts of a copy")
+    spread = hosts // copies
+    if spread > 1 and sequence_ranks > 1:
+        raise UnsupportedError("a copy divided among hosts cannot divide sequences too: leave sequence_ranks out, or give each "
+                               "host a copy")
     config = StreamConfig.of(**options)
     if config.deferred_moments and update == "arrival":
         raise MegacompileError("deferred_moments=True is for updates at the end of a step: leave it out, or leave "
@@ -143,7 +152,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     budget = device_budget(config, free_device_bytes(device, hardware))
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget, there,
-                               ranks=gpus, hosts=hosts, choice=choice)
+                               ranks=gpus, hosts=copies, spread=spread, choice=choice)
     if sequence_ranks > 1:
         captured, length = captured.for_key(divided_key(sequence_ranks)), length // sequence_ranks
     if not tiling.trains:
@@ -157,7 +166,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     fused = config.compile if config.compile is not None else device_type == "cuda"
     needed = tiling.host_bytes(gradients=not choice.on_arrival)
     if needed + tiling.margin_bytes > there:
-        raise host_too_small(model, find_layers(model, captured.stacks), config, choice, needed, there, tiling.margin_bytes,
+        # What all hosts of a copy need and have together: the error counts a whole model.
+        needed, there, margin = spread * needed, spread * there, spread * tiling.margin_bytes
+        raise host_too_small(model, find_layers(model, captured.stacks), config, choice, needed, there, margin,
                              gpus)
     taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
     simulator = simulator_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)

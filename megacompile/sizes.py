@@ -56,7 +56,7 @@ LARGEST: Mapping[str, int] = {
     "length": _TOKENS, "token_chunk": _TOKENS, "repack": _TOKENS, "min_features": _TOKENS,
     "checkpoint_interval": _LAYERS, "saved_layers": _LAYERS, "host_checkpoints": _LAYERS,
     "expert_pieces": _LAYERS,
-    "waves": MOST_MICRO_BATCHES, **dict.fromkeys(("ranks", "gpus", "hosts"), 1 << 12),
+    "waves": MOST_MICRO_BATCHES, **dict.fromkeys(("ranks", "gpus", "hosts", "spread", "copies"), 1 << 12),
     **dict.fromkeys(("weight_slots", "gradient_slots", "checkpoint_slots", "staging_slabs", "gradient_slabs", "state_slabs"),
                     _BUFFERS)}
 

@@ -1,11 +1,12 @@
-"""Exchanges between ranks: weights and gradients between the ranks of a host, sums of gradients between hosts.
+"""Exchanges between ranks: weights and gradients between the ranks of a copy of the model, sums of gradients between copies.
 
 Three groups, since two lanes use them at the same time: the lane `collective` exchanges weights, gradients and norms on the
-device with the ranks of this host, and sums with the ranks of other hosts that have the same shard (NCCL, or gloo on CPUs); the
-lane `cpu` exchanges norms in host memory with the ranks of this host. A group of one rank is None, and is not used.
+device with the ranks of this copy, and sums with the ranks of other copies that have the same shard (NCCL, or gloo on CPUs);
+the lane `cpu` exchanges norms in host memory with the ranks of this copy. A group of one rank is None, and is not used. The
+ranks of a copy are on one host, or on several, where exchanges cross the network.
 
-Every host must come to the same bits, or the copies of the model would drift apart. Sums over hosts, and sums of norms where
-there are several hosts, therefore do not depend on the order in which a library adds.
+All copies must come to the same bits, or they would drift apart. Sums over copies, and sums of norms where there are several,
+therefore do not depend on the order in which a library adds.
 """
 from __future__ import annotations
 
@@ -214,7 +215,8 @@ class Exchanges:
 
     def __init__(self, hosts: Hosts, device: torch.device, lane: dist.ProcessGroup | None, across: dist.ProcessGroup | None,
                  host: dist.ProcessGroup | None, finish: Callable[[Any], None]) -> None:
-        self.rank, self.size, self.hosts = hosts.local, hosts.ranks, hosts.count
+        self.rank, self.size, self.copies = hosts.local, hosts.ranks, hosts.copies
+        self.divided = hosts.spread > 1
         self.device = device
         self._lane, self._across, self._host, self._finish = lane, across, host, finish
         self._copies: PeerCopies | None = None
@@ -229,7 +231,11 @@ class Exchanges:
         them for copies if they can reach each other's memory (`peer_copies` None) or if the user says so, and for NCCL, which
         connects them in its first collective of a kind. `agree`: whether all ranks say yes. Raises `UnsupportedError` if copies
         are asked for and not possible."""
-        if self.device.type == "cuda" and peer_copies is not False:
+        if self.divided:
+            if peer_copies:
+                raise UnsupportedError("peer_copies copies between the GPUs of one host, and this copy of the model is divided "
+                                       "among hosts: leave it out, so that NCCL makes the exchanges")
+        elif self.device.type == "cuda" and peer_copies is not False:
             signals, why = None, ""
             try:
                 if self._lane is not None:
@@ -256,27 +262,27 @@ class Exchanges:
         """Frees the memory for exchanges by copies."""
         self._copies = None
 
-    # ---------------------------------------------------------------- within a host
+    # ---------------------------------------------------------------- within a copy
     def gather(self, whole: Tensor, shard: Tensor) -> None:
-        """Fills `whole`, uint8 [size * n] on the device, with the shards of all ranks of this host, uint8 [n] each. `shard` may
+        """Fills `whole`, uint8 [size * n] on the device, with the shards of all ranks of this copy, uint8 [n] each. `shard` may
         be this rank's part of `whole`."""
         if self._copies is not None:
             self._copies.gather(whole, shard)
             return
-        assert self._lane is not None, "one rank on a host"
+        assert self._lane is not None, "one rank in a copy"
         if self.device.type == "cuda":
             all_gather(whole, shard, self._lane, wait=True)
             return
         self._finish(all_gather(whole, shard.clone(), self._lane, wait=False))
 
     def reduce_scatter(self, flat: Tensor) -> None:
-        """Adds up `flat`, fp32 [size * n], over the ranks of this host. Afterwards this rank's n elements hold the sums, and
+        """Adds up `flat`, fp32 [size * n], over the ranks of this copy. Afterwards this rank's n elements hold the sums, and
         the others are undefined. The order of the sums is that of the ranks on a CPU, and that of `PeerCopies` or of NCCL on
         CUDA."""
         if self._copies is not None:
             self._copies.reduce_scatter(flat)
             return
-        assert self._lane is not None, "one rank on a host"
+        assert self._lane is not None, "one rank in a copy"
         own = self._own(flat)
         if self.device.type == "cuda":
             reduce_scatter(own, flat, self._lane)
@@ -301,21 +307,21 @@ class Exchanges:
         self._add_on_host(squares, group)
         norms.copy_(squares.sqrt())
 
-    # ---------------------------------------------------------------- between hosts
+    # ---------------------------------------------------------------- between copies
     def all_reduce(self, flat: Tensor) -> None:
-        """Adds up this rank's shard of `flat`, fp32 [size * n], over the hosts, with the same bits on every host."""
+        """Adds up this rank's shard of `flat`, fp32 [size * n], over the copies, with the same bits in each."""
         own = self._own(flat)
         if self.device.type == "cuda":  # NCCL adds up each element once, and sends the sum to all
             dist.all_reduce(own, group=self._across)
         else:
-            self._add_in_order(own, self._across, self.hosts)
+            self._add_in_order(own, self._across, self.copies)
 
     def add_up(self, value: Tensor) -> None:
-        """Adds up a tensor on the device over all ranks of all hosts, in place, with the same bits on every rank."""
+        """Adds up a tensor on the device over all ranks of all copies, in place, with the same bits on every rank."""
         if self.size > 1:
             self._add_on_host(value, self._lane)
-        if self.hosts > 1:
-            self._add_in_order(value, self._across, self.hosts)
+        if self.copies > 1:
+            self._add_in_order(value, self._across, self.copies)
 
     # ---------------------------------------------------------------- sums
     def _own(self, flat: Tensor) -> Tensor:
@@ -323,8 +329,8 @@ class Exchanges:
         return flat.view(self.size, -1)[self.rank]
 
     def _add_on_host(self, value: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Adds up a short tensor over the ranks of this host, with the same bits on all of them, and on all hosts."""
-        if self.hosts > 1:  # libraries may add in another order on another host
+        """Adds up a short tensor over the ranks of this copy, with the same bits on all of them, and in all copies."""
+        if self.copies > 1:  # libraries may add in another order elsewhere
             self._add_in_order(value, group, self.size)
         elif value.device.type == "cuda":
             dist.all_reduce(value, group=group)

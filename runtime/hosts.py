@@ -1,10 +1,11 @@
-"""The ranks of a job that share a host's memory, and the ranks of other hosts that have the same shard.
+"""The ranks of a job that share a copy of the model, those that share a host's memory, and those with the same shard.
 
-                 local 0   local 1
-    host node0   rank 0    rank 1       the ranks of a host share one copy of the model, each with a shard of it
-    host node1   rank 2    rank 3       ranks 0 and 2 have the same shard, each on its host
+                 shard 0   shard 1
+    copy 0       rank 0    rank 1       the ranks of a copy have a shard of it each
+    copy 1       rank 2    rank 3       ranks 0 and 2 have the same shard, each of its copy
 
-A device mesh says it, or else the machines that the processes are on.
+A copy is on one host, or divided among several: then each of them has memory for the shards of its own ranks. A device mesh
+says which ranks share a copy, or else the machines that the processes are on.
 """
 from __future__ import annotations
 
@@ -62,22 +63,39 @@ def sequence_ranks_of(mesh: Any) -> int:
 
 @dataclass(frozen=True)
 class Hosts:
-    """`rows`: the ranks of each host, in order; rank 0 is the first rank of the first host. `names`: of the hosts. `rank`: this
-    process. `beside`: the largest number of hosts on one machine."""
+    """`rows`: the ranks of each copy of the model, in order; rank 0 is the first rank of the first copy. `names`: of the hosts.
+    `rank`: this process. `beside`: the largest number of hosts on one machine. `memories`: the ranks of each host, which share
+    its memory; none: those of a copy."""
 
     rows: Rows
     names: tuple[str, ...]
     rank: int
     beside: int = 1
+    memories: Rows = ()
+
+    @property
+    def here_and_there(self) -> Rows:
+        """The ranks of each host, in order."""
+        return self.memories or self.rows
 
     @property
     def count(self) -> int:
+        """The number of hosts."""
+        return len(self.here_and_there)
+
+    @property
+    def copies(self) -> int:
         return len(self.rows)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of each host."""
+        """The number of ranks of each copy, which is also the number of its shards."""
         return len(self.rows[0])
+
+    @property
+    def spread(self) -> int:
+        """The number of hosts that a copy is divided among."""
+        return self.count // self.copies
 
     @property
     def host(self) -> int:
@@ -85,32 +103,53 @@ class Hosts:
         return self.host_of(self.rank)
 
     @property
+    def row(self) -> tuple[int, ...]:
+        """The ranks of this process's copy."""
+        return next(row for row in self.rows if self.rank in row)
+
+    @property
+    def copy(self) -> int:
+        """The number of this process's copy."""
+        return self.rows.index(self.row)
+
+    @property
     def local(self) -> int:
-        """The number of this process among the ranks of its host, which is also the number of its shard."""
-        return self.here.index(self.rank)
+        """The number of this process among the ranks of its copy, which is also the number of its shard."""
+        return self.row.index(self.rank)
 
     @property
     def here(self) -> tuple[int, ...]:
         """The ranks of this process's host."""
-        return self.rows[self.host]
+        return self.here_and_there[self.host]
+
+    @property
+    def seat(self) -> int:
+        """The number of this process among the ranks of its host."""
+        return self.here.index(self.rank)
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """The ranks with this process's shard, one on each host."""
+        """The ranks with this process's shard, one of each copy."""
         return tuple(row[self.local] for row in self.rows)
 
     @property
     def leaders(self) -> tuple[int, ...]:
         """The first rank of each host, which communicates for it."""
-        return tuple(row[0] for row in self.rows)
+        return tuple(each[0] for each in self.here_and_there)
 
     @property
     def leads(self) -> bool:
         """True if this process is the first rank of its host."""
-        return self.local == 0
+        return self.seat == 0
 
     def host_of(self, rank: int) -> int:
-        return next(number for number, row in enumerate(self.rows) if rank in row)
+        return next(number for number, each in enumerate(self.here_and_there) if rank in each)
+
+    def shards_of(self, host: int) -> tuple[int, ...]:
+        """The numbers of the shards that a host has memory for."""
+        ranks = self.here_and_there[host]
+        row = next(row for row in self.rows if ranks[0] in row)
+        return tuple(map(row.index, ranks))
 
     def where(self, rank: int) -> str:
         """The host of a rank, for a message; "" if there is one host."""
@@ -126,17 +165,19 @@ def arranged(identities: Sequence[Identity], rank: int, meshes: Sequence[Rows | 
     found: dict[tuple[str, str], list[int]] = {}
     for number, (machine, declared, _) in enumerate(identities):
         found.setdefault((machine, declared), []).append(number)
+    memories: Rows = ()
     if given is None:
         rows = tuple(map(tuple, found.values()))
         _check_even(rows, identities)
     else:
         rows = tuple(sorted(tuple(sorted(row)) for row in given))
-        _check_mesh(rows, identities)
-    names = [identities[row[0]][2] for row in rows]
-    machines = Counter(identities[row[0]][0] for row in rows)
+        memories = _memories(rows, identities)
+    hosts = memories or rows
+    names = [identities[each[0]][2] for each in hosts]
+    machines = Counter(identities[each[0]][0] for each in hosts)
     several = {name for name, count in Counter(names).items() if count > 1}
     return Hosts(rows, tuple(f"{name} ({number})" if name in several else name for number, name in enumerate(names)), rank,
-                 max(machines.values()))
+                 max(machines.values()), memories)
 
 
 def _check_even(rows: Rows, identities: Sequence[Identity]) -> None:
@@ -146,15 +187,25 @@ def _check_even(rows: Rows, identities: Sequence[Identity]) -> None:
                                "sizes cannot be added up: start as many processes on every host (torchrun --nproc-per-node)")
 
 
-def _check_mesh(rows: Rows, identities: Sequence[Identity]) -> None:
+def _memories(rows: Rows, identities: Sequence[Identity]) -> Rows:
+    """The ranks of each host, for a mesh whose rows share a copy each; none if every row is on one host."""
     ranks = sorted(rank for row in rows for rank in row)
     if ranks != list(range(len(identities))):
         raise UnsupportedError(f"the mesh has ranks {shortened(str(ranks))} of a job with {len(identities)} ranks: give a mesh "
                                "of all ranks, or start the processes of this model as a job of their own")
+    hosts: list[list[int]] = []
     for row in rows:
-        where = {identities[rank][:2]: identities[rank][2] for rank in row}
-        if len(where) > 1:
-            what = "the mesh shards the model over" if len(rows) == 1 else "a row of the mesh has ranks of"
-            raise UnsupportedError(
-                f"{what} the hosts {' and '.join(where.values())}, and only ranks that share a host's memory can have shards "
-                "of one copy: give a mesh of two dimensions, (hosts, ranks of each host), or leave mesh out")
+        there: dict[tuple[str, str], list[int]] = {}
+        for rank in row:
+            there.setdefault(identities[rank][:2], []).append(rank)
+        hosts += there.values()
+        if [rank for each in there.values() for rank in each] != list(row):
+            raise UnsupportedError("a row of the mesh mixes the ranks of its hosts, and a host needs one run of its shards: "
+                                   "number the ranks host by host, as torchrun does")
+    if len(hosts) == len(rows):
+        return ()
+    if len({len(each) for each in hosts}) > 1:
+        listed = ", ".join(f"{identities[each[0]][2]} has {len(each)}" for each in hosts)
+        raise UnsupportedError(f"a copy divided among hosts has different numbers of ranks on them ({shortened(listed)}): give "
+                               "a mesh whose rows have as many ranks on each host")
+    return tuple(map(tuple, hosts))

@@ -195,12 +195,12 @@ Letter = tuple[int, bytes]
 
 def _answer_bytes(hosts: Hosts) -> int:
     """Bytes of a letter that holds the values of all ranks."""
-    return hosts.count * hosts.ranks * _ENTRY_BYTES + LETTER_BYTES
+    return hosts.count * len(hosts.here) * _ENTRY_BYTES + LETTER_BYTES
 
 
 def pieces(hosts: Hosts) -> dict[str, int]:
     """The sizes in bytes of the pieces of shared memory that `Letters` needs."""
-    return {"mailbox": RANK_BYTES * hosts.ranks} | ({"answers": 2 * _answer_bytes(hosts)} if hosts.count > 1 else {})
+    return {"mailbox": RANK_BYTES * len(hosts.here)} | ({"answers": 2 * _answer_bytes(hosts)} if hosts.count > 1 else {})
 
 
 class Letters:
@@ -211,7 +211,7 @@ class Letters:
     def __init__(self, hosts: Hosts, memory: SharedMemory, leaders: dist.ProcessGroup | None,
                  wait: Callable[[Callable[[], list[Letter] | None]], list[Letter]], finish: Callable[[Any], None]) -> None:
         self._hosts, self._leaders, self._wait, self._finish = hosts, leaders, wait, finish
-        self._box = Mailbox(memory.piece("mailbox"), hosts.local)
+        self._box = Mailbox(memory.piece("mailbox"), hosts.seat)
         if hosts.count > 1:
             self._answers = Mailbox(memory.piece("answers"), 0 if hosts.leads else None, _answer_bytes(hosts))
 
@@ -237,7 +237,7 @@ class Letters:
             self._answers.begin()
         ((_, answer),) = self._wait(self._answers.all)
         found = _unpacked(answer)
-        ranks = [rank for row in self._hosts.rows for rank in row]
+        ranks = [rank for each in self._hosts.here_and_there for rank in each]
         return [letter for _, letter in sorted(zip(ranks, found, strict=True))]
 
 

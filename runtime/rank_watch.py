@@ -303,9 +303,9 @@ class HostWatch:
 
     def _told_of_by(self, peer: int) -> list[int]:
         """The ranks that a peer reports on: those of its host, or of all other hosts if it is the first rank of all."""
-        rows = self.hosts.rows
-        told_of = rows if peer == rows[0][0] else [rows[self.hosts.host_of(peer)]]
-        return [rank for row in told_of if self.hosts.rank not in row for rank in row]
+        hosts = self.hosts.here_and_there
+        told_of = hosts if peer == hosts[0][0] else [hosts[self.hosts.host_of(peer)]]
+        return [rank for each in told_of if self.hosts.rank not in each for rank in each]
 
     def _lose(self, peer: _Peer, gone: int) -> None:
         """Marks the connection to a peer as lost. The peer may have ended because of another rank, which it has reported."""

@@ -86,6 +86,9 @@ class Ranks:
         self.sequence_ranks = sequence_ranks
         sequences = [range(n, n + sequence_ranks) for n in range(0, self.size, sequence_ranks)]
         self.sequence = SequenceRanks(self.rank % sequence_ranks, self._group(sequences, lanes, limit), self._finish)
+        divided = self.hosts.spread > 1
+        self._memories = self._group(
+            [[rank for rank in row if rank in self.hosts.leaders] for row in rows] if divided else (), "gloo", _UNLIMITED)
         self.exchanges = Exchanges(self.hosts, device, lane, across, host, self._finish)
         self._own_groups = self._groups  # writers of checkpoints add theirs, and end them
 
@@ -256,6 +259,18 @@ class Ranks:
         for start in range(0, len(memory), _CHUNK_BYTES):
             self._finish(dist.broadcast(memory[start:start + _CHUNK_BYTES], self.hosts.alike[0], group=self._between_hosts,
                                         async_op=True))
+
+    def scatter(self, mine: Tensor, parts: list[Tensor] | None) -> None:
+        """Fills `mine`, uint8 [n] in host memory, with this host's one of the `parts` that the first host of its copy has, all
+        of one size. The first ranks of all hosts of a copy call this. Raises `RankError`."""
+        self._finish(dist.scatter(mine, parts, src=self.hosts.row[0], group=self._memories, async_op=True))
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """The tensors of all hosts of this copy, uint8 [n] in host memory. Otherwise as `scatter`."""
+        assert self._memories is not None, "a copy on one host"
+        found = torch.empty(self.hosts.spread * len(mine), dtype=torch.uint8)
+        self._finish(all_gather(found, mine, self._memories, wait=False))
+        return list(found.view(self.hosts.spread, -1))
 
     # ---------------------------------------------------------------- waiting and failing
     def _finish(self, work: Any, patient: bool = False) -> None:

@@ -23,7 +23,8 @@ from megacompile.runtime.memory.snapshot import state_bytes
 from megacompile.streaming.optimizer.hyper_parameters import FLAG, Check, is_number
 from megacompile.streaming.optimizer.optimizer import check_saved
 from megacompile.streaming.shared_writes import loading
-from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
+from megacompile.streaming.user_tensors.divided import own_values
+from megacompile.weights.weight_files import StoredTensor, WeightReader
 
 _THREADS = 4
 
@@ -49,7 +50,7 @@ def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) ->
     streamed = subject.streamed
     job = streamed.rank_group.ranks
     rank = 0 if job is None else job.rank
-    share_of = (0, 1) if job is None else (job.hosts.local, job.hosts.ranks)  # each host reads the files
+    share_of = (0, 1) if job is None else (job.hosts.local, job.hosts.ranks)  # each copy checks the files
     with streamed.rank_group.all_or_none("load_checkpoint", CheckpointError):
         folder = _find(directory)
         saved = Manifest.read(folder)
@@ -68,7 +69,8 @@ def _load_checkpoint(directory: Path, subject: Subject, reader: WeightReader) ->
     if scheduler is not None:
         with streamed.rank_group.all_or_none("load_checkpoint", CheckpointError):
             schedulers.load(decoded.scheduler, scheduler)  # may fail; nothing below does
-    tiles = share({name: state_bytes(tile) for name, tile in streamed.store.tiles.items()}, *share_of)
+    tiles = share({name: state_bytes(tile) for name, tile in streamed.store.tiles.items()},
+                  *((0, 1) if job is None else (job.hosts.seat, len(job.hosts.here))))
     with streamed.call_lock, loading(streamed, "load_checkpoint", tiles, parts=(), torn=("weights", "state")):
         _load(tensors, subject, state)
     random_state.restore(random_state.of_rank(decoded.random, rank), streamed.backend.device)
@@ -189,7 +191,9 @@ class StoredTensors:
     def __init__(self, saved: Manifest, folder: Path, reader: WeightReader) -> None:
         inside: dict[str, list[Any]] = {name: [] for name in saved.files}
         for name, each in saved.tensors.items():
-            inside[each.file] += each.entries(name)
+            for file, entry in each.entries(name):
+                inside[file].append(entry)
+        self._saved = saved.tensors
         self._stored: dict[str, StoredTensor] = {}
         self._reader = reader
         for name, entries in inside.items():
@@ -199,18 +203,33 @@ class StoredTensors:
         except OSError as error:
             raise CheckpointError(f"{folder} cannot be read ({error.strerror}): use another checkpoint") from error
 
-    def empty(self, key: str) -> Tensor:
-        """A tensor of the same dtype and shape, without values."""
-        stored = self._stored[key]
-        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
+    def parts(self, name: str) -> tuple[str, ...]:
+        return self._saved[name].parts
 
-    def read(self, key: str) -> Tensor:
-        """The tensor of this key. Raises `CheckpointError` if the drive fails, or if the file was changed since it was
+    def empty(self, part: str, name: str) -> Tensor:
+        """A tensor of the same dtype and shape as a part of a parameter, without values."""
+        entry = self._saved[name].entry(name, part)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+    def read(self, part: str, name: str) -> Tensor:
+        """A part of a parameter. Raises `CheckpointError` if the drive fails, or if the file was changed since it was
         checked."""
-        stored = self._stored[key]
-        values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        self._reader.read(stored, 0, values.flatten())
+        entry = self._saved[name].entry(name, part)
+        values = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_run(part, name, 0, values.view(-1))
         return values
+
+    def read_run(self, part: str, name: str, start: int, into: Tensor) -> None:
+        """Fills `into`, 1-D, with the elements of a part of a parameter from `start` on. Otherwise as `read`."""
+        saved = self._saved[name]
+        if not saved.runs:
+            self._reader.read(self._stored[saved.entry(name, part).key], start, into)
+        for run in saved.runs:
+            first, last = saved.span(part, run)
+            begin, end = max(first, start), min(last, start + into.numel())
+            if begin < end:
+                stored = self._stored[saved.entry(name, part, run).key]
+                self._reader.read(stored, begin - first, into[begin - start:end - start])
 
 
 class _State(Mapping[str, Any]):
@@ -221,7 +240,7 @@ class _State(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = self._state[key]
-        return self._tensors.read(f"{key}:{self._name}") if isinstance(value, Tensor) else value
+        return self._tensors.read(key, self._name) if isinstance(value, Tensor) else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -239,7 +258,7 @@ def _optimizer_state(saved: Manifest, tensors: StoredTensors, subject: Subject,
         each = saved.tensors[name]
         if each.step is None:
             return {}
-        return {"step": each.step, **{part: tensors.empty(f"{part}:{name}") for part in each.parts if part != "weight"}}
+        return {"step": each.step, **{part: tensors.empty(part, name) for part in each.parts if part != "weight"}}
 
     return dict(param_groups=[{**each, "params": [numbers[n] for n in names]}
                               for each, (_, names) in zip(options, subject.groups(), strict=True)],
@@ -252,18 +271,25 @@ def _load(tensors: StoredTensors, subject: Subject, optimizer_state: dict[str, A
     streamed = subject.streamed
     place, store = streamed.tiling.position, streamed.store
     own = {name: parameter for name, parameter in streamed.parameters.items() if store.writes(place[name][0])}
-    for name, tensor in [*own.items(), *subject.rest().items()]:
-        tensor.copy_(tensors.read(f"weight:{name}"))
+    divided = store.division is not None
+    for name, tensor in [*(own.items() if not divided else ()), *subject.rest().items()]:
+        tensor.copy_(tensors.read("weight", name))
     streamed.adopt_writes()
     streamed.step.weights_replaced()
     subject.model.zero_grad()
     groups, states = check_saved(subject.optimizer, optimizer_state)
     subject.optimizer.put_state(groups, [  # what other ranks write stays without values
-        (parameter, memory, _State(memory.name, state, tensors) if memory.writable else state)
+        (parameter, memory, _State(memory.name, state, tensors) if memory.writable and not divided else state)
         for parameter, memory, state in states])
     for name in filter(own.__contains__, subject.remainders()):  # includes parameters that the optimizer does not have
         tile_name, position = place[name]
         tile = store.tiles[tile_name]
         part = tile.layout.slices[position]
         assert tile.remainder is not None, f"{name} has no remainder"
-        tile.remainder[part.start:part.stop].view(part.shape).copy_(tensors.read(f"remainder:{name}"))
+        if not divided:
+            tile.remainder[part.start:part.stop].view(part.shape).copy_(tensors.read("remainder", name))
+    for name in own if divided else ():  # what this host has of it
+        tile_name, position = place[name]
+        for part_name in tensors.parts(name):
+            for chosen, memory in own_values(store.tiles[tile_name], position, part_name):
+                tensors.read_run(part_name, name, chosen.start, memory)

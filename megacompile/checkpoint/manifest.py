@@ -11,9 +11,9 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from megacompile import schema
 from megacompile.checkpoint.files import DTYPES, TENSOR_FILE, Entry, Written, write_file
 from megacompile.errors import CheckpointError, first_line
 from megacompile.runtime.memory.state_layout import scale_of
-from megacompile.runtime.optimizer.state_format import FLOAT32, FORMATS
+from megacompile.runtime.optimizer.state_format import BLOCK, FLOAT32, FORMATS
 from megacompile.system.files import read_regular
 
 # --------------------
@@ -126,6 +126,8 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
 
 NAME = "manifest.json"
 FORMAT, VERSION = "megacompile checkpoint", 1
+#: The version of a checkpoint of a copy that hosts divide, whose parameters are in several files.
+DIVIDED = 2
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 #: The parts of a parameter besides its moments, and what the name of moments' scales ends with.
@@ -146,7 +148,8 @@ _BODY = schema.record({
     "tensors": schema.table(_name, schema.record({
         "dtype": schema.one_of(_DTYPE_NAMES), "shape": schema.sequence(_size), "trained": schema.flag, "file": _file,
         "parts": schema.distinct(schema.sequence(_part)), "step": schema.optional(_step)},
-        optional={"format": schema.one_of(FORMATS)})),
+        optional={"format": schema.one_of(FORMATS), "runs": schema.sequence(schema.record(
+            {"file": _file, "first": _size, "last": _size}))})),
     "files": schema.table(_file, schema.record({
         "bytes": _size, "crc32": schema.text("[0-9a-f]{8}", "eight hexadecimal digits")})),
     "groups": schema.sequence(schema.distinct(schema.sequence(_name))),
@@ -158,11 +161,20 @@ _BODY = schema.record({
 })
 
 
+class Run(NamedTuple):
+    """The elements [first, last) of a parameter, and the file that contains them."""
+
+    file: str
+    first: int
+    last: int
+
+
 @dataclass(frozen=True)
 class Saved:
     """A parameter or buffer, and the file that contains it. `parts`: "weight" and the optimizer's state ("exp_avg",
     "exp_avg_sq", "remainder", ...). `step`: the number of its updates; None if the checkpoint has no optimizer state for it.
-    `format`: of the moments."""
+    `format`: of the moments. `runs`: where hosts divide the parameter, the elements that each file has of it; empty: `file` has
+    all of them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -171,17 +183,42 @@ class Saved:
     parts: tuple[str, ...] = ("weight",)
     step: int | None = None
     format: str = FLOAT32.name
+    runs: tuple[Run, ...] = ()
 
-    def entry(self, name: str, part: str) -> Entry:
-        """The file entry of a part."""
+    def entry(self, name: str, part: str, run: Run | None = None) -> Entry:
+        """The file entry of a part, or of a run of it."""
         moments = FORMATS[self.format]
+        key = f"{part}:{name}" if run is None else f"{part}:{name}:{run.first}"
         if part.endswith(_SCALE):
-            return Entry(f"{part}:{name}", torch.float32, (moments.scales(math.prod(self.shape)),))
+            scales = moments.scales(math.prod(self.shape)) if run is None else len(range(*self.span(part, run)))
+            return Entry(key, torch.float32, (scales,))
         dtype = {"weight": self.dtype, "remainder": torch.int16}.get(part, moments.dtype)
-        return Entry(f"{part}:{name}", dtype, self.shape)
+        return Entry(key, dtype, self.shape if run is None else (run.last - run.first,))
 
-    def entries(self, name: str) -> list[Entry]:
-        return [self.entry(name, part) for part in self.parts]
+    def span(self, part: str, run: Run) -> tuple[int, int]:
+        """The elements of a part, or its scales, that a run has."""
+        return (run.first // BLOCK, FORMATS[self.format].scales(run.last)) if part.endswith(_SCALE) else (run.first, run.last)
+
+    def entries(self, name: str) -> list[tuple[str, Entry]]:
+        """All entries, each with its file."""
+        return [(self.file if run is None else run.file, self.entry(name, part, run))
+                for run in self.runs or (None,) for part in self.parts]
+
+    def values(self) -> tuple[Any, ...]:
+        """The plain values from which `of` makes this."""
+        return *astuple(replace(self, runs=())), tuple(map(tuple, self.runs))
+
+    @classmethod
+    def of(cls, values: tuple[Any, ...]) -> Saved:
+        *others, runs = values
+        return replace(cls(*others[:-1]), runs=tuple(Run(*run) for run in runs))
+
+    def joined(self, other: Saved | None) -> Saved:
+        """The same with the runs of both, in order."""
+        if other is None or not self.runs:
+            return self
+        runs = tuple(sorted({*self.runs, *other.runs}, key=lambda run: run.first))
+        return replace(self, runs=runs, file=runs[0].file)
 
     def description(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}{'' if self.trained else ', not trained'}"
@@ -205,7 +242,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Raises `OSError`."""
-        body = dict(format=FORMAT, version=VERSION, **asdict(self))
+        version = DIVIDED if any(saved.runs for saved in self.tensors.values()) else VERSION
+        body = dict(format=FORMAT, version=version, **asdict(self))
         body["tensors"] = {name: _as_json(saved) for name, saved in self.tensors.items()}
         write_file(folder / NAME, [json.dumps({"crc32": _checksum(body), **body}, indent=1).encode("ascii")])
 
@@ -224,11 +262,11 @@ class Manifest:
         if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
             raise CheckpointError(f"{path} is not a manifest of a {FORMAT}: give a folder that megacompile has saved")
         version = body.pop("version", None)
-        if type(version) is not int or version != VERSION:
-            raise CheckpointError(f"{path} has version {str(version)[:20]} of the format, but this megacompile reads "
-                                  f"{VERSION}: use the megacompile that wrote it ({str(body.get('made_with'))[:100]})")
+        if type(version) is not int or version not in (VERSION, DIVIDED):
+            raise CheckpointError(f"{path} has version {str(version)[:20]} of the format, but this megacompile reads {VERSION} "
+                                  f"and {DIVIDED}: use the megacompile that wrote it ({str(body.get('made_with'))[:100]})")
         try:
-            if body.pop("crc32", None) != _checksum(dict(format=FORMAT, version=VERSION, **body)):
+            if body.pop("crc32", None) != _checksum(dict(format=FORMAT, version=version, **body)):
                 raise CheckpointError(f"{path} is damaged: its checksum does not match; use another checkpoint")
             _BODY(body, "manifest")
             _check_relations(body)
@@ -236,7 +274,8 @@ class Manifest:
             raise CheckpointError(f"{path} is not a valid manifest ({error}): use another checkpoint") from error
         body["files"] = {name: Written(**written) for name, written in body["files"].items()}
         body["tensors"] = {name: Saved(_DTYPE_NAMES[saved["dtype"]], tuple(saved["shape"]), saved["trained"], saved["file"],
-                                       tuple(saved["parts"]), saved["step"], saved.get("format", FLOAT32.name))
+                                       tuple(saved["parts"]), saved["step"], saved.get("format", FLOAT32.name),
+                                       tuple(Run(**run) for run in saved.get("runs", ())))
                            for name, saved in body["tensors"].items()}
         return cls(**body)
 
@@ -247,10 +286,14 @@ def moments(parts: Iterable[str]) -> list[str]:
 
 
 def _as_json(saved: Saved) -> dict[str, Any]:
-    """The dict for the manifest. Omits the format of float32 moments, which are the most common."""
+    """The dict for the manifest. Omits the format of float32 moments, which are the most common, and the runs of a parameter
+    that one file has."""
     found = {**asdict(saved), "dtype": str(saved.dtype).removeprefix("torch.")}
     if saved.format == FLOAT32.name:
         del found["format"]
+    found["runs"] = [dict(file=run.file, first=run.first, last=run.last) for run in saved.runs]
+    if not saved.runs:
+        del found["runs"]
     return found
 
 
@@ -260,6 +303,12 @@ def _check_relations(body: Mapping[str, Any]) -> None:
     for name, saved in tensors.items():
         if saved["file"] not in body["files"]:
             raise schema.SchemaError(f"it does not list {saved['file']}, which holds {name}")
+        if runs := saved.get("runs", ()):
+            ends = [0, *(run["last"] for run in runs)]
+            if [run["first"] for run in runs] != ends[:-1] or ends[-1] != math.prod(saved["shape"]):
+                raise schema.SchemaError(f"its files do not have each element of {name} once")
+            if lacking := [run["file"] for run in runs if run["file"] not in body["files"]]:
+                raise schema.SchemaError(f"it does not list {lacking[0]}, which holds {name}")
         if "weight" not in saved["parts"]:
             raise schema.SchemaError(f"{name} has no weight")
         if saved["step"] is not None and not moments(saved["parts"]):

@@ -60,7 +60,7 @@ class Subject:
 
     def rest(self) -> dict[str, Tensor]:
         """The tensors of `state_dict` that are not in tiles: buffers, and parameters that no layer reads."""
-        kept = nn.Module.state_dict(self.model)
+        kept = nn.Module.state_dict(self.model, keep_vars=True)
         if odd := next((name for name, value in kept.items() if not isinstance(value, Tensor)), None):
             raise UnsupportedError(f"{odd} of the model's state_dict is not a tensor, which a checkpoint cannot hold: save it "
                                    "in extra, and leave it out of state_dict")

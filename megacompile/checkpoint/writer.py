@@ -22,7 +22,7 @@ import torch
 
 from megacompile.checkpoint.files import Entry, Written, header, write_file
 from megacompile.checkpoint.folders import Incomplete
-from megacompile.checkpoint.manifest import Manifest, Saved, encode, moments
+from megacompile.checkpoint.manifest import Manifest, Run, Saved, encode, moments
 from megacompile.checkpoint.random_state import capture, of_ranks
 from megacompile.checkpoint.shares import share
 from megacompile.checkpoint.subject import Subject
@@ -148,15 +148,17 @@ def _remedy(error: BaseException) -> str:
 
 
 class _Save:
-    """One save. Each rank of the first host writes some tiles; the first (or only) rank also writes the rest, and publishes the
-    folder when all ranks are done. Other hosts have the same values, and write nothing. State: its `threads`; when it is done,
-    `result` or `error`, the same on all ranks."""
+    """One save. Each rank of the first copy writes some tiles, or, if hosts divide the copy, what its host has of some
+    tiles. The first (or only) rank also writes the rest, and publishes the folder when all ranks are done. Other copies
+    have the same values, and write nothing. State: its `threads`; when it is done, `result` or `error`, the same on all
+    ranks."""
 
     def __init__(self, subject: Subject, directory: Path, keep: int, extra: Any, bandwidth: int | None,
                  copy_memory: int | None) -> None:
         streamed = subject.streamed
         self.keep, self.store, self.ranks = keep, streamed.store, streamed.rank_group.ranks
-        self.rank, self.size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.hosts.ranks)
+        self.rank = 0 if self.ranks is None else self.ranks.rank
+        self.seat, self.size = (0, 1) if self.ranks is None else (self.ranks.hosts.seat, len(self.ranks.hosts.here))
         self.folder: Incomplete | None = None
         self.error: BaseException | None = None
         self.result: Path | None = None
@@ -201,7 +203,9 @@ class _Save:
             options=[encode(options, "an option") for options, _ in groups], scheduler=subject.scheduler_state(),
             extra=encode(extra, "extra"), made_with=dict(megacompile=__version__, torch=torch.__version__))
         self.random = capture(streamed.backend.device)
-        self.numbers = {name: number for number, name in enumerate(self.store.tiles)}
+        among, here = (1, 0) if (division := self.store.division) is None else (len(division.hosts), division.here)
+        self.numbers = {name: number * among + here for number, name in enumerate(self.store.tiles)}
+        self.files_of_tiles = among * len(self.numbers)
         self.tensors: dict[str, Saved] = {}
         self.files: dict[str, Written] = {}
         if self.rank == 0:
@@ -221,7 +225,7 @@ class _Save:
             self.tiles, self.path = tiles, self.folder.path
         else:
             sizes = {name: state_bytes(tile) for name, tile in tiles.items()}
-            mine = share(sizes, self.rank, self.size) if self.ranks.hosts.host == 0 else []
+            mine = share(sizes, self.seat, self.size) if self.ranks.hosts.copy == 0 else []
             self.tiles = {name: tiles[name] for name in mine}
             folder = None if self.folder is None else str(self.folder.path.absolute())
             found = self.ranks.agree("save", (folder, self.random))
@@ -229,7 +233,7 @@ class _Save:
             with rank_group.failing():
                 memory = self.ranks.shared_memory({"read": len(tiles)}, "save")
                 self.of_ranks = ReadTiles(memory.piece("read"), list(tiles), self.ranks.check)
-                if self.ranks.hosts.host > 0:
+                if self.ranks.hosts.copy > 0:
                     self.of_ranks.mark(*tiles)  # no rank of this host reads any
                 memory.close()
                 self.group = self.ranks.new_group()
@@ -257,10 +261,14 @@ class _Save:
         parts = [piece for piece in sorted(pieces(tile), key=lambda piece: -piece.dtype.itemsize)
                  if not moments([piece.name]) or piece.parameter.name not in self.without_state]
         for position, s in enumerate(tile.layout.slices):
-            self.tensors[s.name] = Saved(tile.layout.dtype, s.shape, s.trainable, file,
-                                         tuple(p.name for p in parts if p.parameter is s), self.steps.get(s.name),
-                                         tile.layout.state_of(position).format.name)
-        entries = [self.tensors[piece.parameter.name].entry(piece.parameter.name, piece.name) for piece in parts]
+            own = [p for p in parts if p.parameter is s]
+            if own:
+                self.tensors[s.name] = Saved(tile.layout.dtype, s.shape, s.trainable, file,
+                                             tuple(dict.fromkeys(p.name for p in own)), self.steps.get(s.name),
+                                             tile.layout.state_of(position).format.name,
+                                             tuple(Run(file, *run) for run in dict.fromkeys(p.run for p in own) if run))
+        entries = [self.tensors[p.parameter.name].entry(p.parameter.name, p.name, Run(file, *p.run) if p.run else None)
+                   for p in parts]
         self.files[file] = write_file(self.path / file, self._chunks(name, entries, parts, buffer))
 
     def _chunks(self, tile: str, entries: list[Entry], parts: list[Piece], buffer: np.ndarray[Any, Any]) -> Iterator[Any]:
@@ -298,10 +306,10 @@ class _Save:
         """Makes the folder a checkpoint if all ranks have written their shares. Sets `result`, or `error`."""
         if self.rank == 0:
             self._unless_failed(self._write_rest)
-        written = ({name: astuple(saved) for name, saved in self.tensors.items()},
+        written = ({name: saved.values() for name, saved in self.tensors.items()},
                    {name: astuple(file) for name, file in self.files.items()})
         for tensors, files in self._exchanged(written):
-            self.tensors |= {name: Saved(*fields) for name, fields in tensors.items()}
+            self.tensors |= {name: Saved.of(fields).joined(self.tensors.get(name)) for name, fields in tensors.items()}
             self.files |= {name: Written(*fields) for name, fields in files.items()}
         if self.ranks is not None:  # all have read their tiles
             self._unless_failed(self.snapshot.check_of_others)
@@ -338,7 +346,7 @@ class _Save:
 
     def _write_rest(self) -> None:
         """Writes buffers and parameters that no layer reads. They are small and were copied when the save began."""
-        file = f"tensors-{len(self.numbers):05d}.safetensors"
+        file = f"tensors-{self.files_of_tiles:05d}.safetensors"
         entries, chunks = [], []
         for name, tensor in sorted(self.rest.items(), key=lambda item: -item[1].dtype.itemsize):
             self.tensors[name] = Saved(tensor.dtype, tuple(tensor.shape), False, file)

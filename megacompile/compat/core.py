@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree  # flattens what models and functions 
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every op of a plain run on fakes
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "LazyGraphModule", "OpOverload",
-    "OpOverloadPacket", "TorchDispatchMode", "TracingContext", "builtin_linear", "clear_cublas_workspaces", "differentiating",
-    "enable_python_dispatcher", "foreach_norm", "generated_code", "get_decompositions", "get_signature_for_torch_op",
-    "graph_is_kept", "grouped_mm", "lazy_graph_modules", "make_fx", "node_will_run", "parse_to", "pytree",
-    "reported_as_export", "set_allocator_settings", "set_grad_enabled", "sleep_on_device", "torch_check", "tracing",
-    "unset_fake_temporarily", "without_cache",
+    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "LazyGraphModule", "OpOverload", "OpOverloadPacket",
+    "TorchDispatchMode", "TracingContext", "as_plain_tensors", "builtin_linear", "clear_cublas_workspaces",
+    "differentiating", "enable_python_dispatcher", "foreach_norm", "generated_code", "get_decompositions",
+    "get_signature_for_torch_op", "graph_is_kept", "grouped_mm", "lazy_graph_modules", "make_fx", "node_will_run",
+    "parse_to", "pytree", "reported_as_export", "set_allocator_settings", "set_grad_enabled", "sleep_on_device",
+    "torch_check", "tracing", "unset_fake_temporarily", "without_cache",
 ]
 
 #: States that two sizes are equal, inside of code that is traced.
@@ -44,6 +44,8 @@ builtin_linear: Any = torch._C._nn.linear
 set_grad_enabled: Any = torch._C._set_grad_enabled
 #: Reads the arguments of `Module.to` as PyTorch does.
 parse_to: Any = torch._C._nn._parse_to
+#: Lets a subclass of tensors call a function of plain ones.
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
 #: True if the current backward was called with retain_graph; true if it will run a node. Call both only within a backward.
 graph_is_kept: Any = torch._C._autograd._get_current_graph_task_keep_graph
 node_will_run: Any = torch._C._will_engine_execute_node

@@ -123,8 +123,8 @@ class Plan:
     the device, or for tiles with host sums in host memory, to which each wave's gradients come in link precision.
 
     `ranks` processes, each with its own device and batch, run the program together. They share the tiles: each rank copies and
-    updates its shard of every tile, and the ranks exchange shards. Each of `hosts` hosts has so many ranks and a copy of all
-    tiles. Gradients are added up over the hosts, so that all copies are updated alike.
+    updates its shard of every tile, and the ranks exchange shards. Each of `hosts` copies has so many ranks, on one host, or
+    divided among `spread` hosts. Gradients are added up over the copies, so that all of them are updated alike.
 
     Pinned memory: with `pinned` the tiles themselves are pinned. Otherwise weights pass through `staging_slabs` and gradients
     through `gradient_slabs` pinned slabs (the paper's pinned slab pool). Gradients that are consumed on arrival always do. The
@@ -155,6 +155,7 @@ class Plan:
     hosts: int = 1
     state_slabs: int = STATE_SLABS
     lengths: tuple[int, ...] = ()
+    spread: int = 1
 
     @functools.cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -178,13 +179,13 @@ class Plan:
     @property
     def gpus(self) -> str:
         """The devices of all processes in words: "16 GPUs of 2 hosts"."""
-        return f"{self.processes} GPUs" + (f" of {self.hosts} hosts" if self.hosts > 1 else "")
+        return f"{self.processes} GPUs" + (f" of {self.hosts * self.spread} hosts" if self.hosts * self.spread > 1 else "")
 
     def __post_init__(self) -> None:
         """Raises `MegacompileError` for choices that exclude each other: a person may have written the plan."""
         least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
                  "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0,
-                 "ranks": 1, "hosts": 1, "state_slabs": 1}
+                 "ranks": 1, "hosts": 1, "state_slabs": 1, "spread": 1}
         for name, value in least.items():
             check_whole(name, getattr(self, name), value)
         check_micro_batches(len(self.micro_batches))
@@ -200,6 +201,9 @@ class Plan:
         if not 1 <= self.waves <= len(self.micro_batches):
             raise MegacompileError(f"{len(self.micro_batches)} micro-batches cannot go in {self.waves} waves: plan fewer waves "
                                    "or smaller micro-batches")
+        if self.ranks % self.spread:
+            raise MegacompileError(f"{self.ranks} ranks cannot be divided evenly among {self.spread} hosts: give each "
+                                   "host as many")
         if self.update not in UPDATES:
             raise MegacompileError(f"update is {self.update!r}, and must be one of {', '.join(UPDATES)}")
         if self.residuals not in RESIDUALS:

@@ -27,8 +27,8 @@ _COMMENT_COLUMN = 88
 
 #: The opening of a program, and the declarations of a tile, a call and a slot: each parameter with the kind of value that it
 #: holds, then the parameters that may be absent.
-OPENING = {"stage": "text", "micro_batches": "numbers", "ranks": "number", "hosts": "number"}
-OPENING_OPTIONAL = ("ranks", "hosts")  # 1 if absent
+OPENING = {"stage": "text", "micro_batches": "numbers", "ranks": "number", "hosts": "number", "spread": "number"}
+OPENING_OPTIONAL = ("ranks", "hosts", "spread")  # 1 if absent
 DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "tile": ({"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
               "trainable": "flag", "state_bytes": "number", "visit_bytes": "number", "disk_bytes": "number",
@@ -72,8 +72,8 @@ ONCE = {"precision": _parameters(Float8), **MADE_FOR}
 
 def print_head(stage: str, micro_batches: Sequence[int], processes: Mapping[str, int],
                declared: Iterable[tuple[str, Any]]) -> str:
-    """The text above the sections. `processes`: the numbers of ranks and of hosts. `declared`: objects to declare, each with
-    its kind (in `ONCE` or `DECLARATIONS`)."""
+    """The text above the sections. `processes`: the numbers of ranks, of copies, and of hosts of each copy. `declared`:
+    objects to declare, each with its kind (in `ONCE` or `DECLARATIONS`)."""
     opening = {"stage": stage, "micro_batches": tuple(micro_batches)} | {
         name: count for name, count in processes.items() if count > 1}
     lines = [f"# megacompile program, stage {stage}", f"program = Program({_arguments(OPENING, opening)})"]

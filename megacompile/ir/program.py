@@ -81,7 +81,7 @@ def boundary_tiles(calls: Sequence[Reader]) -> set[str]:
 
 
 __all__ = [
-    "OPS", "SECTIONS_OF_ALL_RANKS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder",
+    "OPS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder",
     "CallSpec", "Kept", "Lane", "Op", "Program", "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated",
     "find", "gives_outputs", "lane_of", "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of",
     "places", "reached", "rebuild", "results_of", "size_classes", "slot_family", "stays", "trainable", "uses"]
@@ -169,9 +169,9 @@ class Slot:
 class Program:
     """A schedule at one stage of compilation. A pass never changes a program; it returns another one.
 
-    `ranks`: the number of processes of a host, each with its device, that run this program together and share its tiles.
-    `hosts`: the number of hosts, each with a copy of the tiles. `precision`: the recipe by which its templates multiply in
-    float8; None: no float8."""
+    `ranks`: the number of processes, each with its device, that run this program together and share a copy of its tiles.
+    `hosts`: the number of copies. `spread`: the number of hosts that each copy is divided among. `precision`: the recipe by
+    which its templates multiply in float8; None: no float8."""
 
     stage: str
     micro_batches: tuple[int, ...]
@@ -181,12 +181,18 @@ class Program:
     sections: Mapping[str, fx.Graph] = field(default_factory=dict)
     ranks: int = 1
     hosts: int = 1
+    spread: int = 1
     precision: Float8 | None = None
 
     @property
     def processes(self) -> int:
         """The number of processes that run this program together."""
         return self.ranks * self.hosts
+
+    @property
+    def together(self) -> tuple[str, ...]:
+        """The sections that all ranks run together. In other sections a rank works alone."""
+        return sections_of_all_ranks(self.spread)
 
     def section(self, name: str) -> fx.Graph:
         return self.sections[name]
@@ -224,7 +230,8 @@ class Program:
         once = zip(printing.ONCE, (self.precision, *(made_for or ())), strict=False)
         declared = [*((kind, one) for kind, one in once if one is not None), *(("tile", tile) for tile in self.tiles.values()),
                     *(("call", call) for call in self.calls), *(("slot", slot) for slot in self.slots.values())]
-        return printing.print_head(self.stage, self.micro_batches, {"ranks": self.ranks, "hosts": self.hosts}, declared)
+        processes = {"ranks": self.ranks, "hosts": self.hosts, "spread": self.spread}
+        return printing.print_head(self.stage, self.micro_batches, processes, declared)
 
     def text(self, section: str | None = None, *, fold: bool = False, made_for: tuple[BatchSpec, Plan] | None = None) -> str:
         """Python that rebuilds this program (`text.parse`). The text is deterministic. `section`: only this section's function.
@@ -268,8 +275,10 @@ def trainable(program: Program, tiles: Iterable[str]) -> tuple[str, ...]:
 #: The stages of compilation, in order; a stage is named after the pass that made it.
 STAGES = ("model", "micro_batch", "partition", "differentiate", "prefetch", "offload", "optimizer", "shard",
           "place", "synchronize")
-#: Sections that all ranks run together. In other sections a rank works alone.
-SECTIONS_OF_ALL_RANKS = ("forward", "backward", "backward_accumulate", "train_step", "update")
+def sections_of_all_ranks(spread: int) -> tuple[str, ...]:
+    """The sections that all ranks run together, if each copy of the tiles is divided among `spread` hosts. Where one host has
+    all of them, a rank evaluates alone."""
+    return ("forward", "backward", "backward_accumulate", "train_step", "update") + (("evaluate", "load") if spread > 1 else ())
 
 
 def reached(program: Program, stage: str) -> bool:

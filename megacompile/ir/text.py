@@ -188,8 +188,8 @@ class _Parser:
 
     def plan_of_shape(self, **given: Any) -> Plan:
         assert self.shape is not None and self.head is not None
-        return Plan.of(self.shape.batch, self.shape.length, self.head["micro_batches"],
-                       ranks=self.head.get("ranks", 1), hosts=self.head.get("hosts", 1), **given)
+        processes = {name: self.head.get(name, 1) for name in OPENING_OPTIONAL}
+        return Plan.of(self.shape.batch, self.shape.length, self.head["micro_batches"], **processes, **given)
 
     def section(self, statement: Statement, name: Token) -> None:
         if not statement.plain or statement.start.column > 1:

@@ -136,7 +136,7 @@ def candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
     assert planner.simulator is not None, "nothing is known of the machine"
     slabs = 0
     if not plan.pinned or plan.host_checkpoints or plan.update == "arrival" or plan.disk_state:
-        slabs = plan.ranks * host_slab_bytes(planner.simulator.program(plan, whole_step))
+        slabs = planner.tiling.ranks_here * host_slab_bytes(planner.simulator.program(plan, whole_step))
     return Candidate(plan, needed, host_bytes + slabs, planner.simulator.times(plan, whole_step))
 
 
@@ -257,7 +257,7 @@ class Outlook:
     def _disk(self, rating: int | None) -> str:
         """A line about moments on disk."""
         tiles = self.planner.tiling.layouts
-        written = self.plan.ranks * sum(tiles[tile].disk_bytes for tile in self.plan.disk_state)
+        written = self.planner.tiling.ranks_here * sum(tiles[tile].disk_bytes for tile in self.plan.disk_state)
         lasts = "" if not rating else f"; drives rated for {rating / 1e15:.3g} PB last {rating // written:,} steps"
         trained = sum(layout.trainable for layout in tiles.values())
         read = "read twice" if self.plan.deferred_moments else "read"

@@ -217,7 +217,8 @@ def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, ch
     count = sum(p.numel() for p in model.parameters())
     with_state = "" if choice == EXACT else f" with {choice.options}"
     smaller = _smaller(model, stack, config, choice, needed, available, margin_bytes)
-    options = "\nor ".join([*smaller, "use a host with more memory (host_memory)"])
+    options = "\nor ".join([*smaller, "use a host with more memory (host_memory), or several hosts for one "
+                                    "copy (docs/several-gpus.md)"])
     return InsufficientMemoryError(
         f"training {type(model).__name__} takes {format_bytes(needed + margin_bytes)} of host memory ({count / 1e9:.3g} G "
         f"parameters, {needed / count:.3g} bytes each{with_state}{beside}) and {format_bytes(available)} are available: "
@@ -304,7 +305,7 @@ def check_state(tiling: Tiling, budget_bytes: int, on_arrival: bool, state: str 
     for choice in by_accuracy({layout.dtype for layout in trained}, clipped=tiling.has_matrices):
         smaller = with_choice(tiling, choice)
         size = tiles_bytes(smaller, choice.on_arrival)
-        slabs = tiling.ranks * slab_bytes(tiling, 1, ()) if choice.on_arrival else 0
+        slabs = tiling.ranks_here * slab_bytes(tiling, 1, ()) if choice.on_arrival else 0
         if size < needed and size + slabs <= budget_bytes:
             choice = replace(choice, moments=len(kept.moments))
             remedies.append(f"with {choice.options} it takes {format_bytes(size)} "
@@ -314,7 +315,7 @@ def check_state(tiling: Tiling, budget_bytes: int, on_arrival: bool, state: str 
     if config is not None and config.disk is None and tiling.hosts == 1:
         found = with_disk(tiling, replace(config, disk=DISK_EXAMPLE, disk_state=None), budget_bytes, on_arrival)
         if (least := tiles_bytes(found, on_arrival)) <= budget_bytes:
-            written = tiling.ranks * sum(tiling.layouts[tile].disk_bytes for tile in found.on_disk)
+            written = tiling.ranks_here * sum(tiling.layouts[tile].disk_bytes for tile in found.on_disk)
             remedies.append(_with_disk(least, written))
     remedies = remedies or ["freeze some layers, train adapters, or use a machine with more memory"]
     raise InsufficientMemoryError(

@@ -86,15 +86,15 @@ def _largest(plan: Plan) -> list[tuple[int, int]]:
 
 
 def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str, int]:
-    """Bytes of host memory that a plan takes in addition to weights, state and the budget of pinned memory, by purpose. Ranks
-    share gradients and sums, and have checkpoints and slabs of their own."""
+    """Bytes of memory of a host that a plan takes in addition to weights, state and the budget of pinned memory, by purpose.
+    Ranks share gradients and sums, and have checkpoints and slabs of their own."""
     waits = plan.update == "step"
-    return {"checkpoints": plan.ranks * sum(host_checkpoint_bytes(captured, tiling, plan)),
-            "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums),
+    return {"checkpoints": tiling.ranks_here * sum(host_checkpoint_bytes(captured, tiling, plan)),
+            "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums) // tiling.spread,
             "gradients": tiling.host_parts()["gradients"] if waits else 0,
             "state slabs": state_slab_bytes(tiling, plan.state_slabs),
             "slabs": 0 if waits or not plan.pinned else (
-                plan.ranks * slab_bytes(tiling, plan.gradient_slabs, plan.resident_state))}
+                tiling.ranks_here * slab_bytes(tiling, plan.gradient_slabs, plan.resident_state))}
 
 
 def slab_bytes(tiling: Tiling, count: int, resident_state: Collection[str]) -> int:
@@ -113,7 +113,7 @@ def state_slab_bytes(tiling: Tiling, count: int) -> int:
         return 0
     boundary = tiling.boundary()
     groups = [[x.disk_bytes for x in layers if x.name in tiling.on_disk] for layers in tiling.size_classes()]
-    return tiling.ranks * (max((tiling.layouts[tile].disk_bytes for tile in tiling.on_disk if tile in boundary), default=0)
+    return tiling.ranks_here * (max((tiling.layouts[tile].disk_bytes for tile in tiling.on_disk if tile in boundary), default=0)
                            + sum(min(count, len(group)) * max(group, default=0) for group in groups))
 
 

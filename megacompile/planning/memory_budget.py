@@ -97,7 +97,7 @@ class MemoryBudget:
     def host_bytes_left(self) -> int:
         """Bytes of the host budget that a plan may take beyond weights, state, and each rank's budget of pinned memory."""
         slabs = 0 if self.pinned_bytes is None or self.pinned().tiles else self.pinned_bytes  # they take no more
-        fixed = self.tiling.host_bytes(gradients=False) + self.tiling.margin_bytes + self.tiling.ranks * slabs
+        fixed = self.tiling.host_bytes(gradients=False) + self.tiling.margin_bytes + self.tiling.ranks_here * slabs
         return max(0, self.host_bytes - fixed)
 
     def fits(self, plan: Plan) -> bool:

@@ -137,7 +137,7 @@ def question(space: SearchSpace, batch: int, length: int, update: str, whole_ste
         "pair_bytes": captured.pair_bytes, "patches": [(x.encoder.elements, str(x.dtype)) for x in captured.patches],
         "calls": [repr(call) for call in (*captured.calls, *calls)],
         "tiles": [repr(layout) for layout in tiling.layouts.values()], "tiles_of": dict(tiling.tiles_of),
-        "hosts": tiling.hosts, "on_disk": tiling.on_disk,
+        "hosts": tiling.hosts, "spread": tiling.spread, "on_disk": tiling.on_disk,
         "templates": {name: template.digest for name, template in templates.items()},
     }
 

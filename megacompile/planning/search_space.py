@@ -154,14 +154,15 @@ class SearchSpace(MemoryBudget):
             placements=self._placements(update), pinned=pinned.tiles, staging_slabs=pinned.staging_slabs,
             gradient_slabs=self._slabs(pinned, update), update=update, token_chunk=chunk, host_checkpoints=wanted,
             output=self.output, deferred_moments=config.defers(update), **planned(config),
-            ranks=self.tiling.ranks, hosts=self.tiling.hosts, state_slabs=self._state_slabs(update))
+            ranks=self.tiling.ranks, hosts=self.tiling.hosts, spread=self.tiling.spread,
+            state_slabs=self._state_slabs(update))
 
     def _state_slabs(self, update: str) -> int:
         """The number of slabs for moments on disk: the usual one, or as many as the host holds beside gradients."""
         if update == "step":
             gradients = self.tiling.host_parts()["gradients"]
         else:
-            gradients = slab_bytes(self.tiling, 1, self.resident_state()) * self.tiling.ranks
+            gradients = slab_bytes(self.tiling, 1, self.resident_state()) * self.tiling.ranks_here
         fitting = (count for count in range(STATE_SLABS, 1, -1)
                    if gradients + state_slab_bytes(self.tiling, count) <= self.host_bytes_left)
         return self.config.state_slabs or next(fitting, 1)
@@ -172,7 +173,7 @@ class SearchSpace(MemoryBudget):
             return pinned.gradient_slabs
         budget_bytes = self.host_bytes_left - state_slab_bytes(self.tiling, self._state_slabs(update))
         fitting = (count for count in range(pinned.gradient_slabs, 1, -1) if slab_bytes(
-            self.tiling, count, self.resident_state()) * self.tiling.ranks <= budget_bytes)
+            self.tiling, count, self.resident_state()) * self.tiling.ranks_here <= budget_bytes)
         return next(fitting, 1)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:

@@ -159,7 +159,7 @@ class StepSimulator:
                  if layout.trainable and plan.placement(tile).updated in _ON_HOST}
         found, updated, before = total, 0.0, 0.0
         for call, forward in forwards.items():
-            updated += sum(self.durations.update_s(tiles.pop(tile)) / share for tile in self.tiling.tiles_of[call]
+            updated += sum(self.durations.update_s(tiles.pop(tile)) / share / plan.spread for tile in self.tiling.tiles_of[call]
                            if tile in tiles)
             found = max(found, updated + total - before)
             before += forward

@@ -321,10 +321,11 @@ COSTS: dict[str, str] = {
                     "launches"),
     "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
     "prefetch_routed": "most bytes of chosen experts / h2d rate",
-    **dict.fromkeys(("gather", "gather_resident", "gather_momentum"), "weight bytes of other shards / peer bandwidth"),
+    **dict.fromkeys(("gather", "gather_resident", "gather_momentum"), "weight bytes of other shards / "
+                    "peer bandwidth; between hosts at least those of other hosts / network bandwidth of all devices"),
     "momentum": "(gradient + state bytes) / ranks / h2d rate",
-    "reduce_scatter": "accumulators of other shards / peer bandwidth",
-    "all_reduce": "2 x (hosts - 1) / hosts x accumulators of a shard / network bandwidth",
+    "reduce_scatter": "accumulators of other shards / peer bandwidth; between hosts as for gather",
+    "all_reduce": "2 x (copies - 1) / copies x accumulators of a shard / network bandwidth",
     "fetch_gradients": "gradient bytes / h2d rate",
     "fetch_held": "(state bytes, and those of weights that are not on the device) / h2d rate",
     "return_weights": "weight bytes / d2h rate", "return_state": "state bytes / d2h rate",
@@ -388,7 +389,7 @@ class Durations:
     def simulate(self, program: Program, plan: Plan, without: Callable[[Op], bool] | None = None) -> Timeline:
         """A few training steps of a program under its plan. Ops for which `without` is true take no time."""
         seconds = self.of(program, plan)
-        speeds = functools.partial(self.hardware.speeds, ranks=program.ranks)
+        speeds = functools.partial(self.hardware.speeds, ranks=program.ranks // program.spread, network=program.spread > 1)
         if without is None:
             return simulate(program, seconds, speeds)
         return simulate(program, lambda node: 0.0 if without(op_of(node)) else seconds(node), speeds)
@@ -473,8 +474,7 @@ class Durations:
         if op in TEMPLATE_OPS:
             return sum(self.of_template(program, node, plan))
         tile: Any = program.tiles.get(argument(node, "tile") or "")
-        ranks = program.ranks
-        others = (ranks - 1) / ranks
+        ranks, hosts = program.ranks, program.spread  # all ranks of a host share its rates, and each does its share of the work
         match op:
             case "prefetch" | "prefetch_routed" | "prefetch_shard" | "fetch_gradients" | "fetch" | "fetch_held":
                 return program.moved_bytes(node) / hardware.link["h2d"]
@@ -483,33 +483,33 @@ class Durations:
             case "momentum":
                 return (tile.gradient_bytes + tile.state_bytes) / ranks / hardware.link["h2d"]
             case "gather" | "gather_resident" | "gather_momentum":
-                return tile.weight_bytes * others / hardware.peer_rate
+                return self._exchange_s(program, tile.weight_bytes)
             case "reduce_scatter":
-                return 4 * self.layouts[tile.name].elements * others / hardware.peer_rate
+                return self._exchange_s(program, 4 * self.layouts[tile.name].elements)
             case "all_reduce":  # each element is sent to where it is added up, and the sum is sent back
                 shard = 4 * self.layouts[tile.name].elements / ranks
                 return 2 * shard * (program.hosts - 1) / program.hosts / hardware.network_rate
-            case "pack" | "pack_shard":  # all ranks share the host's rates, and each does its share of the work
-                return tile.weight_bytes / hardware.host_copy
+            case "pack" | "pack_shard":
+                return tile.weight_bytes / hosts / hardware.host_copy
             case "fetch_state" | "store_state":
-                return tile.state_bytes / hardware.host_copy
+                return tile.state_bytes / hosts / hardware.host_copy
             case "accumulate":  # adding also reads the old gradients and takes the norm: twice the traffic of a copy
-                return tile.gradient_bytes * (1 if argument(node, "overwrite") else 2) / hardware.host_copy
+                return tile.gradient_bytes * (1 if argument(node, "overwrite") else 2) / hosts / hardware.host_copy
             case "add_to_sum":  # the copy rate counts bytes that are both read and written
                 passes = 1 if argument(node, "overwrite") else 2
-                return (tile.gradient_bytes + passes * self.layouts[tile.name].sum_bytes) / (2 * hardware.host_copy)
+                return (tile.gradient_bytes + passes * self.layouts[tile.name].sum_bytes) / hosts / (2 * hardware.host_copy)
             case "norms_of_sum":
-                return self.layouts[tile.name].sum_bytes / (2 * hardware.host_copy)
+                return self.layouts[tile.name].sum_bytes / hosts / (2 * hardware.host_copy)
             case "update" | "update_from_sum":
-                return self.update_s(self.layouts[tile.name])
+                return self.update_s(self.layouts[tile.name]) / hosts
             case "read_state":  # all ranks share the drives' rates
-                return ranks * tile.disk_bytes / hardware.disk["read"]
+                return ranks // hosts * tile.disk_bytes / hardware.disk["read"]
             case "write_state":
-                return ranks * tile.disk_bytes / hardware.disk["write"]
+                return ranks // hosts * tile.disk_bytes / hardware.disk["write"]
             case "update_weights":
-                return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["weights"]
+                return self.update_s(self.layouts[tile.name]) / hosts / hardware.adam_parts["weights"]
             case "update_moments":
-                return self.update_s(self.layouts[tile.name]) / hardware.adam_parts["moments"]
+                return self.update_s(self.layouts[tile.name]) / hosts / hardware.adam_parts["moments"]
             case "update_visiting":  # an elementwise update overlaps the next copy
                 back = tile.weight_bytes + tile.state_bytes
                 copies = ((back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]) / ranks
@@ -526,6 +526,13 @@ class Durations:
             case "scale":
                 return self._through_memory(2 * self._held(program, operands(node, "value")[0], plan))
         return 0.0
+
+    def _exchange_s(self, program: Program, count: int) -> float:
+        """Seconds in which each rank gets the other ranks' shards of `count` bytes. Between hosts, each byte comes to a host
+        once, through the network of all its devices."""
+        ranks, hosts = program.ranks, program.spread
+        across = count * (hosts - 1) / hosts / (ranks // hosts * self.hardware.network_rate)
+        return max(count * (ranks - 1) / ranks / self.hardware.peer_rate, across)
 
     def _through_memory(self, count: float) -> float:
         return max(count / self.hardware.memory_bandwidth, self.hardware.launch_s)

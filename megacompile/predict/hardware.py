@@ -98,7 +98,8 @@ class Hardware:
         peer_bandwidth: bytes/s that each device receives from the other devices of the host while all of them do; None: devices
             have no link of their own, and what they exchange crosses the host's memory twice.
         network_bandwidth: bytes/s that each device sends to other hosts, and receives from them, while all devices of the host
-            do; None: unknown, and `NETWORK_BANDWIDTH` is used. Calibration does not measure it, so every value is nominal.
+            do, for sums between copies of the model, and for gathers and sums within a copy that hosts divide; None: unknown,
+            and `NETWORK_BANDWIDTH` is used. Calibration does not measure it, so every value is nominal.
         disk: bytes/s of "read" and "write" of a file on the drives for optimizer state, around the page cache. `beside` says
             what remains while they do both ("disk_read disk_write").
         device_memory: bytes of the device.
@@ -160,17 +161,18 @@ class Hardware:
         own = kernel.startswith("flash") and self.flash_efficiency
         return (own or self.attention_efficiency)[way]
 
-    def speeds(self, busy: Collection[Lane], ranks: int = 1) -> dict[Lane, float]:
-        """The share of each lane's rate that remains while all of `busy` work, on each of `ranks` devices. A set that was not
-        measured is as slow as the slowest of its measured subsets, since more work beside a lane does not make it faster."""
+    def speeds(self, busy: Collection[Lane], ranks: int = 1, network: bool = False) -> dict[Lane, float]:
+        """The share of each lane's rate that remains while all of `busy` work, on each of `ranks` devices of a host. A set that
+        was not measured is as slow as the slowest of its measured subsets, since more work beside a lane does not make it
+        faster. `network`: exchanges cross it, and each device's link to the host with it."""
         speeds = {lane: min((lanes[lane] for together, lanes in self._beside if lane in lanes and together <= set(busy)),
                             default=1.0) for lane in busy}
-        return self._shared(speeds, ranks) if ranks > 1 else speeds
+        return self._shared(speeds, ranks, network) if ranks > 1 or network else speeds
 
-    def _shared(self, speeds: dict[Lane, float], ranks: int) -> dict[Lane, float]:
-        """The remaining shares if several devices share the host's memory. Without links between them, exchanges share each
-        device's link to the host with its copies."""
-        if self.peer_bandwidth is None and Lane.COLLECTIVE in speeds and {Lane.H2D, Lane.D2H} & speeds.keys():
+    def _shared(self, speeds: dict[Lane, float], ranks: int, network: bool) -> dict[Lane, float]:
+        """The remaining shares if several devices share the host's memory. Without links between them, and over a
+        network, exchanges share each device's link to the host with its copies."""
+        if (network or self.peer_bandwidth is None) and Lane.COLLECTIVE in speeds and {Lane.H2D, Lane.D2H} & speeds.keys():
             shared = speeds.keys() & {Lane.COLLECTIVE, Lane.H2D, Lane.D2H}
             speeds |= {lane: 0.5 * speeds[lane] for lane in shared}
         traffic = self._host_traffic(speeds, ranks)

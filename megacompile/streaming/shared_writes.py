@@ -13,7 +13,7 @@ def loading(streamed: Streamed, doing: str, own: Collection[str] | None = None, 
             tiles: Collection[str] | None = None, torn: Collection[str] = ()) -> Iterator[None]:
     """A context around a call on every rank that loads the same values into tiles. This rank writes only its `own` tiles; None:
     the first rank of each host writes all. Entering waits until no rank uses the tiles. Leaving waits until all ranks have
-    written. Then other hosts copy these `parts` of `tiles` (None: of all) from the first host. `torn`: the parts of the model
+    written. Then other copies take these `parts` of `tiles` (None: of all) from the first. `torn`: the parts of the model
     that are torn if the load stops half-way on any rank ("weights", "state"). Raises what `RankGroup.all_or_none` raises, and
     `RankError`."""
     ranks = streamed.rank_group.ranks
@@ -29,7 +29,7 @@ def loading(streamed: Streamed, doing: str, own: Collection[str] | None = None, 
     with streamed.step.loading(torn):
         with streamed.rank_group.all_or_none(doing), streamed.store.load(own):
             yield
-        if ranks.hosts.count > 1 and parts:
+        if ranks.hosts.copies > 1 and parts:
             with streamed.rank_group.failing():
                 copy_from_first_host(streamed.store, ranks, parts, tiles)
                 ranks.agree(doing)

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megacompile.compat.core import pytree
 from megacompile.errors import LaneError, LeaseError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
@@ -284,6 +285,8 @@ class Streamed:
         return self._evaluate(given, ALL, batch_io.outputs_and_hidden_states_of)
 
     def _evaluate(self, given: BatchArguments, output: str, results_of: Callable[[Backend, Batch], R]) -> R:
+        if self.store.division is not None:
+            return self._evaluate_together(given, output, results_of)
         with self.guarded():
             self.executor.check()
             executable = self.compiled(self.spec_of(given, training=False, output=output))
@@ -292,6 +295,22 @@ class Streamed:
             batch = self._batch(executable, given, None)
             self.runner.submit(executable, "evaluate", batch).wait((Lane.COMPUTE,))
             return results_of(self.backend, batch)
+
+    def _evaluate_together(self, own: BatchArguments, output: str, results_of: Callable[[Backend, Batch], R]) -> R:
+        """Like `_evaluate`, of all ranks at once: no host has all weights. Each rank gets the results of its own rows."""
+        with self.guarded(), self.rank_group.failing():
+            self.executor.check()
+            given, _, _, output = self.rank_group.joined(replace(own, only_loss=False, read_again=None), "evaluate", output)
+            given = replace(given, loss_denominator=own.loss_denominator)
+            wanted = self.spec_of(given, training=False, output=output)
+            executable = self.rank_group.compiled(self.executables, wanted, self.in_use())
+            self._enter(executable, "evaluate")
+            batch = self._batch(executable, given, None)
+            self.runner.submit(executable, "evaluate", batch).wait((Lane.COMPUTE,))
+            padded = given.rows, given.length
+            return pytree.tree_map_only(  # type: ignore[no-any-return]
+                Tensor, lambda each: each[:own.rows, :own.length] if each.shape[:2] == padded else each,
+                results_of(self.backend, batch))
 
     def backward(self, forward: OpenForward, gradients: Sequence[Tensor]) -> None:
         """Runs the backward of an open forward, given the gradients of its results, and sets `.grad` of every trained parameter

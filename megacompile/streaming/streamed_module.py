@@ -3,22 +3,27 @@ from __future__ import annotations
 
 import copy
 import functools
+import mmap
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.compat.core import parse_to, pytree
-from megacompile.errors import UnsupportedError
+from megacompile.errors import CheckpointError, UnsupportedError
 from megacompile.ir.program import Lane
+from megacompile.runtime.memory.store import WEIGHTS
 from megacompile.streaming.device_copy import original_class
 from megacompile.streaming.generation.ways import Finished, Way, by_name, generate_in_parts, ways_to_generate, with_options
 from megacompile.streaming.handle import Handle
 from megacompile.streaming.programs.captures import base_calls_streamed
 from megacompile.streaming.shared_writes import loading
+from megacompile.streaming.user_tensors.divided import put, whole_values
 from megacompile.weights.saving import save_whole
 
 
@@ -79,7 +84,16 @@ class StreamedModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.megacompile.whole()
-        return super().state_dict(*args, **kwargs)
+        streamed = self.megacompile.streamed
+        if streamed.store.division is None:
+            return super().state_dict(*args, **kwargs)
+        found = super().state_dict(*args, **{**kwargs, "keep_vars": True})
+        whole = {name: values["weight"].clone() for name, values in whole_values(
+            streamed.store, streamed.tiling, streamed.rank_group.ranks, WEIGHTS[:1], "state_dict")}
+        names = {id(parameter): name for name, parameter in streamed.parameters.items()}
+        for key, value in found.items():
+            found[key] = whole[names[id(value)]] if id(value) in names else value.detach()
+        return found
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads a state. Writing all weights also repairs weights that an update left half-way."""
@@ -88,7 +102,8 @@ class StreamedModule(nn.Module):
                                    "assign out")
         streamed = self.megacompile.streamed
         with streamed.call_lock, loading(streamed, "load_state_dict"):
-            with streamed.writes.ignoring(self._own_values(state_dict)):
+            divided = streamed.store.division is not None
+            with streamed.writes.ignoring(streamed.parameters if divided else self._own_values(state_dict)):
                 if streamed.store.shared:
                     state_dict = self._without_tiles_of_others(state_dict)
                 try:
@@ -110,13 +125,20 @@ class StreamedModule(nn.Module):
 
     def _without_tiles_of_others(self, state_dict: Any) -> Any:
         """The state that `load_state_dict` is given: parameters that another rank writes are replaced by their own values, so
-        that all are checked and these do not change."""
+        that all are checked and these do not change. Those that hosts divide are written here, what this host has of them."""
         position, store = self.megacompile.streamed.tiling.position, self.megacompile.streamed.store
         first = {id(p): name for name, p in nn.Module.named_parameters(self)}
+        divided = store.division is not None
         state_dict = copy.copy(state_dict)  # with its metadata
         for name, parameter in nn.Module.named_parameters(self, remove_duplicate=False):
-            tile, _ = position.get(first[id(parameter)], (None, 0))
-            if tile is not None and not store.writes(tile) and getattr(state_dict.get(name), "shape", None) == parameter.shape:
+            tile, index = position.get(first[id(parameter)], (None, 0))
+            if tile is None or (store.writes(tile) and not divided):
+                continue
+            if getattr(given := state_dict.get(name), "shape", None) == parameter.shape:
+                if store.writes(tile):  # what this host has of it
+                    put(store.tiles[tile], index, "weight", given)
+                    if store.tiles[tile].remainder is not None:
+                        put(store.tiles[tile], index, "remainder", torch.zeros(parameter.shape, dtype=torch.int16))
                 state_dict[name] = parameter
         return state_dict
 
@@ -151,9 +173,45 @@ class StreamedPretrained(StreamedModule):
             raise UnsupportedError("quantized weights are not saved as a model: save the adapter, or close() the model and "
                                    "call megacompile.dequantize(model) first")
         ranks = streamed.rank_group.ranks
+        if ranks is not None and streamed.store.division is not None:
+            options["state_dict"] = self._values_in_a_file(Path(save_directory))
         if ranks is not None and ranks.rank != 0:
             return None
         return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]
+
+    def _values_in_a_file(self, directory: Path) -> dict[str, Tensor]:
+        """The weights that hosts divide, collected tile by tile in a file without a name beside `directory`, on rank 0; nothing
+        on the others. All ranks call this."""
+        streamed = self.megacompile.streamed
+        found: dict[str, Tensor] = {}
+        with streamed.rank_group.all_or_none("save_pretrained", CheckpointError):
+            if streamed.rank_group.ranks is None or streamed.rank_group.ranks.rank == 0:
+                size = sum(layout.weight_bytes for layout in streamed.tiling.host.values())
+                found = self._over_a_file(directory, size)
+        for name, values in whole_values(streamed.store, streamed.tiling, streamed.rank_group.ranks, WEIGHTS[:1],
+                                         "save_pretrained"):
+            if name in found:
+                found[name].copy_(values["weight"])
+        names = {id(parameter): name for name, parameter in streamed.parameters.items()}
+        state = nn.Module.state_dict(self, keep_vars=True) if found else {}
+        return {key: found[names[id(value)]] if id(value) in names else value.detach() for key, value in state.items()}
+
+    def _over_a_file(self, directory: Path, size: int) -> dict[str, Tensor]:
+        try:
+            directory.absolute().parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory.absolute().parent) as file:
+                file.truncate(size)
+                memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        except OSError as error:
+            raise CheckpointError(f"{directory} could not be saved ({error.strerror}), and its earlier contents are unchanged: "
+                                  "free space, or give another folder") from error
+        found: dict[str, Tensor] = {}
+        at = 0
+        for layout in self.megacompile.streamed.tiling.host.values():
+            flat = layout.flat(memory[at:at + layout.weight_bytes])
+            found |= {s.name: flat[s.start:s.stop].view(s.shape) for s in layout.slices}
+            at += layout.weight_bytes
+        return found
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing, since the plan decides what is recomputed (`checkpoint_interval`). Trainers call this by default."""
@@ -175,6 +233,9 @@ class StreamedPretrained(StreamedModule):
         in host memory. Otherwise streams all layers for every token, without a cache, which is slow."""
         # The parameters are on the CPU, so callers that send prompts to a parameter's device send them there.
         given = pytree.tree_map_only(Tensor, lambda each: each.to(self.device), by_name(super().generate, args, kwargs))  # type: ignore[misc]
+        if self.megacompile.streamed.store.division is not None:
+            raise UnsupportedError("a model that hosts divide cannot generate, since each rank would need all of its weights: "
+                                   "save_pretrained it, and generate with a copy on one host")
         device_copy, finished = self.megacompile.device_copy, Finished()
         ways = ways_to_generate(self, given, device_copy.arrangement)
         way = next(ways, None)

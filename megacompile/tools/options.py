@@ -262,10 +262,14 @@ class Planning:
         show_default=f"this machine, or {DEFAULT_HARDWARE} if it has no GPU")] = None
     gpus: Annotated[int, typer.Option(
         min=1, max=LARGEST["gpus"], rich_help_panel=_SCHEDULE_PANEL,
-        help="Number of GPUs of one host that train one copy of the model, each on sequences of its own.")] = 1
+        help="Number of GPUs that train one copy of the model, each on sequences of its own.")] = 1
     hosts: Annotated[int, typer.Option(
         min=1, max=LARGEST["hosts"], rich_help_panel=_SCHEDULE_PANEL,
-        help="Number of hosts, each with --gpus GPUs and a copy of the model. Gradients are added up over the hosts.")] = 1
+        help="Number of hosts. Each has a copy of the model, unless --copies says otherwise.")] = 1
+    copies: Annotated[int | None, typer.Option(
+        min=1, max=LARGEST["copies"], rich_help_panel=_SCHEDULE_PANEL, show_default="one for each host",
+        help="Number of copies of the model, each divided evenly among the hosts and --gpus GPUs in all. Gradients are added "
+             "up over the copies.")] = None
     sequence_ranks: Annotated[int, typer.Option(
         min=1, max=LARGEST["gpus"], rich_help_panel=_SCHEDULE_PANEL,
         help="Number of GPUs that have the tokens of each sequence together.")] = 1
@@ -297,14 +301,15 @@ class Planning:
             quantize(loaded, lora.quantize.value)
         hardware = self.hardware or (DEFAULT_HARDWARE if self.is_assumed(knobs) else None)
         default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))
-        batch, processes = self.batch or default.batch, max(1, self.gpus // self.sequence_ranks) * self.hosts
+        groups = max(1, self.gpus // self.sequence_ranks)
+        batch, processes = self.batch or default.batch, groups * (self.copies or self.hosts)
         if batch < processes:
             what = "groups of GPUs" if self.sequence_ranks > 1 else "GPUs"
             raise ArgumentError(f"--batch {batch} has fewer sequences than {what} ({processes}): give --batch {processes} or "
                                 "more")
         return schedule(loaded, batch=-(-batch // processes), length=self.length or default.length,
                         update=self.update.value, whole_step=self.train_step, hardware=hardware, gpus=self.gpus,
-                        hosts=self.hosts, sequence_ranks=self.sequence_ranks, optim=self.optim,
+                        hosts=self.hosts, copies=self.copies, sequence_ranks=self.sequence_ranks, optim=self.optim,
                         optim_args=self.optim_args, **knobs.given())
 
 

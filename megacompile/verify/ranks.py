@@ -13,7 +13,7 @@ from torch import fx
 
 from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.printing import describe
-from megacompile.ir.program import SECTIONS_OF_ALL_RANKS, Program, argument, find, nodes, op_of, operands
+from megacompile.ir.program import Program, argument, find, nodes, op_of, operands
 from megacompile.verify.fault import Fault
 
 #: Exchanges of the ranks of a host, of hosts, and of both.
@@ -30,7 +30,7 @@ def together(program: Program) -> Iterator[Fault]:
     reduced, and then over the hosts once. Norms and losses are exchanged before they are read. A program of one process
     exchanges nothing."""
     for name, graph in program.sections.items():
-        if program.processes == 1 or name not in SECTIONS_OF_ALL_RANKS:
+        if program.processes == 1 or name not in program.together:
             for node in find(graph, *_OF_SEVERAL):
                 why = "has one rank" if program.processes == 1 else f"runs {name} on each rank alone"
                 yield Fault(f"{describe(node)} exchanges values between ranks, but the program {why}", "drop it", node)

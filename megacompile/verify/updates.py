@@ -157,7 +157,8 @@ def _copied_home(program: Program, name: str) -> Iterator[Fault]:
 
 
 def _loaded(program: Program) -> Iterator[Fault]:
-    loaded = {argument(n, "tile") for n in find(program.section("load"), "prefetch")} if "load" in program.sections else set()
+    loads = find(program.section("load"), "prefetch", "gather") if "load" in program.sections else ()
+    loaded = {argument(node, "tile") for node in loads}
     for graph in program.sections.values():
         for node in find(graph, "resident"):
             if argument(node, "tile") not in loaded:

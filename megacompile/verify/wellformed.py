@@ -185,7 +185,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "fetch_state": ("load",), "store_state": ("store",),
     **dict.fromkeys(("reduce_scatter", "all_reduce", "share_norms"), _BACKWARDS),
     "share_host_norms": ("backward_accumulate", "train_step"),
-    **dict.fromkeys(("pack_shard", "prefetch_shard", "gather"), ("forward", "update", *_BACKWARDS)),
+    **dict.fromkeys(("pack_shard", "prefetch_shard", "gather"), ("forward", "update", *_BACKWARDS, "evaluate", "load")),
     **dict.fromkeys(("gather_resident", "announce"), _UPDATES),
     **dict.fromkeys(("total_loss", "share_loss"), ("forward", "train_step"))}
 _RESULTS = ("loss", "evaluate", "outputs")

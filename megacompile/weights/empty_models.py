@@ -106,6 +106,8 @@ def draw(model: Any, tiling: Tiling, memory: TileMemory | None = None, threads: 
     replace_parameters(model, made)
     if memory.writes:
         initialize(model, threads)
+    for each in store.tiles.values():
+        memory.written(each)
     return store
 
 
@@ -172,6 +174,7 @@ def build_store(model: nn.Module, tiling: Tiling, memory: TileMemory | None = No
         for s in layout.slices if memory.writes else ():
             place(parameters[s.name].data.flatten(), flat[s.start:s.stop],
                   None if tile.remainder is None else tile.remainder[s.start:s.stop])
+        memory.written(tile)
         point_parameters(tile, parameters)
         give_back_freed_memory()
     move_rest(model, tiling)

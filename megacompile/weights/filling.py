@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megacompile import schema
 from megacompile.errors import CheckpointError, UnsupportedError
 from megacompile.frontend.tracing.layers import Layers
+from megacompile.runtime.memory.divided import within
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import TileMemory
 from megacompile.weights.codes import (
@@ -336,6 +337,20 @@ class Part:
             place(block, self.weights, self.remainder, threads=1)
 
 
+@dataclass(frozen=True)
+class PartOfRows(Part):
+    """Some elements of `count` rows of the matrix of a tensor in codes, which are read from `start` on. `skipped`: the elements
+    of these rows before the first one."""
+
+    count: int = 0
+    skipped: int = 0
+
+    def read(self, reader: WeightReader) -> None:
+        assert isinstance(self.source, PackedTensor), "other tensors are read element by element"
+        values = self.source.read_rows(reader, self.start // self.source.matrix[1], self.count).flatten()
+        place(values[self.skipped:self.skipped + self.weights.numel()], self.weights, self.remainder, threads=1)
+
+
 def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor | Coded], reader: WeightReader,
          block: int = BLOCK_ELEMENTS, memory: TileMemory | None = None) -> Store:
     """Allocates the tiles of a model whose parameters are on the meta device, reads their values, and puts parameters over the
@@ -350,19 +365,29 @@ def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor | 
         parts: list[Part | CodedPart] = []
         scales = {source.scales for source in sources.values() if isinstance(source, Coded)}
         homes: dict[str, Tensor] = {}  # of codes and scales
+        copied: dict[str, list[str]] = {}  # by tile: parameters whose values are in memory
         for name, parameter in model.named_parameters():
             value, weights, remainder = _home(name, parameter, tiling, store)
             made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
             shared = name in tiling.position  # by all ranks; else each has its own
             source = sources.get(name)
+            runs = _runs(name, tiling, store)
             if isinstance(source, Coded) or name in scales:
+                if runs is not None:
+                    raise UnsupportedError(f"{name} is in codes, which cannot be divided among hosts while they are read: give "
+                                           "each host a copy of the model, or leave quantize out")
                 homes[name] = weights
             elif source is not None:
-                found = list(_parts(source, weights, remainder, block))
+                whole = (0, weights.numel())
+                found = [part for first, last in ([whole] if runs is None else runs) for part in _parts(
+                    source, weights[first:last], None if remainder is None else remainder[first:last], block, first)]
                 parts.extend(memory.share(found) if shared else found)
-            elif memory.writes or not shared:
-                assert not parameter.is_meta, f"{name} has no values"
-                place(parameter.detach().flatten(), weights, remainder)
+            else:
+                if memory.writes or not shared:
+                    assert not parameter.is_meta, f"{name} has no values"
+                    place(parameter.detach().flatten(), weights, remainder)
+                if runs is not None:
+                    copied.setdefault(tiling.position[name][0], []).append(name)
         coded = {name: list(_coded_parts(source, homes[name], homes[source.scales]))
                  for name, source in sources.items() if isinstance(source, Coded)}
         parts.extend(memory.share([part for name, each in coded.items() if name in tiling.position for part in each]))
@@ -378,6 +403,8 @@ def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor | 
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    for tile, names in copied.items():
+        memory.written(store.tiles[tile], names)
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is not None:  # tied parameters stay one object
@@ -398,8 +425,18 @@ def _home(name: str, parameter: nn.Parameter, tiling: Tiling, store: Store) -> t
     return tile.parameter_view(tile.weights, index), tile.layout.flat(tile.weights)[part.start:part.stop], remainder
 
 
+def _runs(name: str, tiling: Tiling, store: Store) -> list[tuple[int, int]] | None:
+    """The elements of a parameter that this host has memory for; None if it has all."""
+    if name not in tiling.position:
+        return None
+    tile_name, index = tiling.position[name]
+    tile = store.tiles[tile_name]
+    part = tile.layout.slices[index]
+    return None if tile.here is None else [*within(tile.here, part.start, part.stop)]
+
+
 def _parts(source: StoredTensor, weights: Tensor, remainder: Tensor | None, block: int, first: int = 0) -> Iterator[Part]:
-    """Parts of some `block` elements for `weights`, the elements of a tensor from `first` on. All of one in codes is read."""
+    """Parts of some `block` elements for `weights`, the elements of a tensor from `first` on. Codes are read in whole rows."""
     if isinstance(source, FusedTensor):
         at = -first  # where a part begins in the weights
         for part in source.parts:
@@ -410,7 +447,9 @@ def _parts(source: StoredTensor, weights: Tensor, remainder: Tensor | None, bloc
             at += math.prod(part.shape)
         return
     if isinstance(source, PackedTensor):
-        yield from _expanded(source, weights, remainder, block)
+        whole = weights.numel() == math.prod(source.shape)
+        yield from (_expanded(source, weights, remainder, block) if whole else
+                    _expanded_run(source, weights, remainder, block, first))
         return
     for start in range(0, weights.numel(), block):
         stop = min(start + block, weights.numel())
@@ -432,6 +471,22 @@ def _expanded(source: PackedTensor, weights: Tensor, remainder: Tensor | None, b
             chosen = slice(start, min(start + step, len(home)))
             yield Part(source, (i * len(home) + start) * width, home[chosen],
                        None if remainders is None else remainders[i][chosen])
+
+
+def _expanded_run(source: PackedTensor, weights: Tensor, remainder: Tensor | None, block: int,
+                  first: int) -> Iterator[Part]:
+    """Like `_expanded`, for the elements of a tensor from `first` on."""
+    if source.transposed:
+        raise UnsupportedError(f"{source.name} is a stack of codes in columns, which cannot be divided among hosts: give "
+                               "each host a copy of the model")
+    (rows, width), each = source.matrix, source.stored.rows
+    last, step = first + weights.numel(), max(1, block // 4 // width // each) * each
+    for row in range(first // width // each * each, -(-last // width), step):
+        count = min(step, rows - row)
+        begin, end = max(first, row * width), min(last, (row + count) * width)
+        chosen = slice(begin - first, end - first)
+        yield PartOfRows(source, row * width, weights[chosen], None if remainder is None else remainder[chosen], count,
+                         begin - row * width)
 
 
 def _coded_parts(coded: Coded, codes: Tensor, scales: Tensor) -> Iterator[CodedPart]:

@@ -66,8 +66,9 @@ class Tiling:
     """The tiles of a model: `layouts` as they are streamed, `host` as they are in host memory. `tiles_of`: the tiles of each
     call, its own first. `position`: each parameter's tile in host memory, and its index there. `streamed_at`: where it is
     streamed, several positions for experts in pieces. `read_at`: where a call finds a value, by the call's name for it.
-    `hosts`: the number of hosts with a copy of these tiles. `on_disk`: the tiles whose moments are on disk; they are streamed
-    whole. `process_bytes`: host memory that each process needs in addition."""
+    `hosts`: the number of copies of these tiles. `spread`: the number of hosts that each is divided among.
+    `on_disk`: the tiles whose moments are on disk; they are streamed whole. `process_bytes`: host memory that each process
+    needs in addition."""
 
     layouts: Mapping[str, TileLayout]
     host: Mapping[str, TileLayout]
@@ -78,14 +79,15 @@ class Tiling:
     hosts: int = 1
     on_disk: tuple[str, ...] = ()
     process_bytes: int = HOST_MARGIN_BYTES
+    spread: int = 1
 
     @classmethod
     def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None,
            rows: Mapping[str, Rows] = MappingProxyType({}), ranks: int = 1,
-           hosts: int = 1, device_type: str = "cpu") -> Tiling:
+           hosts: int = 1, device_type: str = "cpu", spread: int = 1) -> Tiling:
         """The tiling of a model. `dtype`: of all parameters; None: each has its own. `rows`: names that calls read which are
-        shares of a parameter. `ranks`: the number of processes of a host, which share the tiles. `device_type`: of the device
-        that computes."""
+        shares of a parameter. `ranks`: the number of processes that share a copy of the tiles. `hosts` and `spread`: as of
+        the tiling. `device_type`: of the device that computes."""
         readers = _readers(calls)
         group = _groups(calls, readers)
         shares = {name: share for name, share in rows.items() if name in readers}
@@ -110,17 +112,22 @@ class Tiling:
         ordered = {tile: layouts[tile] for tiles in tiles_of.values() for tile in tiles}
         homes = {layout.home or tile: host[layout.home or tile] for tile, layout in ordered.items()}
         return cls(ordered, homes, tiles_of, position, streamed_at, read_at, hosts,
-                   process_bytes=host_margin_bytes(device_type))
+                   process_bytes=host_margin_bytes(device_type), spread=spread)
 
     @property
     def ranks(self) -> int:
-        """The number of processes of a host, which share the tiles."""
+        """The number of processes that share a copy of the tiles."""
         return next(iter(self.layouts.values())).ranks
+
+    @property
+    def ranks_here(self) -> int:
+        """The number of processes of a host."""
+        return self.ranks // self.spread
 
     @property
     def margin_bytes(self) -> int:
         """Host memory that the processes of a host need in addition to tiles."""
-        return self.ranks * self.process_bytes
+        return self.ranks_here * self.process_bytes
 
     @property
     def trains(self) -> bool:
@@ -214,12 +221,12 @@ class Tiling:
         return replace(state, format=BFLOAT16) if divided else state
 
     def host_parts(self, gradients: bool = True) -> dict[str, int]:
-        """Bytes of host memory for training, by part of the tiles. `gradients`: they wait there for a step."""
+        """Bytes of memory of a host for training, by part of the tiles. `gradients`: they wait there for a step."""
         parts: Counter[str] = Counter()
         for layout in self.host.values():
             parts.update(layout.host_parts(gradients))
         parts["moments"] -= sum(self.host[tile].host_parts()["moments"] for tile in self.on_disk)
-        return dict(parts)
+        return {part: -(-count // self.spread) for part, count in parts.items()}
 
     def host_bytes(self, gradients: bool = True) -> int:
         return sum(self.host_parts(gradients).values())

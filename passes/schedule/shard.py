@@ -33,14 +33,14 @@ The loss is that of all ranks' rows:
     share_loss(l)                                          # collective, before the sums of gradients
     result("loss", (l,))                                   # in a whole step after the next backward
 
-With several hosts, the ranks with the same shard add up its sum, in the same lane:
+With several copies, the ranks with the same shard add up its sum, in the same lane:
 
-    reduce_scatter("layers.3", a3)                         # over the ranks of a host
-    all_reduce("layers.3", a3)                             # over the hosts: of this rank's shard
+    reduce_scatter("layers.3", a3)                         # over the ranks of a copy
+    all_reduce("layers.3", a3)                             # over the copies: of this rank's shard
     d3 = reduce("layers.3", a3)
 
-With one rank per host only `all_reduce` and `share_loss` are added. In evaluations and `load` each rank copies whole tiles, so
-that it can evaluate alone.
+With one rank per copy only `all_reduce` and `share_loss` are added. In evaluations and `load` each rank copies whole tiles, so
+that it can evaluate alone, unless a copy is divided among hosts: then all ranks evaluate together, and gather tiles.
 """
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ from torch import fx
 from megacompile.ir.ops import UPDATE_OPS
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import (
-    SECTIONS_OF_ALL_RANKS,
     Builder,
     Program,
     argument,
@@ -62,6 +61,7 @@ from megacompile.ir.program import (
     operands,
     rebuild,
     results_of,
+    sections_of_all_ranks,
 )
 
 name, requires, provides = "shard", "optimizer", "shard"
@@ -73,13 +73,13 @@ def run(program: Program, plan: Plan) -> Program:
     if plan.processes == 1:
         return program.evolve(stage=provides)
     whole = {name for name, tile in program.tiles.items() if tile.visit_bytes}
-    sections = {key: _shard(graph, plan, whole) if key in SECTIONS_OF_ALL_RANKS else graph
+    sections = {key: _shard(graph, plan, whole) if key in sections_of_all_ranks(plan.spread) else graph
                 for key, graph in program.sections.items()}
     for graph in sections.values() if plan.ranks > 1 else ():
         if updated := tuple(dict.fromkeys(argument(node, "tile") for node in find(graph, *UPDATE_OPS))):
             written = tuple(argument(node, "tile") for node in find(graph, "write_state"))
             Builder(graph, name).add("announce", tiles=updated, on_disk=written or None)
-    return program.evolve(stage=provides, ranks=plan.ranks, hosts=plan.hosts, sections=sections)
+    return program.evolve(stage=provides, ranks=plan.ranks, hosts=plan.hosts, spread=plan.spread, sections=sections)
 
 
 def _shard(graph: fx.Graph, plan: Plan, whole: Collection[str]) -> fx.Graph:

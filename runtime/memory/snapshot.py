@@ -17,22 +17,26 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
+from megacompile.runtime.memory.divided import memory_of, parts_of_run, within
 from megacompile.runtime.memory.state_layout import scale_of
 from megacompile.runtime.memory.tiles import HostTile, ParameterSlice
 from megacompile.runtime.optimizer import host_update as host
 from megacompile.system.host_memory import host_memory
 
+_STATE = ("weights", "remainder", "moments")
+
 
 @dataclass(frozen=True)
 class Piece:
     """One parameter's share of one part of a tile. `name`: weight, remainder, or a name in an optimizer's state. `shape`: of
-    the tensor in a checkpoint."""
+    the tensor in a checkpoint. `run`: the elements of the parameter that it has, if hosts divide the tile; None: all."""
 
     name: str
     position: int
     parameter: ParameterSlice
     dtype: torch.dtype
     shape: tuple[int, ...]
+    run: tuple[int, int] | None = None
 
     @property
     def bytes(self) -> int:
@@ -50,6 +54,8 @@ class Piece:
     def memory(self, tile: HostTile) -> Tensor:
         """uint8 [bytes]; not for moments on disk."""
         size = self.bytes
+        if self.run is not None:
+            return dict(parts_of_run(tile, self.position, *self.run))[self.name].view(torch.uint8)
         if self.name in ("weight", "remainder"):
             part = tile.weights if self.name == "weight" else tile.remainder
             assert part is not None, f"{tile.layout.name} has no {self.name}"
@@ -62,6 +68,10 @@ class Piece:
 def pieces(tile: HostTile) -> list[Piece]:
     """All parts of a tile that training needs to resume, without gradients."""
     layout, found = tile.layout, []
+    if tile.here is not None:
+        return [Piece(part, position, s, memory.dtype, (memory.numel(),), run)
+                for position, s in enumerate(layout.slices) for run in within(tile.here, s.start, s.stop)
+                for part, memory in parts_of_run(tile, position, *run)]
     for position, s in enumerate(layout.slices):
         found.append(Piece("weight", position, s, layout.dtype, s.shape))
         if not s.trainable:
@@ -78,6 +88,8 @@ def pieces(tile: HostTile) -> list[Piece]:
 
 def state_bytes(tile: HostTile) -> int:
     """Bytes of a tile's weights and optimizer state, on disk too."""
+    if tile.here is not None:
+        return sum(map(len, memory_of(tile, _STATE, tile.here)))
     on_disk = sum(tile.layout.moment_bytes) if tile.begun else 0
     return tile.weights.nbytes + sum(part.nbytes for part in tile.state()) + on_disk
 
@@ -87,12 +99,17 @@ def _copy(tile: HostTile) -> HostTile:
 
     def copied(memory: Tensor) -> Tensor:
         aside = host_memory(memory.nbytes)
-        host.copy(aside, memory.view(torch.uint8))
+        if tile.here is None:
+            host.copy(aside, memory.view(torch.uint8))
         return aside.view(memory.dtype)
 
-    return HostTile(tile.layout, copied(tile.weights), None, None if tile.remainder is None else copied(tile.remainder),
+    copy = HostTile(tile.layout, copied(tile.weights), None, None if tile.remainder is None else copied(tile.remainder),
                     tile.file.copy(tile.layout.name) if tile.file is not None and tile.begun
-                    else [copied(moment) for moment in tile.moments])
+                    else [copied(moment) for moment in tile.moments], here=tile.here)
+    for aside, memory in zip(memory_of(copy, _STATE, tile.here), memory_of(tile, _STATE, tile.here),
+                             strict=True) if tile.here is not None else ():
+        host.copy(aside, memory)  # pages that other hosts have stay untouched
+    return copy
 
 
 class TouchedError(Exception):

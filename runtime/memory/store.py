@@ -7,15 +7,17 @@ import queue
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
+from megacompile.runtime.memory.divided import Division, collect, give_back, hand_out, memory_of
 from megacompile.runtime.memory.shards import Share, TilePart, TileShard
 from megacompile.runtime.memory.snapshot import Snapshot
 from megacompile.runtime.memory.state_file import StateFile
-from megacompile.runtime.memory.tiles import HostTile, TileLayout
+from megacompile.runtime.memory.tiles import HostTile, TileLayout, TileMemory, weights_piece
 from megacompile.runtime.optimizer import native
 from megacompile.runtime.ranks import Ranks
 from megacompile.sizes import format_bytes
@@ -72,13 +74,52 @@ class FirstTouch:
         self._left = queue.SimpleQueue()
 
 
+#: Parts of tiles: the master weights, and all that training changes.
+WEIGHTS = ("weights", "remainder")
+STATE = (*WEIGHTS, "moments")
+T = TypeVar("T")
+
+
+# -------------------- Memory of tiles that ranks share
+class SharedTileMemory(TileMemory):
+    """Memory that all ranks of a host map. The model's values are rank 0's, as with `DistributedDataParallel`, so other copies
+    come from the first. A copy that is divided among hosts (`divided.py`) writes what it reads from files on each of them.
+    Raises `RankError` if the ranks' models differ."""
+
+    def __init__(self, layouts: Collection[TileLayout], ranks: Ranks, division: Division | None = None) -> None:
+        self._ranks, self.division = ranks, division
+        self.writes = ranks.rank == 0
+        ranks.agree_on("stream", "model", [repr(layout) for layout in layouts])
+        pieces = {name: size for layout in layouts for name, size in layout.shared_pieces().items()}
+        weights = {weights_piece(layout.name) for layout in layouts}
+        # Apart, since weights stay with the model when it is closed, and a file's pages are freed together.
+        self._weights = ranks.shared_memory({name: size for name, size in pieces.items() if name in weights})
+        self._training = ranks.shared_memory({name: size for name, size in pieces.items() if name not in weights})
+
+    def allocate(self, layout: TileLayout) -> HostTile:
+        tile = HostTile.allocate(layout, self._training, self._weights.piece(weights_piece(layout.name)))
+        tile.here = None if self.division is None else self.division.own(layout.name)
+        return tile
+
+    def written(self, tile: HostTile, names: Collection[str] | None = None) -> None:
+        if self.division is None or not self._ranks.hosts.leads:
+            return
+        if self._ranks.hosts.copy == 0:
+            hand_out(tile, WEIGHTS, self.division, self._ranks, names)
+        give_back(tile, WEIGHTS, self.division)
+
+    def share(self, work: Collection[T]) -> list[T]:
+        hosts = self._ranks.hosts
+        return list(work)[hosts.seat::len(hosts.here)] if hosts.copy == 0 else []
+
+
 @dataclass
 class Store:
     """All tiles of a streamed model, in the order of the model's calls, the `parts` of tiles that are streamed separately, and
     with several ranks on a host this rank's `shards` of both. `shared`: other ranks train the same tiles, or copies of them on
     other hosts. Call `preserve` before changing state that a checkpoint holds, since a `snapshot` may not be fully written yet.
-    `files`: those with moments. `_own`: while all ranks load the same values, the tiles that this process writes. `_read`,
-    `_written`: bytes of files that had moments."""
+    `files`: those with moments. `division`: where tiles are, if hosts divide them. `_own`: while all ranks load the same
+    values, the tiles that this process writes. `_read`, `_written`: bytes of files that had moments."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
     parts: dict[str, TilePart] = field(default_factory=dict)
@@ -87,6 +128,7 @@ class Store:
     first_touch: FirstTouch = field(default_factory=FirstTouch)
     shared: bool = False
     files: list[StateFile] = field(default_factory=list)
+    division: Division | None = None
     _own: frozenset[str] | None = None
     _read: int = 0
     _written: int = 0
@@ -99,10 +141,10 @@ class Store:
         """The streamed tile, or part of a tile, of this name."""
         return self.parts[name] if name in self.parts else self.tiles[name]
 
-    def divide(self, names: Iterable[str], rank: int, ranks: int) -> None:
-        """Makes this process copy and update only the shards of one of the `ranks` of its host. Other ranks train the same
+    def divide(self, names: Iterable[str], rank: int, ranks: int, division: Division | None = None) -> None:
+        """Makes this process copy and update only the shards of one of the `ranks` of its copy. Other ranks train the same
         tiles."""
-        self.shared = True
+        self.shared, self.division = True, division
         if ranks > 1:
             self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
 
@@ -157,11 +199,34 @@ class Store:
         """True if this process writes the loaded values of a tile."""
         return self._own is None or tile in self._own
 
+    # ---------------------------------------------------------------- tiles that hosts divide
+    @contextlib.contextmanager
+    def whole_on_every_host(self, name: str, parts: Collection[str], ranks: Ranks | None, doing: str) -> Iterator[HostTile]:
+        """A context in which parts of a tile may be read as a whole. If hosts divide the tile, all ranks enter and leave
+        together, while no rank updates it. Raises `RankError`."""
+        tile = self.tiles[name]
+        if self.division is None or ranks is None:
+            yield tile
+            return
+        ranks.agree(doing)
+        if ranks.hosts.leads:
+            collect(tile, parts, self.division, ranks)
+        ranks.agree(doing)
+        try:
+            yield tile
+        finally:
+            ranks.agree(doing)  # no rank of this host reads it any more
+            if ranks.hosts.leads:
+                give_back(tile, parts, self.division)
+
     # ---------------------------------------------------------------- memory
     def streamed_memory(self) -> Iterator[Tensor]:
         """The host memory that copies over the link read and write."""
         for tile in self.tiles.values():
-            yield from (part for part in (tile.weights, tile.gradients) if part is not None)
+            if tile.here is None:
+                yield from (part for part in (tile.weights, tile.gradients) if part is not None)
+            else:  # pages of other hosts' shards would be taken
+                yield from memory_of(tile, ("weights", "gradients"), tile.here)
         parts: list[TilePart | TileShard] = [*self.parts.values(), *self.shards.values()]
         yield from (part.norm_bytes for part in parts if part.norm_bytes is not None)
 
@@ -252,26 +317,25 @@ def _state_of(share: Share) -> Iterator[Tensor]:
             yield part[start:stop]
 
 
-# -------------------- The copies of a model that several hosts have: made equal to that of the first host
-#: Parts of tiles: the master weights, and all that training changes.
-WEIGHTS = ("weights", "remainder")
-STATE = (*WEIGHTS, "moments")
-
-
+# -------------------- The copies of a model: made equal to the first one
 def copy_from_first_host(store: Store, ranks: Ranks, parts: Collection[str], tiles: Collection[str] | None = None) -> None:
-    """Copies parts of tiles (None: of all tiles) from the first host to all others, if there are any. All ranks call this while
+    """Copies parts of tiles (None: of all tiles) from the first copy to all others, if there are any. All ranks call this while
     no rank uses the tiles. Each sends or receives its shard. Raises `RankError`."""
-    if ranks.hosts.count == 1:
+    if ranks.hosts.copies == 1:
         return
     for name, tile in store.tiles.items():
         if tiles is not None and name not in tiles:
+            continue
+        if store.division is not None:
+            for memory in memory_of(tile, parts, store.division.shards[name][ranks.hosts.local]):
+                ranks.send_to_all_hosts(memory)
             continue
         for memory in tile.memories(parts):
             ranks.send_to_all_hosts(memory.view(torch.uint8).tensor_split(ranks.hosts.ranks)[ranks.hosts.local])
         if tile.file is not None and "moments" in parts:
             slab = host_memory(tile.layout.disk_bytes)
-            if ranks.hosts.host == 0:
+            if ranks.hosts.copy == 0:
                 tile.file.read(name, slab)
             ranks.send_to_all_hosts(slab)
-            if ranks.hosts.host > 0:
+            if ranks.hosts.copy > 0:
                 tile.file.write(name, slab)

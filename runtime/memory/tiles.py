@@ -29,12 +29,11 @@ from megacompile.runtime.memory.state_layout import (
     aligned_bytes,
 )
 from megacompile.runtime.optimizer.rule import scratch_bytes
-from megacompile.runtime.ranks import Ranks
 from megacompile.system.direct_file import in_blocks
 from megacompile.system.host_memory import SharedMemory, host_memory
 
 # --------------------
-# Where the host tiles of a model are allocated: in memory of this process, or in memory that all ranks share.
+# Where the host tiles of a model are allocated: in memory of this process, or in memory that ranks share (`store.py`).
 T = TypeVar("T")
 
 
@@ -50,27 +49,8 @@ class TileMemory:
         """The part of some work that this process does. The work is the same on every rank."""
         return list(work)
 
-
-class SharedTileMemory(TileMemory):
-    """Memory that all ranks of a host map. The model's values are rank 0's, as with `DistributedDataParallel`, so other hosts
-    write nothing: their copies come from the first host. Raises `RankError` if the ranks' models differ."""
-
-    def __init__(self, layouts: Collection[TileLayout], ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.writes = ranks.rank == 0
-        ranks.agree_on("stream", "model", [repr(layout) for layout in layouts])
-        pieces = {name: size for layout in layouts for name, size in layout.shared_pieces().items()}
-        weights = {weights_piece(layout.name) for layout in layouts}
-        # Apart, since weights stay with the model when it is closed, and a file's pages are freed together.
-        self._weights = ranks.shared_memory({name: size for name, size in pieces.items() if name in weights})
-        self._training = ranks.shared_memory({name: size for name, size in pieces.items() if name not in weights})
-
-    def allocate(self, layout: TileLayout) -> HostTile:
-        return HostTile.allocate(layout, self._training, self._weights.piece(weights_piece(layout.name)))
-
-    def share(self, work: Collection[T]) -> list[T]:
-        hosts = self._ranks.hosts
-        return list(work)[hosts.local::hosts.ranks] if hosts.host == 0 else []
+    def written(self, tile: HostTile, names: Collection[str] | None = None) -> None:
+        """Called on every rank when the process that writes has written these parameters (None: all) of a tile."""
 
 
 # -------------------- What a host tile knows of the file that its moments are in (`state_file.py`)
@@ -342,7 +322,8 @@ def aligned(count: int, ranks: int = 1) -> int:
 @dataclass
 class HostTile:
     """One tile's host memory. `file`: the file of its moments if they are on disk; then there are no `moments` in memory.
-    `begun`: an optimizer has made moments there."""
+    `begun`: an optimizer has made moments there. `here`: the elements that this host has memory for, if the tile is divided
+    among hosts (`divided.py`); None: all."""
 
     layout: TileLayout
     weights: Tensor  # uint8 [weight_bytes]
@@ -355,6 +336,7 @@ class HostTile:
     shared: SharedMemory | None = None  # with several ranks: where all parts are
     file: MomentFile | None = None
     begun: bool = False
+    here: tuple[slice, ...] | None = None
     _prepared: list[Tensor] | None = None  # memory for moments
     _shared_written: bool = False  # shared memory has the values of former moments
 

@@ -58,10 +58,24 @@ def test_a_mesh_says_which_ranks_share_a_host_in_any_order() -> None:
     assert found.alike == (0, 1)
 
 
+def test_a_mesh_may_divide_a_copy_among_hosts() -> None:
+    found = of(on("a", "a", "b", "b"), rank=2, mesh=((0, 1, 2, 3),))
+    assert (found.copies, found.ranks, found.count, found.spread) == (1, 4, 2, 2) and found.names == ("a", "b")
+    assert (found.local, found.seat, found.leads, found.host, found.copy) == (2, 0, True, 1, 0)
+    assert found.here == (2, 3) and found.leaders == (0, 2) and found.alike == (2,) and found.shards_of(1) == (2, 3)
+    assert found.where(1) == " on host a"
+
+
+def test_several_copies_may_be_divided_among_hosts() -> None:
+    found = of(on(*"aabbccdd"), rank=5, mesh=((0, 1, 2, 3), (4, 5, 6, 7)))
+    assert (found.copies, found.count, found.spread, found.copy, found.local) == (2, 4, 2, 1, 1)
+    assert found.here == (4, 5) and found.alike == (1, 5) and found.shards_of(3) == (2, 3)
+
+
 @pytest.mark.parametrize(("machines", "mesh", "says"), [
     ("aab", None, r"different numbers of ranks \(a has 2, b has 1\), .*: start as many processes on every host"),
-    ("aabb", ((0, 1, 2, 3),), "the mesh shards the model over the hosts a and b, .*: give a mesh of two dimensions"),
-    ("aabb", ((0, 2), (1, 3)), "a row of the mesh has ranks of the hosts a and b"),
+    ("abab", ((0, 1, 2, 3),), "a row of the mesh mixes the ranks of its hosts, .*: number the ranks host by host"),
+    ("aaab", ((0, 1, 2, 3),), r"has different numbers of ranks on them \(a has 3, b has 1\): give a mesh whose rows"),
     ("aaaa", ((0, 1),), r"the mesh has ranks \[0, 1\] of a job with 4 ranks: give a mesh of all ranks"),
     ("aa", ((0, 0),), r"the mesh has ranks \[0, 0\] of a job with 2 ranks")])
 def test_hosts_that_cannot_train_together_are_refused(machines: str, mesh: Rows | None, says: str) -> None:

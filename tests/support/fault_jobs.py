@@ -43,6 +43,9 @@ try:
         model = qwen2()
     options = {"stall_timeout": 3.0} if fault == "late" else {}
     options |= OPTIONS.get(fault, {})
+    if "divided" in sys.argv:  # one copy of the model among all hosts
+        torch.distributed.init_process_group("gloo")
+        options["mesh"] = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     options |= {"saved_layers": 1} if fault == "other options" and faulty else {}
     model = megacompile.stream(model, device="cpu", compile=False, **options)
     kind = megacompile.Muon if fault.endswith("momentum") else megacompile.AdamW

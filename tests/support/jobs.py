@@ -16,6 +16,8 @@ STEPS, VOCABULARY, LR = 20, 64, 1e-3
 RANK = int(os.environ.get("RANK", "0"))
 #: Where models are streamed to. In float32 and not compiled, a GPU's results differ from the CPU's by rounding.
 DEVICE = os.environ.get("JOB_DEVICE", "cpu")
+#: One copy of the model is divided among all ranks, on whichever hosts they are.
+DIVIDED = "JOB_DIVIDED" in os.environ
 _SIZES = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
               num_key_value_heads=1, max_position_embeddings=64)
 
@@ -178,6 +180,10 @@ def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
     import megacompile
 
     build, batch_of, how, options = JOBS[name]
+    if DIVIDED:
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        more["mesh"] = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = megacompile.stream(build(), device=DEVICE, compile=False, **options, **more)
     trained = [p for p in model.parameters() if p.requires_grad]
     arrival = how.startswith("arrival")
@@ -193,12 +199,13 @@ def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
             loss = custom_loss(model, batch) if how == "custom" else model(**batch).loss
             (loss / 2 if how == "accumulation" else loss).backward()
             losses.append(loss.item())
-        if step == 0 and not arrival:
+        if step == 0 and not arrival and not DIVIDED:
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
     model.megacompile.synchronize()
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    state = model.state_dict()
+    weights = {n: state[n].clone() for n, _ in model.named_parameters()}
     norm, state = optimizer.grad_norm, optimizer.state_dict()["state"]
     moments = {f"{i}.{key}": torch.as_tensor(value).clone() for i, each in state.items() for key, value in each.items()}
     stats = model.megacompile.stats

@@ -39,6 +39,25 @@ def test_a_rank_of_a_host_that_is_killed_or_stopped_ends_those_of_the_others(
     all_hear(job, faulty, time.time(), f"rank {faulty} (process {job.processes[faulty].pid}) on host {host} {says}")
 
 
+@pytest.mark.parametrize(("ranks", "host", "number", "says"), [
+    (4, 1, signal.SIGKILL, "has ended"), nightly(2, 1, signal.SIGSTOP, "has stopped answering"),
+    nightly(4, 0, signal.SIGKILL, "has ended")])
+def test_a_dead_host_of_a_divided_copy_is_named_on_all_others(
+        start_job: Callable[..., Job], ranks: int, host: int, number: signal.Signals, says: str) -> None:
+    dead = range(host * ranks // 2, (host + 1) * ranks // 2)
+    job = start_job(SCRIPT, ranks, "loop", str(dead[0]), "divided", hosts=2)
+    began(job, dead[0], 60)
+    time.sleep(0.5)
+    for rank in dead:
+        job.processes[rank].send_signal(number)
+    since = time.time()
+    for rank in set(range(ranks)) - set(dead):
+        assert job.processes[rank].wait(60) == RAISED, job.errors(rank)
+        found = ended(job, rank)
+        assert found["error"] == "RankError" and f" on host node{host} {says}" in found["message"].splitlines()[0], found
+        assert found["at"] - since < LIMIT_S
+
+
 @pytest.mark.parametrize(("fault", "says"), [
     nightly("all_reduce", "has failed with LaneError: all_reduce failed in lane collective: RuntimeError: power cut"),
     nightly("raises", "(process "), nightly("exits", "(process ")])

@@ -45,6 +45,7 @@ from megacompile.streaming.replanning import discard_plans
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.step_state import NonFinite
 from megacompile.streaming.streamed import Streamed
+from megacompile.streaming.user_tensors.divided import whole_values
 from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
 from megacompile.weights.tiling import Tiling
 
@@ -658,12 +659,24 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.settle()
         saved = super().state_dict()
         saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # plain dicts, which unpickle anywhere
+        if (streamed := self.streamed).store.division is not None:
+            self._make_whole(streamed, saved["state"])
+            return saved
         for index, parameter in enumerate(self._parameters()):
             owner = owner_of(parameter)
             remainder = owner[0].writes.remainder(owner[1]) if owner else self._remainder(parameter)
             if remainder is not None:
                 saved["state"].setdefault(index, {})["remainder"] = remainder
         return saved
+
+    def _make_whole(self, streamed: Streamed, states: dict[int, dict[str, Any]]) -> None:
+        """Replaces tensors that hosts divide by copies of the whole, on every rank."""
+        indexes = {require_owner(parameter)[1]: index for index, parameter in enumerate(self._parameters())}
+        parts = ("remainder", "moments")
+        for name, values in whole_values(streamed.store, streamed.tiling, streamed.rank_group.ranks, parts, "state_dict"):
+            if name in indexes:
+                state = states.setdefault(indexes[name], {})
+                state |= {key: value.clone() for key, value in values.items() if key in state or key == "remainder"}
 
     def _remainder(self, parameter: Tensor) -> Tensor | None:
         """The low bits of a parameter's FP32 master, in its tile; None for an fp32 parameter."""
@@ -708,7 +721,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             self.ownership.states[parameter] = {key: saved[key] for key in memory.keys if key in saved}
             self.ownership.states.ready(parameter, memory)
             if memory.remainder is not None and "remainder" in saved and memory.writable:
-                memory.remainder.copy_(saved["remainder"])
+                memory.put("remainder", saved["remainder"])
 
     def named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Each parameter group: its options, and its parameters' names in the model."""

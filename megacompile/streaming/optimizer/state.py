@@ -31,6 +31,7 @@ from megacompile.runtime.memory.tiles import MomentFile, own_storage
 from megacompile.runtime.optimizer.state_format import BFLOAT16
 from megacompile.sizes import format_bytes
 from megacompile.streaming.optimizer.hyper_parameters import is_number
+from megacompile.streaming.user_tensors.divided import divided, own_values, put
 from megacompile.streaming.user_tensors.gradients import Lent
 from megacompile.system.host_memory import available_host_bytes, host_memory
 from megacompile.weights.tiling import Tiling
@@ -217,7 +218,8 @@ class StateMemory:
     @property
     def remainder(self) -> Tensor | None:
         """The low bits of the FP32 master, int16; None for an fp32 parameter."""
-        return None if self._tile.remainder is None else self._own(self._tile.remainder)
+        found = None if self._tile.remainder is None else self._own(self._tile.remainder)
+        return found if found is None or self._tile.here is None else divided(found, f"the remainder of {self.name}")
 
     @property
     def writable(self) -> bool:
@@ -249,8 +251,11 @@ class StateMemory:
             self._lent.pop(part).move()
         are_zero = tile.moments_are_zero
         moments = {key: self._lend(key) for key in self.parts}
-        for moment in moments.values() if not are_zero and self.writable else ():
-            if isinstance(moment, OnDisk):
+        for key, moment in moments.items() if not are_zero and self.writable else ():
+            if tile.here is not None:
+                for _, memory in own_values(tile, self._position, key):
+                    memory.zero_()
+            elif isinstance(moment, OnDisk):
                 moment.write(torch.zeros(moment.shape, dtype=moment.dtype))
             else:
                 moment.zero_()
@@ -301,9 +306,17 @@ class StateMemory:
         self._tile.allocate_moments()
         moment = self._lend(key)
         self._tile.moments_written = True
-        if self.writable:
+        if self.writable and self._tile.here is not None:
+            self.put(key, value)
+        elif self.writable:
             (moment.write if isinstance(moment, OnDisk) else moment.copy_)(value)
         return moment
+
+    def put(self, key: str, value: Tensor) -> None:
+        """Writes what this host has of a part of the state, or of the remainder. A value on the meta device is written by
+        whoever loads it."""
+        if not value.is_meta:
+            put(self._tile, self._position, key, value)
 
     def fetch(self, stored: OnDisk) -> Fetched:
         """Reads a tensor on disk into new memory, after the update in flight. Raises `DiskError`, `InsufficientMemoryError`."""
@@ -330,6 +343,8 @@ class StateMemory:
         found = dict(tile.layout.state_layout.named(tile.moments, self._position))[key]
         # With the tile's storage, `torch.save` would write the whole tile, and it takes no storage that has two dtypes.
         tensor = own_storage(found[:math.prod(shape)], found.dtype).view(shape)
+        if tile.here is not None:
+            return divided(tensor, f"the {key} of {self.name}")
         self._lent[key] = Lent(tensor, found)
         return tensor
 

@@ -17,6 +17,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.templates.template import Call
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import HostTile
+from megacompile.streaming.user_tensors.divided import divided
 from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
 
@@ -46,6 +47,8 @@ class ExternalWrites:
                 return None
             part = tile.layout.slices[position]
             given = tile.remainder.data[part.start:part.stop].view(part.shape)
+            if tile.here is not None:
+                divided(given, f"the remainder of {name}")
             self.remainders[name] = given, given._version
         return self.remainders[name][0]
 

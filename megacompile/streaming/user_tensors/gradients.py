@@ -16,9 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from megacompile.errors import UnsupportedError
+from megacompile.runtime.memory.divided import within
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.runtime.optimizer import host_update as host
+from megacompile.streaming.user_tensors.divided import divided
 from megacompile.weights.tiling import Tiling, named_gradients
 
 
@@ -82,7 +84,7 @@ class Gradients(Mapping[str, Tensor]):
         self._noted: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # what `.grad` was, and its version
         self._sampled: dict[str, Tensor] = {}  # by tile
         self._sampled_indexes = {name: _sampled_indexes(tile.layout)
-                                 for name, tile in store.tiles.items() if tile.layout.trainable}
+                                 for name, tile in store.tiles.items() if tile.layout.trainable and tile.here is None}
         self.made = False  # whether a backward has run
         self._warned = False
 
@@ -127,8 +129,19 @@ class Gradients(Mapping[str, Tensor]):
         self._before_overwrite(overwritten, replaced)
         self._noted, self._sampled = {}, {}
         for name in overwritten if added else ():
-            self._stored[name].zero_()
+            for memory in self._own(name):
+                memory.zero_()
         return added
+
+    def _own(self, name: str) -> Iterator[Tensor]:
+        """The gradient's memory on this host."""
+        tile_name, position = self._tiling.position[name]
+        tile, stored = self._store.tiles[tile_name], self._stored[name]
+        if tile.here is None:
+            yield stored
+            return
+        s = tile.layout.slices[position]
+        yield from (stored.view(-1)[first:last] for first, last in within(tile.here, s.start, s.stop))
 
     @torch.no_grad()
     def hand_out(self, reached: Collection[str]) -> None:
@@ -144,6 +157,8 @@ class Gradients(Mapping[str, Tensor]):
     def _lend(self, name: str) -> Tensor:
         tile, index = self._tiling.position[name]
         tensor = self._store.tiles[tile].parameter_view(self._memory(name), index)
+        if self._store.division is not None:
+            return divided(tensor, f"the gradient of {name}")
         self._lent[name] = Lent(tensor, self._memory(name))
         return tensor
 
@@ -250,7 +265,7 @@ class Gradients(Mapping[str, Tensor]):
         changed = [name for name, tensor in given.items() if not self._is_noted(name, tensor)]
         sampled = [name for name in self._changed() if name in given] if given else []
         for name in (*changed, *sampled):
-            if not zeros or name in replaced or self._stored[name].any():
+            if not zeros or name in replaced or any(memory.any() for memory in self._own(name)):
                 raise UnsupportedError(
                     f"the gradient of {name} was changed, but all ranks share its memory: clip "
                     "with megacompile.AdamW(max_grad_norm=...), and scale the loss instead of gradients")
