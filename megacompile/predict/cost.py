@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from megacompile.codegen.scaled_products import WORKSPACE_BYTES
 from megacompile.frontend.ops import exchanges  # noqa: F401  # registers the ops
+from megacompile.frontend.ops.attention_kernels import BLOCK
 from megacompile.frontend.ops.mixer_ops import REGISTERED, op_name, with_shapes
 from megacompile.frontend.ops.patch_encoder import PATCHES_AT_ONCE, encoder_of
 from megacompile.frontend.templates.joint import base_of
@@ -58,6 +59,8 @@ def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type:
         grouped = 0 if size(key.shape[1]) == heads else 2 * tensor_bytes(query, size)
         columns = -(-width // 32) * 32 if width <= 192 else 256
         return batch * heads * (-(-length // 128) * 128) * 4 * (columns + 1) + grouped
+    if kernel == "cudnn":  # of a block of queries: sums in float32, and the results of more keys, before and after scaling
+        return 0 if length <= BLOCK else batch * heads * BLOCK * width * (4 + query.element_size() + 4)
     own_masks = _masks_of_heads(node.args[7 + 3 * backward:], size)
     if kernel == "efficient":  # its bias
         return batch * max(own_masks, 1) * length * (length + 15) * query.element_size()

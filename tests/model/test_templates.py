@@ -21,7 +21,8 @@ from megacompile.codegen.inductor import Inductor
 from megacompile.errors import CaptureError, CompilationError, UnsupportedError
 from megacompile.frontend import Template, capture, compile_variant
 from megacompile.frontend.ops import attention as ours
-from megacompile.frontend.ops.attention_kernels import flash_forward, fused_kernel
+from megacompile.frontend.ops import attention_kernels as kernels
+from megacompile.frontend.ops.attention_kernels import BLOCK, flash_forward, fused_kernel, in_blocks
 from megacompile.frontend.templates import variants
 from megacompile.frontend.templates.joint import base_of
 from megacompile.frontend.templates.template import BATCH, LENGTH
@@ -456,6 +457,24 @@ def test_attention_kernels_equal_autograd(kernel: str, window: int, softcap: flo
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [3, 4, 8, 9, 13])
+def test_attention_of_blocks_equals_attention_of_all_positions_at_once(length: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, length, heads, 8).transpose(1, 2) for heads in (4, 2, 2))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        assert query.shape[2] <= 4 and key.shape[2] <= 4
+        scores = 3 * query @ key.repeat_interleave(2, 1).transpose(2, 3)
+        if causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[2:], dtype=torch.bool).tril(), float("-inf"))
+        return scores.softmax(-1) @ value.repeat_interleave(2, 1), scores.logsumexp(-1)
+
+    out, logsumexp = in_blocks(attend, q, k, v, 4)
+    expected, sums = torch.ops.megacompile.attention(q, k, v, 3.0, 0, 0.0, "math")
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(logsumexp, sums)
+
+
 def test_a_query_that_sees_a_sink_alone_gives_zeros() -> None:
     """Padding on the left: nothing of it reaches gradients, the sink's either."""
     torch.manual_seed(0)
@@ -515,6 +534,22 @@ def test_fused_kernels_on_cuda_equal_explicit_attention_and_their_layout_is_the_
         # A window of one position has no gradient for query and key: what is left there is rounding, of either kernel.
         assert (fused.float() - explicit.float()).norm() <= 2e-2 * max(explicit.float().norm(), grad.float().norm())
     assert layouts[0] == layouts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_blocks_of_cudnn_equal_its_attention_of_all_positions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    if fused_kernel(torch.device("cuda")) != "cudnn":
+        pytest.skip("cuDNN's attention is not used on this device")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, BLOCK + 1001, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+               for heads in (4, 2, 2))
+    out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.1, 0, 0.0, "cudnn")
+    monkeypatch.setattr(kernels, "BLOCK", 2 * BLOCK)
+    at_once, sums = torch.ops.megacompile.attention(q, k, v, 0.1, 0, 0.0, "cudnn")
+    assert (out.float() - at_once.float()).norm() <= 5e-3 * at_once.float().norm()
+    assert out.stride() == at_once.stride()
+    torch.testing.assert_close(logsumexp, sums)
 
 
 @pytest.mark.parametrize(("changed", "message"), [

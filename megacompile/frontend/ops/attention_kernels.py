@@ -161,9 +161,43 @@ def cudnn_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
     assert not window and not softcap, "cuDNN is asked for neither windows nor capped scores"
-    out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, True, False, scale=scale)
-    return heads_inside(out), logsumexp.squeeze(-1)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scale)
+        return out, logsumexp.squeeze(-1)
+
+    out, logsumexp = in_blocks(attend, query, key, value, BLOCK)
+    return heads_inside(out), logsumexp
+
+
+#: The most positions that cuDNN's forward sees at once. Keys and values of a head then fit the 50 MB of a Hopper's cache. Of
+#: 262,144 positions (28 heads, 128 wide), blocks take 0.83 s, and all at once 0.93. Its backward gains 1%, and has no blocks.
+BLOCK = 65536
+
+#: (query, key, value, causal) -> the output and the logsumexp, as of `attention`.
+Attend = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+
+
+def in_blocks(attend: Attend, query: Tensor, key: Tensor, value: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Causal attention of blocks of queries with blocks of keys. The results for a query are joined by their sums, in float32:
+    exp(logsumexp) is the weight of each."""
+    length = query.shape[2]
+    if length <= block:
+        return attend(query, key, value, True)
+    out, logsumexp = empty_heads_inside(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    for start in range(0, length, block):
+        queries = slice(start, start + block)
+        found, total = attend(query[:, :, queries], key[:, :, queries], value[:, :, queries], True)
+        found = found.float()
+        for first in range(0, start, block):
+            keys = slice(first, first + block)
+            other, its_sum = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], False)
+            both = torch.logaddexp(total, its_sum)
+            found.mul_(torch.exp(total - both)[..., None]).add_(other * torch.exp(its_sum - both)[..., None])
+            total = both
+        out[:, :, queries], logsumexp[:, :, queries] = found, total
+    return out, logsumexp
 
 
 def cudnn_backward(
