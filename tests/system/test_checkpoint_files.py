@@ -160,7 +160,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nesting": (lambda f: (f / manifest.NAME).write_text("[" * 100000), "manifest.json is damaged: it is not JSON"),
     "another format": (lambda f: (f / manifest.NAME).write_text('{"weights": 1}'),
                        "not a manifest of a megacompile checkpoint"),
-    "a later version": (lambda f: rewrite(f, lambda b: b.update(version=2)), "has version 2 of the format, but .* reads 1"),
+    "a later version": (lambda f: rewrite(f, lambda b: b.update(version=3)), "version 3 of the format, but .* reads 1 and 2"),
     "a missing field": (lambda f: rewrite(f, lambda b: b.pop("files")), "is not a valid manifest"),
     "a path upwards": (lambda f: rewrite(f, lambda b: b["files"].update({"../../x": b["files"].popitem()[1]})),
                        "is '../../x', but must be the name of a file in a checkpoint"),

@@ -92,8 +92,7 @@ def refused(what, do):
         found[what] = f"{type(error).__name__}: {error}".splitlines()[0]
 
 torch.distributed.init_process_group("gloo")
-flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-refused("one dimension", lambda: streamed(mesh=flat))
+square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 refused("a part", lambda: streamed(mesh=square["shard"]))
 
 model = streamed(mesh=square)
@@ -132,7 +131,6 @@ refused("weight", lambda: model(**rows(9)))
 def test_hosts_take_over_what_the_first_one_loads_and_refuse_other_writes(launch: Callable[..., list[Any]]) -> None:
     results = launch(SHARED, 4, hosts=2)
     for rank, found in enumerate(results):
-        assert "the mesh shards the model over the hosts node0 and node1, and only ranks that" in found["one dimension"]
         assert "a job with 4 ranks" in found["a part"] or "different meshes" in found["a part"]
         assert found["hosts"] == [[[0, 1], [2, 3]], ["node0", "node1"]] and found["program"] == [2, 2]
         assert found["again"], rank
