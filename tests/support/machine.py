@@ -47,7 +47,7 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "fetch_state": ("cpu", ("state/", "weights/"), ("result",)),
     "store_state": ("cpu", ("state", "weights/"), ("state/",)),
     "fetch_gradients": ("cpu", ("gradients/",), ("result",)),
-    "offload_weights": ("cpu", ("resident",), ("weights/",)),
+    "offload_weights": ("d2h", ("resident",), ("weights/",)),
     "result": ("compute", ("values",), ()),
     "lease": ("compute", (), ()),
     "leased": ("compute", (), ()),
