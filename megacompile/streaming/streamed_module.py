@@ -14,8 +14,16 @@ from torch import Tensor, nn
 from megacompile.compat.core import parse_to, pytree
 from megacompile.errors import UnsupportedError
 from megacompile.ir.program import Lane
-from megacompile.streaming.device_copy import original_class
-from megacompile.streaming.generation.ways import Finished, Way, by_name, generate_in_parts, ways_to_generate, with_options
+from megacompile.streaming.device_copy import Turns, original_class
+from megacompile.streaming.generation.ways import (
+    Finished,
+    Way,
+    by_name,
+    chooses_cache,
+    generate_in_parts,
+    ways_to_generate,
+    with_options,
+)
 from megacompile.streaming.handle import Handle
 from megacompile.streaming.programs.captures import base_calls_streamed
 from megacompile.streaming.shared_writes import loading
@@ -199,7 +207,9 @@ def generate_by(model: StreamedPretrained, way: Way, finished: Finished) -> Any:
     """Generates in the lane compute, whose free memory the allocator gives to no other stream. `finished`: as in
     `generate_in_parts`."""
     backend = model.megacompile.streamed.backend
-    use = model.megacompile.device_copy.use(original_class(model), way.bytes, way.turns)
+    # transformers compiles forwards with some caches, and a user's own loop may read weights.
+    early = way.turns is Turns.NONE and not chooses_cache(model, way.arguments) and "custom_generate" not in way.arguments
+    use = model.megacompile.device_copy.use(original_class(model), way.bytes, way.turns, early)
     backend.enter(_tensors([way.arguments, finished.tokens]))
     found = None
     try:
