@@ -75,8 +75,9 @@ def generated(model: Any, **options: Any) -> Tensor:
     torch.manual_seed(3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers on padding
-        found = model.generate(input_ids=PROMPT, **{"max_new_tokens": 4, "do_sample": True, "pad_token_id": 0, "eos_token_id": None,
-                                          "output_logits": True, "return_dict_in_generate": True, **options})
+        found = model.generate(input_ids=PROMPT, **{
+            "max_new_tokens": 4, "do_sample": True, "pad_token_id": 0, "eos_token_id": None, "output_logits": True,
+            "return_dict_in_generate": True, **options})
     return torch.stack(found.logits)
 
 
@@ -151,7 +152,8 @@ def test_tokens_and_weights_are_those_of_the_whole_update(plan: dict[str, Any], 
 
 
 @pytest.mark.parametrize(("stage", "tile"), [(BEFORE, FIRST), (NAMES[1], NAMES[1]), (AFTER, "epilogue")])
-def test_a_stage_that_does_not_wait_computes_with_old_weights(stage: str, tile: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_does_not_wait_computes_with_old_weights(
+        stage: str, tile: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shows that the tests above would notice."""
     optimizer = optimizer_of(model)
     found = []
