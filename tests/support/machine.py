@@ -86,7 +86,7 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "N": {"h2d": (READ, WRITE)},
         "M": {"disk_read": (WRITE,), "cpu": (READ, WRITE), "disk_write": (READ,)},
         "R": {"h2d": (WRITE,), "compute": (READ,)},
-        "RW": {"h2d": (WRITE,), "compute": (READ, WRITE), "cpu": (READ,)},
+        "RW": {"h2d": (WRITE,), "compute": (READ, WRITE), "d2h": (READ,)},
         "RS": {"cpu": (READ, WRITE), "compute": (READ, WRITE)},
         "RH": {"compute": (WRITE,), "h2d": (WRITE,), "d2h": (READ, WRITE)},
         "RG": {"compute": (READ, WRITE), "cpu": (WRITE,), "d2h": (READ,)},
