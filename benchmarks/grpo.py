@@ -15,7 +15,8 @@ tokens. The `*_s` fields are means over the timed steps, and these six add up to
 - `log_probabilities_s`: log-probabilities that the loss is compared with, of the policy before its updates and of the reference
   model. TRL computes none with `--beta 0 --iterations 1`, its defaults, and this is 0 then. Those of the loss are in training.
 - `training_s`: forward, loss, backward and optimizer step, until the device has finished.
-- `update_s`: from there until all weights are updated. In training without generation, the next step runs beside this.
+- `update_s`: waiting for the host's update after that. Generation waits for a layer's update when its first forward gets there,
+  or, with `--through turns`, for all before it begins. A step counts what the update before it makes it wait for.
 - `rest_s`: tokenizing, decoding, rewards, advantages and logs.
 
 `tokens_per_step` counts tokens that are trained: those of prompts and completions as TRL counts them, once for each iteration.
@@ -43,6 +44,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -61,6 +63,7 @@ from megacompile.ir.program import op_of
 from megacompile.planning.device import process_count
 from megacompile.predict.simulate import Timeline
 from megacompile.streaming.device_copy import Turns
+from megacompile.streaming.generation.copied_tiles import CopiedTiles
 from megacompile.streaming.handle import Handle
 from megacompile.timeline import kind_of
 
@@ -117,7 +120,7 @@ class Timed:
 
 
 class Steps(transformers.TrainerCallback):
-    """Measures steps, each of which ends when all weights are updated.
+    """Measures steps, each of which ends when the device has finished. The host may still update.
 
     State: for each step so far, its duration in seconds (`times`), the seconds of its `phases`, and the number of `tokens` that
     TRL has counted in prompts and completions; the device's `clocks` after the warm-up; and the bytes that the allocator has
@@ -146,8 +149,6 @@ class Steps(transformers.TrainerCallback):
 
     def on_step_end(self, _: Any, state: transformers.TrainerState, *__: Any, **___: Any) -> None:
         self.clock.end()
-        with self.clock.of(UPDATE):
-            self.model.megacompile.whole()
         if state.global_step % self.given.iterations or self.recording is not None:
             return
         self.phases.append(self.clock.taken())
@@ -168,16 +169,20 @@ class Steps(transformers.TrainerCallback):
 
 @contextlib.contextmanager
 def switching_timed(handle: Handle, clock: PhaseClock, through: str) -> Iterator[list[int]]:
-    """A context in which a streamed model's switches between training and generation are timed, and layers of its copy on the
-    device take turns as `through` says. Yields a list of the numbers of layers that did, one for each use of the copy."""
+    """A context in which a streamed model's switches between training and generation, and its waits for updates, are timed, and
+    layers of its copy on the device take turns as `through` says. Yields a list of the numbers of layers that did, one for each
+    use of the copy."""
     streamed, device_copy, turns = handle.streamed, handle.device_copy, []
-    use, release, enter = device_copy.use, device_copy.release, streamed._enter
+    use, release, enter, settle, reach = (
+        device_copy.use, device_copy.release, streamed._enter, streamed.settle, CopiedTiles.reach)
 
     @contextlib.contextmanager
-    def timed_use(original: type[nn.Module], more_bytes: int = 0, asked: Turns = Turns.NONE) -> Iterator[nn.Module]:
+    def timed_use(original: type[nn.Module], more_bytes: int = 0, asked: Turns = Turns.NONE,
+                  early: bool = False) -> Iterator[nn.Module]:
         with contextlib.ExitStack() as stack:
             with clock.of(SWITCHING):
-                native = stack.enter_context(use(original, more_bytes, Turns.ALL if through == "turns" else asked))
+                taken = Turns.ALL if through == "turns" else asked
+                native = stack.enter_context(use(original, more_bytes, taken, early and through != "turns"))
             turns.append(0 if device_copy.turns is None else len(device_copy.turns.layers))
             yield native
 
@@ -190,11 +195,21 @@ def switching_timed(handle: Handle, clock: PhaseClock, through: str) -> Iterator
             enter(*args)
             streamed.drain()  # weights that stay on the device are loaded by other threads
 
-    replaced = ((device_copy, "use", timed_use), (device_copy, "release", timed_release), (streamed, "_enter", timed_enter))
+    def timed_settle() -> None:
+        with clock.of(UPDATE):
+            settle()
+
+    def timed_reach(tiles: CopiedTiles, *stage: str) -> None:
+        with clock.of(UPDATE):
+            reach(tiles, *stage)
+
+    replaced = ((device_copy, "use", timed_use), (device_copy, "release", timed_release), (streamed, "_enter", timed_enter),
+                (streamed, "settle", timed_settle))
     for owner, name, timed in replaced:
         vars(owner)[name] = timed
     try:
-        yield turns
+        with mock.patch.object(CopiedTiles, "reach", timed_reach):
+            yield turns
     finally:
         for owner, name, _ in replaced:
             del vars(owner)[name]

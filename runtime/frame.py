@@ -132,3 +132,11 @@ class Run:
     def wait(self, lanes: Iterable[Lane] | None = None) -> None:
         """Waits until these lanes (all, if None) have issued the section. Raises `LaneError` if any lane failed."""
         self.waits(self.pending[lane] for lane in (self.pending if lanes is None else lanes) if lane in self.pending)
+
+    def reach(self, record: fx.Node) -> Any:
+        """Waits until a `record` of the section was issued, and returns the device's event. Raises `LaneError` if any lane
+        failed."""
+        event = self.events[record]
+        assert event is not None, "a record makes an event"
+        self.waits((event.issued,))
+        return event.device

@@ -677,7 +677,7 @@ def _offload_weights(frame: Frame, node: fx.Node) -> None:
     frame.store.preserve(argument(node, "tile"))
     tile = frame.store[argument(node, "tile")]
     for here, there in tile.weights_with(own_bytes(tile, frame.read(node, "resident").memory)):
-        frame.backend.copy(there, here, Lane.CPU)
+        frame.backend.copy(there, here, Lane.D2H)
 
 
 def _fetch_gradients(frame: Frame, node: fx.Node) -> Gradients:

@@ -24,6 +24,9 @@ class ReferenceRun:
     def wait(self, lanes: object = None) -> None:
         pass
 
+    def reach(self, record: fx.Node) -> None:
+        pass
+
 
 class ReferenceExecutor:
     """Has the interface of `executor.Executor`."""

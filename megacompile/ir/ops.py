@@ -182,10 +182,10 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "a tile's optimizer state, host -> device"),
     Op("store_state", Lane.CPU, ("tile", "state"), (), ("weights[tile]", "state"), (), None,
        "a tile's optimizer state, device -> host"),
-    # Also in the cpu lane, so that schedules without these ops do not wait for one lane more.
+    # Also in the cpu lane, so that schedules without it do not wait for one lane more.
     Op("fetch_gradients", Lane.CPU, ("tile", "into"), ("into",), ("gradients[tile]",), ("result",), "gradients",
        "gradients that the host changed, host -> device"),
-    Op("offload_weights", Lane.CPU, ("tile", "resident"), (), ("resident",), ("weights[tile]",), None,
+    Op("offload_weights", Lane.D2H, ("tile", "resident"), (), ("resident",), ("weights[tile]",), None,
        "updated weights, device -> host"),
     Op("update_on_device", Lane.COMPUTE, ("tile", "rule", "resident", "state", "reduced", "clip"), ("rule", "clip"),
        ("state", "reduced", "clip"), ("resident", "state"), None,

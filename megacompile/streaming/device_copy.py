@@ -22,6 +22,7 @@ from megacompile.compat.module_hooks import AFTER_FORWARD, BEFORE_FORWARD, FLAGS
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.ir.program import Program, stays
 from megacompile.sizes import format_bytes
+from megacompile.streaming.generation.copied_tiles import CopiedTiles
 from megacompile.streaming.generation.turns import (
     LayerTurns,
     TurningLayer,
@@ -123,28 +124,32 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 
 class DeviceCopy:
-    """State: the `native` model (None if there is none) with its `parameters`, and the `turns` of layers that do not stay on
-    the device. Also the versions of weights, of all tensors and of the native model's tensors when it was last current, and the
-    number of open uses. The streamed model does not run during a use."""
+    """State: the `native` model (None if there is none) with its `parameters`; the `turns` of layers that do not stay on the
+    device, or, if all stay there, the trained `tiles`. Also the versions of weights, of all tensors and of the native model's
+    tensors when it was last current, and the number of open uses. The streamed model does not run during a use."""
 
     def __init__(self, streamed: Streamed) -> None:
         self._streamed = streamed
         streamed.guests.append(self)
         self.native: nn.Module | None = None
         self.turns: LayerTurns | None = None
+        self.tiles: CopiedTiles | None = None
         self._version, self._versions, self._open = -1, [0], 0
         self._parameters, self._native_versions = list[nn.Parameter](), list[int]()
         self._hooks, self._modules = CopiedHooks(), list[nn.Module]()
 
     @contextmanager
-    def use(self, original: type[nn.Module], more_bytes: int = 0, turns: Turns = Turns.NONE) -> Iterator[nn.Module]:
+    def use(self, original: type[nn.Module], more_bytes: int = 0, turns: Turns = Turns.NONE,
+            early: bool = False) -> Iterator[nn.Module]:
         """The model, of its `original` class, with current weights. `more_bytes`: device memory that the use takes. If it is 0
-        (unknown), all memory that the streamed model can give is freed. Raises `InsufficientMemoryError` if it does not fit,
-        `TornError` if the weights are not all of one step, and `MegacompileError` if another use is open and has the wrong
-        layers on the device."""
+        (unknown), all memory that the streamed model can give is freed. `early`: the use reads weights only in forwards of the
+        model, in eager mode; the first one may wait for layers that the host still updates. Raises `InsufficientMemoryError` if
+        it does not fit, `TornError` if the weights are not all of one step, what an update has failed with, and
+        `MegacompileError` if another use is open and has the wrong layers on the device."""
         streamed = self._streamed
         with streamed.call_lock, torch.inference_mode(False), torch.no_grad():  # the copy outlives the use
-            streamed.settle()
+            early = early and streamed.ends_step is not None and self._has_tiles and not self._open
+            (streamed.raise_pending if early else streamed.settle)()
             streamed.step.check_whole()
             streamed.adopt_writes()
             if self.native is not None and not (self._is_alike() and self._serves(more_bytes, turns)):
@@ -152,6 +157,7 @@ class DeviceCopy:
                     raise MegacompileError("the weights are on the device already, but this use needs other layers or more "
                                            "memory there: leave the block `with model.megacompile.on_device()` first")
                 self.release()
+            stale = self.native is None or self._version != streamed.step.version or self._written(self.native)
             if self.native is None:
                 found = self._arranged(more_bytes, turns)
                 self._make_room(found.device_bytes + more_bytes, keep_tiles=more_bytes > 0)
@@ -163,17 +169,28 @@ class DeviceCopy:
                     raise
             else:
                 self._make_room(self._taken + more_bytes, keep_tiles=more_bytes > 0)
-                if self._version != streamed.step.version or self._written(self.native):
+                if stale:
                     self._copy_changed(self.native)
+            self._refresh(self.native)
+            if stale and self.tiles is not None:
+                self._load(self.tiles, self.native, early)
             self._version, self._versions = streamed.step.version, [tensor._version for tensor in _tensors(streamed.model)]
             self._native_versions = [tensor._version for tensor in _tensors(self.native)]
-            self._refresh(self.native)
             self._open += 1
         try:
             yield self.native
+            if early:
+                streamed.settle()  # raises what the update has failed with since
+                self._native_versions = [tensor._version for tensor in _tensors(self.native)]
+        except BaseException:
+            if early:
+                self.expect_writes()  # some tiles may be missing
+            raise
         finally:
             if self.turns is not None:
                 self.turns.stop()  # the user may have written to the slots
+            if self.tiles is not None:
+                self.tiles.stop()
             self._open -= 1
 
     def give_way(self, needed: int) -> None:
@@ -192,7 +209,9 @@ class DeviceCopy:
     def release(self) -> None:
         if self.turns is not None:
             self.turns.close()
-        self.native = self.turns = None
+        if self.tiles is not None:
+            self.tiles.stop()
+        self.native = self.turns = self.tiles = None
         self._parameters = []
 
     # ---------------------------------------------------------------- memory
@@ -279,6 +298,7 @@ class DeviceCopy:
         # Without a stated budget the use takes the allocator's free memory, which PyTorch gives back where the device is full.
         stated = streamed.planner.config.device_memory is not None
         if stated and (self.native is None or streamed.arena.device_bytes() < before):
+            streamed.settle()
             streamed.backend.trim()
 
     def free_slots(self) -> bool:
@@ -302,6 +322,8 @@ class DeviceCopy:
         if stays_too:
             streamed.evict()
         awaited = set(streamed.residency.awaited())
+        if (updating := streamed.ends_step) is not None:
+            awaited.update(updating.slots("update"))
         streamed.arena.forget(*(slot for slot in streamed.arena.slots if slot not in awaited
                                 and not streamed.arena.is_slab(slot) and (stays_too or not stays(slot))))
 
@@ -311,7 +333,8 @@ class DeviceCopy:
         model = self._streamed.model
         streamed = self._streamed
         self.turns = LayerTurns(turning, streamed.backend, streamed.store) if turning else None
-        in_slots = {} if self.turns is None else self.turns.views(model)
+        self.tiles = CopiedTiles(streamed) if self._has_tiles and not turning else None
+        in_slots = self._in_slots()
         memo: dict[int, Any] = {}
         for tensor in _tensors(model):
             there = in_slots[id(tensor)] if id(tensor) in in_slots else self._there(tensor)
@@ -330,6 +353,27 @@ class DeviceCopy:
         self._finish_copies()
         return made
 
+    @property
+    def _has_tiles(self) -> bool:
+        """True if trained tiles can have slots of their own: there are some, and each has whole parameters."""
+        trained = [layout for layout in self._streamed.tiling.layouts.values() if layout.trainable]
+        return bool(trained) and not any(layout.home for layout in trained)
+
+    def _in_slots(self) -> dict[int, Tensor]:
+        """For the streamed model's parameters whose copies are in slots, by their `id`: that part of the slot."""
+        slots = self.turns or self.tiles
+        return {} if slots is None else slots.views(self._streamed.model)
+
+    def _load(self, tiles: CopiedTiles, native: nn.Module, early: bool) -> None:
+        """Copies trained tiles. If `early`, the first forward waits for them, unless hooks might read weights before that."""
+        self._version = -1  # until it is done
+        tiles.load()
+        if early and not any(hook for module in native.modules() for hook in hooks_of(module)):
+            tiles.attach(native)
+        else:
+            tiles.reach()
+            self._finish_copies()
+
     def _there(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._device, non_blocking=True, copy=True)
 
@@ -345,7 +389,7 @@ class DeviceCopy:
         # Not those that require a gradient now: PEFT freezes adapters while they are off.
         updated = {id(parameters[name]) for name in self._streamed.tiling.trained}
         pairs = zip(_tensors(model), _tensors(native), self._versions, self._native_versions, strict=True)
-        in_slots = {} if self.turns is None else self.turns.views(model)
+        in_slots = self._in_slots()
         for ours, theirs, version, native_version in pairs:
             if id(ours) not in in_slots and (id(ours) in updated or ours._version != version
                                              or theirs._version != native_version):

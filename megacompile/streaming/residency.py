@@ -56,13 +56,15 @@ def device_memory_error(error: BaseException, cause: torch.OutOfMemoryError, pla
 
 # -------------------- Runs sections of compiled programs on the lanes of one model
 class SectionRunner:
-    """State: `running`, the program of the section that ran last, which errors name."""
+    """State: `running`, the program of the section that ran last, which errors name; and `in_flight`, the sections submitted
+    since all lanes were last idle."""
 
     def __init__(self, executor: Executor | ReferenceExecutor, backend: Backend, store: Store, arena: Arena,
                  executables: Executables, constants: Constants, ranks: Ranks | None = None) -> None:
         self.executor, self.backend, self.store, self.arena = executor, backend, store, arena
         self.executables, self.constants, self.ranks = executables, constants, ranks
         self.running: Executable | None = None
+        self.in_flight: list[str] = []
 
     def submit(self, executable: Executable, section: str, batch: Batch | None = None, forward: OpenForward | None = None,
                update: Update | None = None) -> Any:
@@ -73,6 +75,7 @@ class SectionRunner:
             executable.kernels[section] = served.binder.bind(executable.program, section, executable.plan,
                                                              executable.comes_again)
         self.running = executable
+        self.in_flight.append(section)
         batch = batch if batch is not None else Batch([], self.constants.on_device)
         held = (forward.values, forward.host) if forward is not None else ({}, {})
         frame = Frame(self.backend, self.store, self.arena, executable.kernels[section], batch, *held, update, self.ranks)
@@ -92,6 +95,7 @@ class SectionRunner:
         self.executor.check()
         if sooner is None:
             self.backend.synchronize()
+            self.in_flight.clear()
 
     def out_of_memory(self, error: BaseException, torn: bool) -> DeviceMemoryError | None:
         """The error that users see after a lane or a caller ran out of device memory; None for other errors. The lanes must

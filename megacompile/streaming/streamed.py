@@ -176,6 +176,12 @@ class Streamed:
         found = {*(forward.executable for forward in self.forwards.open()), self.step.trained, self.residency.executable}
         return {executable for executable in found if executable is not None}
 
+    @property
+    def ends_step(self) -> Executable | None:
+        """The program whose update, at the end of a loop's step, is all that the lanes may still do; else None. None for
+        several ranks."""
+        return self.step.trained if self.runner.in_flight == ["update"] and self.rank_group.size == 1 else None
+
     def _reserve(self, executable: Executable, *sections: str) -> None:
         """Makes the slots of these sections, and frees slots of other programs that do not fit the budget beside them."""
         for guest in self.guests:

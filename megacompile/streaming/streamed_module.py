@@ -18,8 +18,17 @@ from megacompile.compat.core import parse_to, pytree
 from megacompile.errors import CheckpointError, UnsupportedError
 from megacompile.ir.program import Lane
 from megacompile.runtime.memory.store import WEIGHTS
-from megacompile.streaming.device_copy import original_class
-from megacompile.streaming.generation.ways import Finished, Way, by_name, generate_in_parts, ways_to_generate, with_options
+from megacompile.streaming.device_copy import Turns, original_class
+from megacompile.streaming.generation.ways import (
+    Finished,
+    Way,
+    by_name,
+    chooses_cache,
+    generate_in_parts,
+    option_of,
+    ways_to_generate,
+    with_options,
+)
 from megacompile.streaming.handle import Handle
 from megacompile.streaming.programs.captures import base_calls_streamed
 from megacompile.streaming.shared_writes import loading
@@ -260,7 +269,10 @@ def generate_by(model: StreamedPretrained, way: Way, finished: Finished) -> Any:
     """Generates in the lane compute, whose free memory the allocator gives to no other stream. `finished`: as in
     `generate_in_parts`."""
     backend = model.megacompile.streamed.backend
-    use = model.megacompile.device_copy.use(original_class(model), way.bytes, way.turns)
+    # With some caches transformers compiles forwards, but the first one only in chunks. A user's own loop may read weights.
+    compiled = chooses_cache(model, way.arguments) and option_of(model, way.arguments, "prefill_chunk_size") is not None
+    early = way.turns is Turns.NONE and not compiled and "custom_generate" not in way.arguments
+    use = model.megacompile.device_copy.use(original_class(model), way.bytes, way.turns, early)
     backend.enter(_tensors([way.arguments, finished.tokens]))
     found = None
     try:

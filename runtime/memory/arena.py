@@ -227,5 +227,5 @@ class Arena:
             if memory is not None and self.is_slab(name):
                 self.backend.unpin(memory)
         for cache in (self._weights, self._gradients, self._states):
-            for key in [k for k in cache if k[0] in names]:
+            for key in [k for k in list(cache) if k[0] in names]:  # lanes may add others
                 del cache[key]

@@ -73,7 +73,7 @@ def forward(p):
     p.update_on_device("layers.0", resident=v, state=s, reduced=q, clip=c)             # compute
     p.gather_resident("layers.0", resident=v)                                          # collective
     p.store_state("layers.0", state=s_1)                                               # cpu
-    p.offload_weights("layers.0", resident=v)                                          # cpu
+    p.offload_weights("layers.0", resident=v)                                          # d2h
     update = p.update("layers.0", clip=c)                                              # cpu
     p.update_weights("layers.0", clip=c)                                               # cpu
     p.update_moments("layers.0", rule="lion", clip=c)                                  # cpu

@@ -297,7 +297,7 @@ WAITS = {
     "a checkpoint's slot is free": ("checkpoints on the host", "backward", Lane.H2D, "fetch", "recompute_backward"),
     "the clip is known": ("the first tiles' state resident, K = 2", "update", Lane.COMPUTE, "update_on_device", "clip"),
     "weights are updated on the device": (
-        "the first tiles' state resident, K = 2", "update", Lane.CPU, "offload_weights", "update_on_device"),
+        "the first tiles' state resident, K = 2", "update", Lane.D2H, "offload_weights", "update_on_device"),
 }
 
 

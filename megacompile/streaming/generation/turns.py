@@ -84,17 +84,22 @@ def turning_layers(model: nn.Module, names: Sequence[str], layouts: Mapping[str,
     """The layers that can take turns, of those with these `names`, in the order in which the model runs them. `layouts`: the
     host tiles. A layer that runs twice cannot take turns, nor can weights that other parts of the model have too: they stay on
     the device."""
+    tiles = tiles_by_layer(model, names, layouts)
+    return tuple(_turning(model, name, tiles[name]) for name in names if name in tiles and names.count(name) == 1)
+
+
+def tiles_by_layer(model: nn.Module, names: Sequence[str], layouts: Mapping[str, TileLayout]) -> dict[str, list[TileLayout]]:
+    """The tiles that hold weights of one layer alone, by its name; under "" all other tiles."""
     holders: dict[int, set[str]] = {}
     for full, p in nn.Module.named_parameters(model, remove_duplicate=False):
         holders.setdefault(id(p), set()).add(next((name for name in names if full.startswith(f"{name}.")), ""))
     own = {full: next(iter(holders[id(p)])) for full, p in nn.Module.named_parameters(model, remove_duplicate=False)
            if len(holders[id(p)]) == 1 and p.is_contiguous()}
-    tiles: dict[str | None, list[TileLayout]] = {}
+    tiles: dict[str, list[TileLayout]] = {}
     for layout in layouts.values():
-        owners = {own.get(s.name) for s in layout.slices}
-        if len(owners) == 1:
-            tiles.setdefault(owners.pop(), []).append(layout)
-    return tuple(_turning(model, name, tiles[name]) for name in names if name in tiles and names.count(name) == 1)
+        owners = {own.get(s.name, "") for s in layout.slices}
+        tiles.setdefault(owners.pop() if len(owners) == 1 else "", []).append(layout)
+    return tiles
 
 
 def _turning(model: nn.Module, name: str, layouts: Sequence[TileLayout]) -> TurningLayer:
@@ -109,11 +114,11 @@ def _turning(model: nn.Module, name: str, layouts: Sequence[TileLayout]) -> Turn
         experts += [_part(layout, "experts", own)] if own else []
         rest += [_part(layout, "rest", others) if own else layout] if others else []
     if not experts:
-        return TurningLayer(name, tuple(map(_tile, rest)))
+        return TurningLayer(name, tuple(map(read_tile, rest)))
     count = min(stacks.values())
     per_token = next((k for option in _PER_TOKEN if isinstance(k := getattr(module.config, option, None), int)), count)
-    return TurningLayer(name, tuple(map(_tile, rest)), RoutedExperts(path, tuple(map(_tile, experts)), count, per_token),
-                        tuple(layout for layout in (*rest, *experts) if layout.home))
+    routed = RoutedExperts(path, tuple(map(read_tile, experts)), count, per_token)
+    return TurningLayer(name, tuple(map(read_tile, rest)), routed, tuple(layout for layout in (*rest, *experts) if layout.home))
 
 
 def _part(layout: TileLayout, name: str, slices: Sequence[ParameterSlice]) -> TileLayout:
@@ -122,7 +127,8 @@ def _part(layout: TileLayout, name: str, slices: Sequence[ParameterSlice]) -> Ti
     return replace(part, home=layout.name, origins=tuple(s.start for s in slices))
 
 
-def _tile(layout: TileLayout) -> Tile:
+def read_tile(layout: TileLayout) -> Tile:
+    """The tile in a program that only reads it."""
     return Tile(layout.name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, trainable=False)
 
 
@@ -219,11 +225,11 @@ class LayerTurns:
         """Makes the layers of a model wait for their weights. The layers' parameters are views of the slots."""
         for name, layer in self.layers.items():
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(_untraced(self._before_layer, name), prepend=True, with_kwargs=True)
-            module.register_forward_hook(_untraced(self._after_layer, name), always_call=True)
+            module.register_forward_pre_hook(untraced(self._before_layer, name), prepend=True, with_kwargs=True)
+            module.register_forward_hook(untraced(self._after_layer, name), always_call=True)
             if layer.experts is not None:
                 model.get_submodule(layer.experts.module).register_forward_pre_hook(
-                    _untraced(self._before_experts, name), prepend=True, with_kwargs=True)
+                    untraced(self._before_experts, name), prepend=True, with_kwargs=True)
 
     def skip_call(self) -> None:
         """Copies the weights of all layers, as a call of the model does, but computes nothing."""
@@ -364,7 +370,7 @@ def _slots(program: Program) -> dict[str, str]:
     return {argument(node, "tile"): argument(node, "into") for node in find(program.section(_SECTION), *_COPIES)}
 
 
-def _untraced(act: Callable[..., None], layer: str) -> Callable[..., None]:
+def untraced(act: Callable[..., None], layer: str) -> Callable[..., None]:
     """A hook that compiled code calls without tracing it."""
 
     @torch.compiler.disable

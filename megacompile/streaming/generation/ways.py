@@ -129,7 +129,8 @@ def _working_width(layer: Any) -> int:
 
 
 def _itemsize(model: nn.Module) -> int:
-    return next(iter(nn.Module.parameters(model))).element_size()
+    _, parameter = next(nn.Module.named_parameters(model))  # a streamed model's own method would wait for updates
+    return parameter.element_size()
 
 
 # --------------------
