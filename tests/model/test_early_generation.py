@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import engine
@@ -30,7 +31,8 @@ FIRST = "prologue"  # or "tied"
 PLANS: dict[str, dict[str, Any]] = {
     "on the host": {}, "deferred moments": {"deferred_moments": True}, "a visit": {"visiting_state": (NAMES[1],)},
     "first tiles there": {"resident": (FIRST, NAMES[0]), "resident_state": (FIRST, NAMES[0])},
-    "weights there": {"resident": "all"}, "slab pool": {"pinned_memory": "1MiB"}}
+    "weights there": {"resident": "all"}, "slab pool": {"pinned_memory": "1MiB"},
+    "no lanes": {"reference": True}}
 
 
 def streamed(tied: bool = False, **options: Any) -> Any:
@@ -155,10 +157,12 @@ def test_slots_of_training_give_way_while_the_update_runs(model: Any, monkeypatc
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_tokens_and_weights_are_those_of_the_whole_update(plan: dict[str, Any], tied: bool) -> None:
+@pytest.mark.parametrize("plan", [*PLANS, "moments on disk"])
+def test_tokens_and_weights_are_those_of_the_whole_update(plan: str, tied: bool, drive: Path) -> None:
+    on_disk = {"disk": drive, "disk_state": tuple(NAMES)}
+
     def run(early: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-        model = streamed(tied, **plan)
+        model = streamed(tied, **PLANS.get(plan, on_disk))
         optimizer, found = optimizer_of(model), []
         engine.probe(model, slow(seconds=0.01))
         for seed in range(3):

@@ -57,7 +57,10 @@ def load_program(stages: tuple[tuple[str, tuple[Tile, ...]], ...]) -> Program:
 
 
 class CopiedTiles:
-    """State: the run of the section that loads the tiles, until all of them are awaited, and the hooks that wait."""
+    """State: the run of the section that loads the tiles, until all of them are awaited, and the hooks that wait.
+
+    A program of training may have slots of the same names, for tiles that stay on the device. Then events of either order the
+    other one too, which only waits longer: beside this section lane h2d alone touches such slots, and it copies in order."""
 
     def __init__(self, streamed: Streamed) -> None:
         self._streamed, stages = streamed, stages_of(streamed)
@@ -104,9 +107,9 @@ class CopiedTiles:
     def attach(self, native: nn.Module) -> None:
         """Makes the layers of a model wait for their tiles in its first forward."""
         streamed, modules = self._streamed, dict(nn.Module.named_modules(native))
-        layers = [name for name in self._copied if name in modules]
         readers = {name.rpartition(".")[0] for name in self._after}
-        for name, stage in (*zip(layers, layers, strict=True), *((name, AFTER) for name in readers)):
+        for name, stage in (*((name, name) for name in self._copied if name not in (BEFORE, AFTER)),
+                            *((name, AFTER) for name in readers)):
             self._hooks.append(modules[name].register_forward_pre_hook(untraced(self._before, stage), prepend=True))
         last = streamed.captured.calls[-2]
         if (layer := modules.get(last.again or last.name)) is not None:  # what comes after it may read weights in any way
