@@ -4,6 +4,7 @@
     python benchmarks/grpo.py --layers 8 --beta 0.04                # with log-probabilities of a reference model
     python benchmarks/grpo.py --layers 8 --iterations 2             # with log-probabilities of the policy before two updates
     python benchmarks/grpo.py --layers 8 --through turns            # generation with all layers in turns
+    python benchmarks/grpo.py --layers 8 --compiled                 # generation with a static cache and compiled forwards
 
 A step generates `--samples` completions for each of `--prompts` prompts, and trains on them `--iterations` times. Prompts have
 `--length` random tokens. Completions are sampled and have exactly `--new-tokens` tokens. The reward is their share of even
@@ -89,6 +90,8 @@ def options() -> argparse.ArgumentParser:
                         help="weight of the divergence from a reference model; 0: there is none (default: 0)")
     parser.add_argument("--through", choices=THROUGH, default="megacompile",
                         help="generation through model.generate, or with all layers in turns (default: megacompile)")
+    parser.add_argument("--compiled", action="store_true",
+                        help="generation with a static cache, for which transformers compiles the forward of new tokens")
     parser.add_argument("--overlap", action="store_true",
                         help="update as gradients arrive, without clipping, so that generation waits for less; full rows too")
     parser.add_argument("--recorded", action="store_true", help="record the seconds of each op in one more step")
@@ -233,10 +236,14 @@ def trainer_of(given: argparse.Namespace, model: Any, optimizer: Any, steps: Ste
     tokenizer = number_tokenizer(model.config.vocab_size)
     source = RandomRows([given.length] * given.prompts * count, model.config.vocab_size - len(tokenizer.all_special_ids))
     prompts = [dict(prompt=" ".join(map(str, source[index]["input_ids"]))) for index in range(len(source))]
+    # Kernels of so many rows take longer than their launches, and CUDA graphs would be recorded anew for each cache.
+    compiled = dict(cache_implementation="static",
+                    compile_config=transformers.CompileConfig(mode="default")) if given.compiled else {}
     said = trl.GRPOConfig(
         folder, max_steps=count * given.iterations, per_device_train_batch_size=completions // given.accumulation,
         gradient_accumulation_steps=given.accumulation, num_generations=given.samples, num_iterations=given.iterations,
-        max_completion_length=given.new_tokens, generation_kwargs=dict(min_new_tokens=given.new_tokens), beta=given.beta,
+        max_completion_length=given.new_tokens, generation_kwargs=dict(min_new_tokens=given.new_tokens, **compiled),
+        beta=given.beta,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
         max_grad_norm=rows.clip(given) or 0.0,
         save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, use_cpu=given.device == "cpu")

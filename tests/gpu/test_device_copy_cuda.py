@@ -36,6 +36,27 @@ def test_generation_is_natives_and_switches_lose_no_memory() -> None:
     model.megacompile.close()
 
 
+def test_generation_beside_the_update_has_the_logits_of_the_whole_update() -> None:
+    found = []
+    prompt = batch(9)["input_ids"][:, :16].cuda()
+    for early in (True, False):
+        model = megacompile.stream(build(layers=8), device="cuda", compile=False)
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+        for step in range(6):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert model.megacompile.streamed.ends_step is not None
+            if not early:
+                model.megacompile.synchronize()
+            given = {"cache_implementation": "static"} if step > 3 else {}
+            found.append(torch.stack(model.generate(
+                prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None, output_logits=True,
+                return_dict_in_generate=True, **given).logits))
+        model.megacompile.close()
+    assert all(map(torch.equal, found[:6], found[6:]))
+
+
 @pytest.mark.parametrize("turns", [Turns.SOME, Turns.ALL])
 def test_layers_that_take_turns_generate_natives_tokens_after_every_step(turns: Turns) -> None:
     """With slow copies a layer would compute with the weights of another one."""
