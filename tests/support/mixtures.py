@@ -29,8 +29,8 @@ NEW = 5
 def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = tiny_config(family)
-    (name,) = [each for each in ("num_experts", "n_routed_experts", "num_local_experts") if each in vars(config)]
-    setattr(config, name, EXPERTS)
+    for name in {"num_experts", "n_routed_experts", "num_local_experts"} & vars(config).keys():  # one, or none
+        setattr(config, name, EXPERTS)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
