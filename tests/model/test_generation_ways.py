@@ -180,7 +180,7 @@ def described(way: Way) -> str:
 @pytest.fixture
 def budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sequence takes 60 bytes for keys and values, and 2 for computing."""
-    monkeypatch.setattr(ways, "cache_bytes", lambda _, kwargs: 60 * len(kwargs["input_ids"]))
+    monkeypatch.setattr(ways, "cache_bytes", lambda _, kwargs, **offloaded: 60 * len(kwargs["input_ids"]))
     monkeypatch.setattr(ways, "working_bytes", lambda _, kwargs: 2 * len(kwargs["input_ids"]))
 
 
@@ -209,7 +209,8 @@ def test_the_fastest_way_that_fits_is_first_and_each_next_one_takes_less_memory(
 def test_keys_and_values_wait_in_host_memory_where_that_moves_fewer_bytes(
         weights: float, cache: float, expected: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts copy the weights once more for each token, and an offloaded cache crosses the link twice."""
-    monkeypatch.setattr(ways, "cache_bytes", lambda _, kwargs: int(cache) * len(kwargs["input_ids"]))
+    monkeypatch.setattr(ways, "cache_bytes", lambda _, kwargs, offloaded=False:
+                        int(cache) * len(kwargs["input_ids"]) // (20 if offloaded else 1))
     monkeypatch.setattr(ways, "working_bytes", lambda *_: 0)
     monkeypatch.setattr(ways._Call, "layers", 40)
 

@@ -214,9 +214,11 @@ def _can_be_cut(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 def reads_longest_row(model: nn.Module) -> bool:
     """True if the tokens of a row may depend on other rows, or on how many tokens are computed at once. The rotary frequencies
-    of LongRoPE follow the largest position of a call, and a user's own model may compute with several rows."""
+    of LongRoPE follow the largest position of a call, transformers' RWKV adds a row's last token to all rows, and a user's own
+    model may compute with several rows."""
     handle = getattr(model, "megacompile", None)
-    return bool(handle is not None and handle.streamed.captured.across_rows) or any(
+    several = getattr(text_config(model), "model_type", "") == "rwkv" or handle and handle.streamed.captured.across_rows
+    return bool(several) or any(
         "longrope" in kind or "dynamic" in kind for module in nn.Module.modules(model) for kind in rope_types(module))
 
 
