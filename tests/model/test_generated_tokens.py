@@ -133,8 +133,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
         yield value
 
 
-
-
 def test_a_cache_is_offloaded_where_no_layer_has_both_keys_and_a_recurrent_state() -> None:
     for family in FAST + MIXTURES + HYBRIDS:
         config = tiny_config(family)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from tiny_configs import tiny_config
 from tiny_models import batch
 from torch import Tensor
-from transformers import GenerationConfig, TextStreamer
+from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
 import megacompile
 from megacompile.streaming.device_copy import Arrangement, Turns
@@ -123,6 +124,16 @@ def test_a_model_whose_frequencies_follow_the_longest_row_is_not_cut() -> None:
     assert list(part_counts(model, given)) == [1]
     assert all(way.parts == 1 for way in ways_to_generate(model, given, lambda *_: Arrangement(0, 0)))
     assert list(ways._prefills(model, {**given, "max_new_tokens": 1})) == [{}]
+
+
+def test_a_model_whose_rows_are_mixed_is_not_cut() -> None:
+    """In transformers a later token of RWKV adds a row's last token to all rows."""
+    config = tiny_config("rwkv")
+    model = AutoModelForCausalLM.from_config(config).eval()
+    given = {"input_ids": prompts()["input_ids"].clamp_min(8), **OPTIONS, "do_sample": False, "use_cache": True}
+    alone = torch.cat([model.generate(**part_of(row, ROWS, given)) for row in range(ROWS)])
+    assert not torch.equal(model.generate(**given), alone)
+    assert list(part_counts(model, given)) == [1]
 
 
 def test_arguments_may_be_positional(plain: Any) -> None:
