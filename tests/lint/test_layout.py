@@ -20,7 +20,7 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 #: feature that raises one says in its commit what the lines buy.
 BUDGET = {
     "": 3973, "checkpoint": 1406, "codegen": 778, "compat": 795, "finetuning": 3196, "frontend": 10191, "inference": 579,
-    "inputs": 2166, "ir": 3070, "passes": 2578, "planning": 2896, "predict": 1579, "runtime": 6510, "streaming": 7321,
+    "inputs": 2166, "ir": 3070, "passes": 2578, "planning": 2896, "predict": 1579, "runtime": 6510, "streaming": 7324,
     "system": 858, "tools": 1131, "trainers": 1277, "verify": 1668, "weights": 2379,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 import megacompile
 from megacompile.streaming.device_copy import DeviceCopy, Turns
 from megacompile.streaming.generation import ways
-from megacompile.streaming.generation.ways import Way, cache_bytes, can_offload_cache
+from megacompile.streaming.generation.ways import Way, cache_bytes, can_offload_cache, layer_caches
 
 #: With recurrent layers, experts and a shared expert.
 FAST = ("qwen3_next",)
@@ -123,6 +123,15 @@ def test_what_layers_keep_is_counted(plain: Any, streamed: Any) -> None:
     counted = cache_bytes(streamed, {"input_ids": ids, "max_new_tokens": 0})
     assert held <= 1.1 * counted and counted <= 1.1 * held
     assert cache_bytes(streamed, {"input_ids": ids, "max_new_tokens": 0}, offloaded=True) <= counted
+
+
+def test_options_of_latent_attention_are_read_by_layer() -> None:
+    """The config of such a family has none for the whole model."""
+    config = tiny_config("dots3_note_text")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    kept = [each.kv_lora_rank + each.qk_rope_head_dim + each.index_head_dim for each in config.per_layer_config]
+    assert [each.token for each in layer_caches(model)] == [4 * width for width in kept]
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

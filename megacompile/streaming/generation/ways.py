@@ -124,26 +124,29 @@ def _has_dynamic_cache(model: nn.Module) -> bool:
 
 
 def layer_caches(model: nn.Module) -> list[LayerCache]:
-    """What each layer keeps, as the graphs of a streamed model show. The config tells for attention that they do not show, and
-    for latent attention, which keeps no keys and values but what they are computed from."""
-    config, size, nothing = text_config(model), _itemsize(model), LayerCache()
-    found = [LayerCache(width, width, width > 0) for width in (2 * _key_width(each) * size for each in layer_configs(model))]
+    """What each layer keeps, as the graphs of a streamed model show. The config tells what they do not: attention in a model's
+    own code, and layers that keep something else than keys and values."""
+    configs, size, nothing = layer_configs(model), _itemsize(model), LayerCache()
+    found = [LayerCache(width, width, width > 0) for width in (2 * _key_width(each) * size for each in configs)]
     handle = getattr(model, "megacompile", None)
     if handle is not None:
         shown, told = handle.streamed.captured.layer_caches, found if not handle.streamed.captured.fused_attention else []
         found = [own if own.attentions else replace(other, state=own.state)
                  for own, other in itertools.zip_longest(shown, told, fillvalue=nothing)]
-    if latent := _latent_width(config):
-        found = [replace(each, token=each.attentions * latent * size) for each in found]
     # Some layers read the keys and values of an earlier one.
-    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(found)
-    return [nothing if mode == "reuse" else each for each, mode in zip(found, modes, strict=False)]
+    modes = getattr(text_config(model), "kv_sharing_modes", None) or ()
+    return [nothing if mode == "reuse" else replace(each, token=_kept_bytes(each, config, size))
+            for each, config, mode in itertools.zip_longest(found, configs, modes, fillvalue=None) if each is not None]
 
 
-def _latent_width(config: Any) -> int:
-    """The elements that latent attention keeps of a token, with those that choose tokens; 0 for other attention."""
-    latent, *beside = (getattr(config, name, None) or 0 for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
-    return int(latent and latent + sum(beside))
+def _kept_bytes(layer: LayerCache, config: Any, size: int) -> int:
+    """Bytes for each token. Latent attention keeps what keys and values are computed from, and layers that choose tokens keep a
+    further key."""
+    latent, rotary, index = (
+        int(getattr(config, name, None) or 0) for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
+    if not latent:
+        return layer.token + (index * size if layer.attentions else 0)
+    return layer.attentions * (latent + rotary + index) * size
 
 
 def _key_width(layer: Any) -> int:
