@@ -20,6 +20,7 @@ from megacompile.frontend.graph.pieces import Rows
 from megacompile.frontend.templates.across_rows import chooses_tokens
 from megacompile.frontend.templates.build import Condition
 from megacompile.frontend.templates.hidden_states import LOGITS, Head, Heads
+from megacompile.frontend.templates.layer_caches import LayerCache, layer_cache
 from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template
 from megacompile.frontend.tracing.fake_model import capture_shape
 from megacompile.ir.plan import CaptureKey
@@ -149,6 +150,12 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
     def has_experts(self) -> bool:
         """True if some layer multiplies each token with the weights of chosen experts."""
         return any(template.has_experts for template in self.templates.values())
+
+    @functools.cached_property
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """What each layer keeps of a sequence for later tokens, as far as its graph shows."""
+        found = {name: layer_cache(self.templates[name]) for name in {call.template for call in self.calls[1:-1]}}
+        return tuple(found[call.template] for call in self.calls[1:-1])
 
     @property
     def guards(self) -> list[str]:

@@ -255,8 +255,11 @@ class DeviceCopy:
         return Arrangement(least + copied_bytes(program) - copied, copied, turning)
 
     def layers(self) -> tuple[TurningLayer, ...]:
-        """The layers whose weights can take turns, in the order in which they run."""
+        """The layers whose weights can take turns, in the order in which they run. None of a model that divides its weights in
+        place when it evaluates (RWKV), since later copies would undo that."""
         streamed = self._streamed
+        if getattr(getattr(streamed.model, "config", None), "rescale_every", 0):
+            return ()
         return turning_layers(streamed.model, [call.again or call.name for call in streamed.captured.calls[1:-1]],
                               streamed.tiling.host)
 

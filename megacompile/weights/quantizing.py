@@ -234,11 +234,12 @@ def format_of(given: Any) -> Format:
 
 
 def frozen_linears(model: nn.Module, layers: Layers | None = None) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """(module that holds it, its name there, layer) of each frozen `nn.Linear` in the model's layers, except in adapters."""
+    """(module that holds it, its name there, layer) of each frozen `nn.Linear` in the model's layers, except in adapters, and
+    except `dt_proj` of Mamba's mixers, which read the weight themselves."""
     for layer in find_layers(model, layers).layers:
         adapters = {id(module) for part in _adapters(layer) for module in part.modules()}
         for parent, name, child in _held(layer):
-            if type(child) is nn.Linear and id(child) not in adapters and not child.weight.requires_grad:
+            if type(child) is nn.Linear and name != "dt_proj" and id(child) not in adapters and not child.weight.requires_grad:
                 yield parent, name, child
 
 

@@ -46,7 +46,6 @@ def test_generation_beside_the_update_has_the_logits_of_the_whole_update() -> No
             model(**batch(step)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert model.megacompile.streamed.ends_step is not None
             if not early:
                 model.megacompile.synchronize()
             given = {"cache_implementation": "static"} if step > 3 else {}

@@ -132,6 +132,7 @@ def test_rwkv_evaluates_if_it_does_not_divide_its_weights(rescale_every: int) ->
             with pytest.raises(UnsupportedError, match=r"RWKV divides its weights before an evaluation: set "
                                                        r"config.rescale_every = 0 before stream\(\)"):
                 model(**batch)
+            assert not model.megacompile.device_copy.layers(), "copies in turns would have the undivided weights"
         else:
             torch.testing.assert_close(model(**batch).logits, native.eval()(**batch).logits, rtol=1e-5, atol=1e-6)
     model.megacompile.close()

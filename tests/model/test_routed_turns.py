@@ -19,8 +19,11 @@ from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.generation import turns
 from megacompile.streaming.generation.turns import copied_bytes, most_tokens, turns_program
 
+#: Experts beside recurrent layers and shared experts; in a layer without attention; behind dense layers.
+HYBRIDS = ["qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "lfm2_moe", "jamba", "kimi_linear"]
+OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ["glm4_moe", *HYBRIDS]]
 #: Gated; with biases, transposed; beside dense layers and shared experts.
-FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.nightly)]
+FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3", *OTHERS]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -198,9 +201,11 @@ def test_a_layer_that_fails_leaves_the_next_call_right(mixture: Any, copies: Cop
             assert torch.equal(generated(native, 1, do_sample=False)[0], expected)
 
 
-def test_experts_in_codes_are_copied_whole(copies: Copies) -> None:
-    model = build("qwen3_moe").requires_grad_(False)
-    megacompile.quantize(model, "int8")
+@pytest.mark.parametrize(("name", "codes"), [("qwen3_moe", "int8"), *(
+    pytest.param(each, "nf4", marks=pytest.mark.nightly) for each in ("qwen3_moe", "gpt_oss", *HYBRIDS))])
+def test_experts_in_codes_are_copied_whole(name: str, codes: str, copies: Copies) -> None:
+    model = build(name, wide=64).requires_grad_(False)
+    megacompile.quantize(model, codes)
     model = megacompile.stream(model, device="cpu")
     expected = generated(copy.deepcopy(model), 1, do_sample=False)[0]
     assert not any(layer.experts for layer in model.megacompile.device_copy.layers())
@@ -210,10 +215,13 @@ def test_experts_in_codes_are_copied_whole(copies: Copies) -> None:
     model.megacompile.close()
 
 
-def test_adapters_of_experts_are_added_to_chosen_experts(copies: Copies) -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe", *OTHERS])
+def test_adapters_of_experts_are_added_to_chosen_experts(name: str, copies: Copies) -> None:
     peft = pytest.importorskip("peft")
-    adapter = peft.LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"], init_lora_weights=False)
-    plain = peft.get_peft_model(build("qwen3_moe"), adapter).eval()
+    model = build(name)
+    stacked = {".".join(each.split(".")[-2:]) for each, p in model.named_parameters() if ".experts." in each and p.dim() == 3}
+    adapter = peft.LoraConfig(r=2, target_parameters=sorted(stacked), init_lora_weights=False)
+    plain = peft.get_peft_model(model, adapter).eval()
     model = megacompile.stream(copy.deepcopy(plain), device="cpu")
     with in_turns(model) as native:
         found = generated(native, 1, do_sample=False)[0]

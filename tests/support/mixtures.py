@@ -26,11 +26,13 @@ EXPERTS, CHOSEN = 16, 2
 NEW = 5
 
 
-def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def build(family: str, dtype: torch.dtype = torch.float32, wide: int = 48) -> Any:
+    """`wide`: the width of feed-forward layers. Blocks of codes are of 32 and 64 weights."""
     torch.manual_seed(0)
     config = tiny_config(family)
-    (name,) = [each for each in ("num_experts", "n_routed_experts", "num_local_experts") if each in vars(config)]
-    setattr(config, name, EXPERTS)
+    vars(config).update({name: wide for name, value in vars(config).items() if value == 48 and isinstance(value, int)})
+    for name in {"num_experts", "n_routed_experts", "num_local_experts"} & vars(config).keys():  # one, or none
+        setattr(config, name, EXPERTS)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():

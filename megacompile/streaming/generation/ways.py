@@ -3,15 +3,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megacompile.frontend.templates.layer_caches import LayerCache
 from megacompile.frontend.tracing.model_options import rope_types
+from megacompile.predict.cost import RECURRENCE_CHUNK
 from megacompile.streaming.device_copy import Arrangement, Turns
 
 
@@ -91,15 +94,59 @@ def sequence_count(model: nn.Module, prompt: Tensor, given: Mapping[str, Any]) -
     return len(prompt) * max(1, *(count for count in counts if isinstance(count, int)), 1)
 
 
-def cache_bytes(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """Bytes of the keys and values of all tokens, if the model's config and the call tell; else 0."""
+def cache_bytes(model: nn.Module, given: Mapping[str, Any], offloaded: bool = False) -> int:
+    """Bytes of what the layers keep of all sequences on the device, if the model and the call tell; else 0. `offloaded`: keys
+    and values are in host memory, except those of two layers."""
     prompt = prompt_of(given)
     if prompt is None:
         return 0
+    layers, tokens = layer_caches(model), _longest(model, prompt, given)
+    of_tokens = sorted(layer.token_bytes(tokens) for layer in layers)[-2 if offloaded else 0:]
+    return sequence_count(model, prompt, given) * (sum(of_tokens) + sum(layer.state for layer in layers))
+
+
+def _longest(model: nn.Module, prompt: Tensor, given: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that a call can generate, with its prompt."""
     new, longest = (option_of(model, given, name) for name in ("max_new_tokens", "max_length"))
-    tokens = prompt.shape[1] + new if isinstance(new, int) else max(prompt.shape[1] + NEW_TOKENS, longest or 0)
-    each = 2 * sum(map(_key_width, layer_configs(model))) * _itemsize(model)
-    return sequence_count(model, prompt, given) * tokens * each
+    return prompt.shape[1] + new if isinstance(new, int) else max(prompt.shape[1] + NEW_TOKENS, longest or 0)
+
+
+def can_offload_cache(model: nn.Module) -> bool:
+    """True if transformers can keep keys and values in host memory. In layers that also have a recurrent state, it copies that
+    to the host too, and back only after the layer has read it."""
+    kinds = getattr(text_config(model), "layer_types", None) or ()
+    return _has_dynamic_cache(model) and not any(kind.startswith("hybrid") for kind in kinds)
+
+
+def _has_dynamic_cache(model: nn.Module) -> bool:
+    """True if `generate` makes transformers' own cache, of layers that grow."""
+    return bool(getattr(model, "_supports_default_dynamic_cache", lambda: False)())
+
+
+def layer_caches(model: nn.Module) -> list[LayerCache]:
+    """What each layer keeps, as the graphs of a streamed model show. The config tells what they do not: attention in a model's
+    own code, and layers that keep something else than keys and values."""
+    configs, size, nothing = layer_configs(model), _itemsize(model), LayerCache()
+    found = [LayerCache(width, width, width > 0) for width in (2 * _key_width(each) * size for each in configs)]
+    handle = getattr(model, "megacompile", None)
+    if handle is not None:
+        shown, told = handle.streamed.captured.layer_caches, found if not handle.streamed.captured.fused_attention else []
+        found = [own if own.attentions else replace(other, state=own.state)
+                 for own, other in itertools.zip_longest(shown, told, fillvalue=nothing)]
+    # Some layers read the keys and values of an earlier one.
+    modes = getattr(text_config(model), "kv_sharing_modes", None) or ()
+    return [nothing if mode == "reuse" else replace(each, token=_kept_bytes(each, config, size))
+            for each, config, mode in itertools.zip_longest(found, configs, modes, fillvalue=None) if each is not None]
+
+
+def _kept_bytes(layer: LayerCache, config: Any, size: int) -> int:
+    """Bytes for each token. Latent attention keeps what keys and values are computed from, and layers that choose tokens keep a
+    further key."""
+    latent, rotary, index = (
+        int(getattr(config, name, None) or 0) for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
+    if not latent:
+        return layer.token + (index * size if layer.attentions else 0)
+    return layer.attentions * (latent + rotary + index) * size
 
 
 def _key_width(layer: Any) -> int:
@@ -112,14 +159,16 @@ def _key_width(layer: Any) -> int:
 
 
 def working_bytes(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """Bytes for computing a chunk of the prompts, and for several fp32 copies of the logits of their last tokens, if the config
-    tells; else 0."""
+    """Bytes for computing a chunk of the prompts, for the keys and values that a layer reads, and for several fp32 copies of
+    the logits of the last tokens, if the config tells; else 0."""
     prompt, widths = prompt_of(given), max(map(_working_width, layer_configs(model) or [text_config(model)]))
     if prompt is None or not widths:
         return 0
     rows, chunk = sequence_count(model, prompt, given), option_of(model, given, "prefill_chunk_size")
-    tokens = rows * min(prompt.shape[1], chunk or prompt.shape[1])
-    return tokens * widths * _itemsize(model) + 4 * 4 * rows * int(getattr(text_config(model), "vocab_size", 0))
+    layers, tokens = layer_caches(model), min(prompt.shape[1], chunk or prompt.shape[1])
+    computed = tokens * widths * _itemsize(model) + -(-tokens // RECURRENCE_CHUNK) * max((x.state for x in layers), default=0)
+    read = _longest(model, prompt, given) * max((x.read for x in layers), default=0)
+    return rows * (computed + read + 4 * 4 * int(getattr(text_config(model), "vocab_size", 0)))
 
 
 def _working_width(layer: Any) -> int:
@@ -169,9 +218,11 @@ def _can_be_cut(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 def reads_longest_row(model: nn.Module) -> bool:
     """True if the tokens of a row may depend on other rows, or on how many tokens are computed at once. The rotary frequencies
-    of LongRoPE follow the largest position of a call, and a user's own model may compute with several rows."""
+    of LongRoPE follow the largest position of a call, transformers' RWKV adds a row's last token to all rows, and a user's own
+    model may compute with several rows."""
     handle = getattr(model, "megacompile", None)
-    return bool(handle is not None and handle.streamed.captured.across_rows) or any(
+    several = getattr(text_config(model), "model_type", "") == "rwkv" or handle and handle.streamed.captured.across_rows
+    return bool(several) or any(
         "longrope" in kind or "dynamic" in kind for module in nn.Module.modules(model) for kind in rope_types(module))
 
 
@@ -240,6 +291,10 @@ def generate_in_parts(generate: Callable[..., Any], count: int, model: nn.Module
 #: Fewest tokens, of all sequences together, that prompts are computed in at a time. Kernels of fewer leave the device idle, and
 #: each chunk copies the layers that take turns once more.
 LEAST_CHUNK = 4096
+#: Types of recurrent models that compute a chunk of a prompt from the state after the one before. Others begin at zero.
+_CONTINUED = frozenset({
+    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next", "zamba2", "zaya"})
 #: Bytes/s over PCIe Gen5 x16, and seconds in which transformers calls one layer whatever the number of sequences
 #: (benchmarks/results/README.md: 28 layers and 256 tokens in 5 s). They only rank the ways.
 _LINK, _LAYER_S = 5e10, 0.7e-3
@@ -299,7 +354,7 @@ class _Call:
             if not there:
                 found.append(self.way(Turns.SOME, parts))
             found.append(self.way(Turns.ALL, parts))
-        if self.layers and not chooses_cache(self.model, self.given):
+        if can_offload_cache(self.model) and not chooses_cache(self.model, self.given):
             found.append(self.way(Turns.ALL, offloaded=True))
         return [way for way in found if way is not None]
 
@@ -307,7 +362,7 @@ class _Call:
         """The way that fits with the largest chunks of prompts; None if none fits."""
         part = part_of(0, parts, self.given)
         cache = cache_bytes(self.model, part)
-        kept = 2 * cache // self.layers if offloaded else cache
+        kept = cache_bytes(self.model, part, offloaded=True) if offloaded else cache
         for chunks in _prefills(self.model, part):
             more = kept + working_bytes(self.model, with_options(part, **chunks))
             arrangement = self.arrange(more, turns)
@@ -319,7 +374,7 @@ class _Call:
                 tokens = None if prompt is None else sequence_count(self.model, prompt, part)
                 seconds = max(arrangement.bytes_for(tokens) / _LINK, self.layers * _LAYER_S)
                 if offloaded:  # the cache crosses the link in both directions for each token
-                    seconds += 2 * cache / _LINK
+                    seconds += 2 * (cache - kept) / _LINK
                 return Way(turns, more, with_options(self.given, **options), parts, arrangement.device_bytes + more,
                            parts * seconds)
         return None
@@ -327,12 +382,13 @@ class _Call:
 
 def _prefills(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Options of `generate` with which the prompts are computed at once, or in ever smaller chunks. Only the user's own options
-    if the user has chosen, or if transformers cannot continue a chunk: with a recurrent state, with rotary frequencies of the
-    longest row, without a cache, and with inputs other than tokens and their mask."""
+    if the user has chosen, or if transformers cannot continue a chunk: with recurrent states, except `_CONTINUED` ones, with
+    rotary frequencies of the longest row, without a cache, and with inputs other than tokens and their mask."""
     yield {}
-    prompt, has_cache = prompt_of(given), getattr(model, "_supports_default_dynamic_cache", lambda: False)
+    prompt, kind = prompt_of(given), getattr(text_config(model), "model_type", "")
     further = {name for name, value in given.items() if isinstance(value, Tensor)} - {"inputs", "input_ids", "attention_mask"}
-    if (prompt is None or further or not has_cache() or getattr(model, "_is_stateful", False) or reads_longest_row(model)
+    if (prompt is None or further or not _has_dynamic_cache(model) or reads_longest_row(model)
+            or (getattr(model, "_is_stateful", False) and kind not in _CONTINUED)
             or option_of(model, given, "prefill_chunk_size") is not None or option_of(model, given, "use_cache") is False):
         return
     rows, chunk = sequence_count(model, prompt, given), 1 << max(0, prompt.shape[1] - 1).bit_length()
