@@ -19,6 +19,7 @@ from megacompile.errors import CheckpointError, UnsupportedError
 from megacompile.ir.program import Lane
 from megacompile.runtime.memory.store import WEIGHTS
 from megacompile.streaming.device_copy import Turns, original_class
+from megacompile.streaming.generation.shared_prompts import generate_sharing
 from megacompile.streaming.generation.ways import (
     Finished,
     Way,
@@ -277,8 +278,8 @@ def generate_by(model: StreamedPretrained, way: Way, finished: Finished) -> Any:
     found = None
     try:
         with torch.no_grad(), backend.issuing(Lane.COMPUTE), use as native:
-            found = generate_in_parts(native.generate, way.parts, native,  # type: ignore[arg-type]
-                                      _without_router_losses(native, way.arguments), finished)
+            found = generate_in_parts(lambda **part: generate_sharing(native.generate, native, part),  # type: ignore[arg-type]
+                                      way.parts, native, _without_router_losses(native, way.arguments), finished)
     finally:
         backend.exit(_tensors([found, finished.tokens]))
     return found

@@ -115,10 +115,10 @@ def can_offload_cache(model: nn.Module) -> bool:
     """True if transformers can keep keys and values in host memory. In layers that also have a recurrent state, it copies that
     to the host too, and back only after the layer has read it."""
     kinds = getattr(text_config(model), "layer_types", None) or ()
-    return _has_dynamic_cache(model) and not any(kind.startswith("hybrid") for kind in kinds)
+    return has_dynamic_cache(model) and not any(kind.startswith("hybrid") for kind in kinds)
 
 
-def _has_dynamic_cache(model: nn.Module) -> bool:
+def has_dynamic_cache(model: nn.Module) -> bool:
     """True if `generate` makes transformers' own cache, of layers that grow."""
     return bool(getattr(model, "_supports_default_dynamic_cache", lambda: False)())
 
@@ -185,7 +185,7 @@ def _itemsize(model: nn.Module) -> int:
 # --------------------
 # A call of `generate` in parts of its batch, one after another, where the keys and values of all sequences do not fit.
 #: Tensors with one row for each prompt.
-_BY_ROW = frozenset({"inputs", "input_ids", "attention_mask", "token_type_ids"})
+BY_ROW = frozenset({"inputs", "input_ids", "attention_mask", "token_type_ids"})
 #: Options that need the whole batch: results that cannot be joined, a time for all rows, prompts that are padded anew.
 _WHOLE_BATCH = ("return_dict_in_generate", "max_time", "token_healing")
 
@@ -195,15 +195,15 @@ def part_counts(model: nn.Module, given: Mapping[str, Any]) -> Iterator[int]:
     joined, or if their results could differ from the whole batch's in more than the sampled numbers."""
     yield 1
     prompt, count = prompt_of(given), 1
-    if prompt is None or not _can_be_cut(model, given):
+    if prompt is None or not can_be_cut(model, given):
         return
     while count < len(prompt):
         count = min(2 * count, len(prompt))
         yield count
 
 
-def _can_be_cut(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    known = _BY_ROW | {"generation_config", "tokenizer"}
+def can_be_cut(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    known = BY_ROW | {"generation_config", "tokenizer"}
     options = getattr(model, "generation_config", None)
     if any(name not in known and not hasattr(options, name) for name, value in given.items()
            if value is not None and value is not False):
@@ -255,7 +255,7 @@ def _rows_of_part(number: int, count: int, prompts: int) -> slice:
 
 def _with_rows(given: Mapping[str, Any], rows: slice) -> dict[str, Any]:
     """The arguments for these prompts."""
-    return {name: value[rows] if name in _BY_ROW and isinstance(value, Tensor) else value for name, value in given.items()}
+    return {name: value[rows] if name in BY_ROW and isinstance(value, Tensor) else value for name, value in given.items()}
 
 
 @dataclass
@@ -387,7 +387,7 @@ def _prefills(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, 
     yield {}
     prompt, kind = prompt_of(given), getattr(text_config(model), "model_type", "")
     further = {name for name, value in given.items() if isinstance(value, Tensor)} - {"inputs", "input_ids", "attention_mask"}
-    if (prompt is None or further or not _has_dynamic_cache(model) or reads_longest_row(model)
+    if (prompt is None or further or not has_dynamic_cache(model) or reads_longest_row(model)
             or (getattr(model, "_is_stateful", False) and kind not in _CONTINUED)
             or option_of(model, given, "prefill_chunk_size") is not None or option_of(model, given, "use_cache") is False):
         return
