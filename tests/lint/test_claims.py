@@ -47,7 +47,7 @@ def as_text(stored: object) -> str:
 
 
 def at(row: dict[str, Any], path: str) -> Any:
-    return reduce(lambda part, key: part[key], path.split("."), row)
+    return reduce(lambda part, key: part[int(key)] if isinstance(part, list) else part[key], path.split("."), row)
 
 
 def row_of(command: str, where: str) -> dict[str, Any]:
