@@ -161,6 +161,26 @@ def test_a_streamed_model_trains_in_chunks_as_native(options: dict[str, Any]) ->
         model.megacompile.close()
 
 
+@pytest.mark.nightly(held_by="tests/model/test_chunks.py::test_a_streamed_model_trains_in_chunks_as_native")
+@pytest.mark.parametrize("options", [
+    {"token_chunk": 64}, {"token_chunk": 257, "saved_layers": 9, "residuals": "attention"},
+    {"token_chunk": 1024, "host_checkpoints": 12, "saved_layers": 3, "residuals": "attention"}, {"token_chunk": 4095}], ids=str)
+def test_a_long_sequence_through_many_layers_trains_as_native_with_checkpointing(options: dict[str, Any]) -> None:
+    """The shape of a 7B, narrow."""
+    changes = dict(num_hidden_layers=28, hidden_size=56, intermediate_size=152, num_attention_heads=7,
+                   max_position_embeddings=4096)
+    model, plain = tiny_models.build(**changes), tiny_models.build(**changes)
+    plain.gradient_checkpointing_enable()
+    plain.set_attn_implementation("sdpa")
+    model = megacompile.stream(model, device="cpu", **options)
+    inputs = tiny_models.batch(rows=1, length=4096)
+    loss, reference = model(**inputs).loss, plain(**inputs).loss
+    torch.testing.assert_close(loss, reference, rtol=1e-6, atol=0)
+    loss.backward(), reference.backward()
+    tiny_models.assert_same_gradients(model, plain)
+    model.megacompile.close()
+
+
 # ---- what a chunked template looks like ------------------------------------------------------------------------------
 
 
