@@ -206,12 +206,11 @@ class Saved:
 
     def values(self) -> tuple[Any, ...]:
         """The plain values from which `of` makes this."""
-        return *astuple(replace(self, runs=())), tuple(map(tuple, self.runs))
+        return *astuple(self)[:-1], tuple(map(tuple, self.runs))
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> Saved:
-        *others, runs = values
-        return replace(cls(*others[:-1]), runs=tuple(Run(*run) for run in runs))
+        return cls(*(*values[:-1], tuple(Run(*run) for run in values[-1])))
 
     def joined(self, other: Saved | None) -> Saved:
         """The same with the runs of both, in order."""
@@ -291,7 +290,7 @@ def _as_json(saved: Saved) -> dict[str, Any]:
     found = {**asdict(saved), "dtype": str(saved.dtype).removeprefix("torch.")}
     if saved.format == FLOAT32.name:
         del found["format"]
-    found["runs"] = [dict(file=run.file, first=run.first, last=run.last) for run in saved.runs]
+    found["runs"] = [run._asdict() for run in saved.runs]
     if not saved.runs:
         del found["runs"]
     return found
