@@ -1,5 +1,5 @@
-"""Tensors that users hold over tiles that hosts divide. A host has a part of their values, so they tell their shape, dtype and
-gradient, and refuse to be read or written.
+"""Tensors that users hold over tiles that hosts divide. A host has only some of their values. Their shape, dtype and gradient
+can be read. Code that reads or writes values raises an error.
 """
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megacompile.weights.saving import memory_in_a_file
 if TYPE_CHECKING:
     from megacompile.streaming.streamed import Streamed
 
-#: What does not read values: attributes and methods of tensors.
-_TOLD = frozenset((
+#: The attributes and methods of tensors that read no values.
+_WITHOUT_VALUES = frozenset((
     "shape", "dtype", "device", "layout", "ndim", "grad", "requires_grad", "is_leaf", "grad_fn", "_version", "is_meta",
     "is_cuda", "is_cpu", "is_sparse", "is_quantized", "nbytes", "itemsize", "_backward_hooks",
     "_post_accumulate_grad_hooks", "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset",
@@ -30,7 +30,7 @@ _TOLD = frozenset((
 
 
 class _Divided(Tensor):
-    """`of`: what it is, for messages."""
+    """`of`: its name for messages."""
 
     of = ""
 
@@ -39,12 +39,12 @@ class _Divided(Tensor):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             name = getattr(func.__self__, "__name__", "")
-        if name in _TOLD or (name == "copy_" and args[0] is args[1]):
+        if name in _WITHOUT_VALUES or (name == "copy_" and args[0] is args[1]):
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         what = next((each.of for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Divided)), "this tensor")
-        raise UnsupportedError(f"{what} is divided among hosts, and this one has only a part of it: call state_dict() of "
-                               "the model or the optimizer on every rank, or load_state_dict to write")
+        raise UnsupportedError(f"{what} is divided among hosts, and this host has only a part of it: before close(), call "
+                               "state_dict() of the model or the optimizer on every rank to read, or load_state_dict to write")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{self.of}: {list(self.shape)}, divided among hosts"
@@ -58,7 +58,8 @@ class _DividedParameter(_Divided, nn.Parameter):
 
 
 def divided(tensor: Tensor, of: str) -> Tensor:
-    """The same tensor object, which no longer can be read. `of`: what it is, for messages."""
+    """The same tensor object. From now on, code that reads or writes its values raises `UnsupportedError`. `of`: its name for
+    messages."""
     tensor.__class__ = _DividedParameter if isinstance(tensor, nn.Parameter) else _Divided
     tensor.of = of  # type: ignore[attr-defined]
     return tensor
