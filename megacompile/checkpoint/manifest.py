@@ -290,7 +290,7 @@ def _as_json(saved: Saved) -> dict[str, Any]:
     found = {**asdict(saved), "dtype": str(saved.dtype).removeprefix("torch.")}
     if saved.format == FLOAT32.name:
         del found["format"]
-    found["runs"] = [run._asdict() for run in saved.runs]
+    found["runs"] = [dict(file=run.file, first=run.first, last=run.last) for run in saved.runs]
     if not saved.runs:
         del found["runs"]
     return found

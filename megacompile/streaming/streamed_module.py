@@ -30,7 +30,8 @@ from megacompile.streaming.generation.ways import (
 from megacompile.streaming.handle import Handle
 from megacompile.streaming.programs.captures import base_calls_streamed
 from megacompile.streaming.shared_writes import loading
-from megacompile.streaming.user_tensors.divided import put, whole_weights_in_a_file, with_whole_weights
+from megacompile.streaming.user_tensors.divided import put
+from megacompile.streaming.whole_values import whole_weights_in_a_file, with_whole_weights
 from megacompile.weights.saving import save_whole
 
 

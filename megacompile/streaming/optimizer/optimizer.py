@@ -45,8 +45,8 @@ from megacompile.streaming.replanning import discard_plans
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.step_state import NonFinite
 from megacompile.streaming.streamed import Streamed
-from megacompile.streaming.user_tensors.divided import whole_values
 from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
+from megacompile.streaming.whole_values import whole_values
 from megacompile.weights.tiling import Tiling
 
 
