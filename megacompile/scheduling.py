@@ -131,8 +131,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     copies = hosts if copies is None else copies
     check_whole("copies", copies)
     if hosts % copies or gpus % (hosts // copies):
-        raise MegacompileError(f"{copies} copies of {gpus} GPUs cannot be divided evenly among {hosts} hosts: give hosts a "
-                               "multiple of copies, and gpus a multiple of the hosts of a copy")
+        raise MegacompileError(f"{copies} copies of {gpus} GPUs cannot be divided evenly among {hosts} hosts: the number of "
+                               "hosts must be a multiple of copies, and gpus a multiple of the hosts of each copy")
     spread = hosts // copies
     if spread > 1 and sequence_ranks > 1:
         raise UnsupportedError("a copy divided among hosts cannot divide sequences too: leave sequence_ranks out, or give each "

@@ -304,7 +304,7 @@ class Exchanges:
 
     def _join(self, norms: Tensor, group: dist.ProcessGroup | None) -> None:
         squares = norms.double().square()  # the square of a large fp32 norm is not an fp32 number
-        self._add_on_host(squares, group)
+        self._add_in_copy(squares, group)
         norms.copy_(squares.sqrt())
 
     # ---------------------------------------------------------------- between copies
@@ -319,7 +319,7 @@ class Exchanges:
     def add_up(self, value: Tensor) -> None:
         """Adds up a tensor on the device over all ranks of all copies, in place, with the same bits on every rank."""
         if self.size > 1:
-            self._add_on_host(value, self._lane)
+            self._add_in_copy(value, self._lane)
         if self.copies > 1:
             self._add_in_order(value, self._across, self.copies)
 
@@ -328,7 +328,7 @@ class Exchanges:
         """This rank's shard of a tensor."""
         return flat.view(self.size, -1)[self.rank]
 
-    def _add_on_host(self, value: Tensor, group: dist.ProcessGroup | None) -> None:
+    def _add_in_copy(self, value: Tensor, group: dist.ProcessGroup | None) -> None:
         """Adds up a short tensor over the ranks of this copy, with the same bits on all of them, and in all copies."""
         if self.copies > 1:  # libraries may add in another order elsewhere
             self._add_in_order(value, group, self.size)

@@ -65,7 +65,7 @@ def sequence_ranks_of(mesh: Any) -> int:
 class Hosts:
     """`rows`: the ranks of each copy of the model, in order; rank 0 is the first rank of the first copy. `names`: of the hosts.
     `rank`: this process. `beside`: the largest number of hosts on one machine. `memories`: the ranks of each host, which share
-    its memory; none: those of a copy."""
+    its memory, if hosts divide copies; else empty, and each row is a host."""
 
     rows: Rows
     names: tuple[str, ...]
@@ -74,14 +74,14 @@ class Hosts:
     memories: Rows = ()
 
     @property
-    def here_and_there(self) -> Rows:
+    def ranks_by_host(self) -> Rows:
         """The ranks of each host, in order."""
         return self.memories or self.rows
 
     @property
     def count(self) -> int:
         """The number of hosts."""
-        return len(self.here_and_there)
+        return len(self.ranks_by_host)
 
     @property
     def copies(self) -> int:
@@ -120,7 +120,7 @@ class Hosts:
     @property
     def here(self) -> tuple[int, ...]:
         """The ranks of this process's host."""
-        return self.here_and_there[self.host]
+        return self.ranks_by_host[self.host]
 
     @property
     def seat(self) -> int:
@@ -135,7 +135,7 @@ class Hosts:
     @property
     def leaders(self) -> tuple[int, ...]:
         """The first rank of each host, which communicates for it."""
-        return tuple(each[0] for each in self.here_and_there)
+        return tuple(each[0] for each in self.ranks_by_host)
 
     @property
     def leads(self) -> bool:
@@ -143,11 +143,11 @@ class Hosts:
         return self.seat == 0
 
     def host_of(self, rank: int) -> int:
-        return next(number for number, each in enumerate(self.here_and_there) if rank in each)
+        return next(number for number, each in enumerate(self.ranks_by_host) if rank in each)
 
     def shards_of(self, host: int) -> tuple[int, ...]:
         """The numbers of the shards that a host has memory for."""
-        ranks = self.here_and_there[host]
+        ranks = self.ranks_by_host[host]
         row = next(row for row in self.rows if ranks[0] in row)
         return tuple(map(row.index, ranks))
 
@@ -200,12 +200,12 @@ def _memories(rows: Rows, identities: Sequence[Identity]) -> Rows:
             there.setdefault(identities[rank][:2], []).append(rank)
         hosts += there.values()
         if [rank for each in there.values() for rank in each] != list(row):
-            raise UnsupportedError("a row of the mesh mixes the ranks of its hosts, and a host needs one run of its shards: "
-                                   "number the ranks host by host, as torchrun does")
+            raise UnsupportedError("a row of the mesh mixes the ranks of its hosts, and the shards of a host must follow each "
+                                   "other: number the ranks host by host, as torchrun does")
     if len(hosts) == len(rows):
         return ()
     if len({len(each) for each in hosts}) > 1:
         listed = ", ".join(f"{identities[each[0]][2]} has {len(each)}" for each in hosts)
-        raise UnsupportedError(f"a copy divided among hosts has different numbers of ranks on them ({shortened(listed)}): give "
-                               "a mesh whose rows have as many ranks on each host")
+        raise UnsupportedError(f"the hosts of a copy have different numbers of ranks ({shortened(listed)}): give a mesh whose "
+                               "rows have as many ranks on each host")
     return tuple(map(tuple, hosts))

@@ -237,7 +237,7 @@ class Letters:
             self._answers.begin()
         ((_, answer),) = self._wait(self._answers.all)
         found = _unpacked(answer)
-        ranks = [rank for each in self._hosts.here_and_there for rank in each]
+        ranks = [rank for each in self._hosts.ranks_by_host for rank in each]
         return [letter for _, letter in sorted(zip(ranks, found, strict=True))]
 
 

@@ -303,7 +303,7 @@ class HostWatch:
 
     def _told_of_by(self, peer: int) -> list[int]:
         """The ranks that a peer reports on: those of its host, or of all other hosts if it is the first rank of all."""
-        hosts = self.hosts.here_and_there
+        hosts = self.hosts.ranks_by_host
         told_of = hosts if peer == hosts[0][0] else [hosts[self.hosts.host_of(peer)]]
         return [rank for each in told_of if self.hosts.rank not in each for rank in each]
 

@@ -281,15 +281,8 @@ def _load(tensors: StoredTensors, subject: Subject, optimizer_state: dict[str, A
     subject.optimizer.put_state(groups, [  # what other ranks write stays without values
         (parameter, memory, _State(memory.name, state, tensors) if memory.writable and not divided else state)
         for parameter, memory, state in states])
-    for name in filter(own.__contains__, subject.remainders()):  # includes parameters that the optimizer does not have
+    for name in own:  # includes parameters that the optimizer does not have
         tile_name, position = place[name]
-        tile = store.tiles[tile_name]
-        part = tile.layout.slices[position]
-        assert tile.remainder is not None, f"{name} has no remainder"
-        if not divided:
-            tile.remainder[part.start:part.stop].view(part.shape).copy_(tensors.read("remainder", name))
-    for name in own if divided else ():  # what this host has of it
-        tile_name, position = place[name]
-        for part_name in tensors.parts(name):
-            for chosen, memory in own_values(store.tiles[tile_name], position, part_name):
-                tensors.read_run(part_name, name, chosen.start, memory)
+        for part in tensors.parts(name) if divided else ("remainder",):
+            for chosen, memory in own_values(store.tiles[tile_name], position, part):
+                tensors.read_run(part, name, chosen.start, memory)

@@ -206,12 +206,11 @@ class Saved:
 
     def values(self) -> tuple[Any, ...]:
         """The plain values from which `of` makes this."""
-        return *astuple(replace(self, runs=())), tuple(map(tuple, self.runs))
+        return *astuple(self)[:-1], tuple(map(tuple, self.runs))
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> Saved:
-        *others, runs = values
-        return replace(cls(*others[:-1]), runs=tuple(Run(*run) for run in runs))
+        return cls(*(*values[:-1], tuple(Run(*run) for run in values[-1])))
 
     def joined(self, other: Saved | None) -> Saved:
         """The same with the runs of both, in order."""

@@ -143,6 +143,8 @@ def _remedy(error: BaseException) -> str:
         return error.remedy
     if isinstance(error, TouchedError):
         return "; call wait() before writing to parameters"
+    if isinstance(error, FileNotFoundError):  # the first rank has made the folder
+        return "; give a folder that all hosts see, and keep it until the save is complete"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return "; free some disk space, or keep fewer checkpoints" if full else ""
 

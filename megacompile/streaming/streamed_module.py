@@ -3,9 +3,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import mmap
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.compat.core import parse_to, pytree
-from megacompile.errors import CheckpointError, UnsupportedError
+from megacompile.errors import UnsupportedError
 from megacompile.ir.program import Lane
-from megacompile.runtime.memory.store import WEIGHTS
 from megacompile.streaming.device_copy import Turns, original_class
 from megacompile.streaming.generation.shared_prompts import generate_sharing
 from megacompile.streaming.generation.ways import (
@@ -33,7 +30,8 @@ from megacompile.streaming.generation.ways import (
 from megacompile.streaming.handle import Handle
 from megacompile.streaming.programs.captures import base_calls_streamed
 from megacompile.streaming.shared_writes import loading
-from megacompile.streaming.user_tensors.divided import put, whole_values
+from megacompile.streaming.user_tensors.divided import put
+from megacompile.streaming.whole_values import whole_weights_in_a_file, with_whole_weights
 from megacompile.weights.saving import save_whole
 
 
@@ -98,11 +96,7 @@ class StreamedModule(nn.Module):
         if streamed.store.division is None:
             return super().state_dict(*args, **kwargs)
         found = super().state_dict(*args, **{**kwargs, "keep_vars": True})
-        whole = {name: values["weight"].clone() for name, values in whole_values(
-            streamed.store, streamed.tiling, streamed.rank_group.ranks, WEIGHTS[:1], "state_dict")}
-        names = {id(parameter): name for name, parameter in streamed.parameters.items()}
-        for key, value in found.items():
-            found[key] = whole[names[id(value)]] if id(value) in names else value.detach()
+        found.update(with_whole_weights(streamed, found, "state_dict"))
         return found
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,45 +177,11 @@ class StreamedPretrained(StreamedModule):
             raise UnsupportedError("quantized weights are not saved as a model: save the adapter, or close() the model and "
                                    "call megacompile.dequantize(model) first")
         ranks = streamed.rank_group.ranks
-        if ranks is not None and streamed.store.division is not None:
-            options["state_dict"] = self._values_in_a_file(Path(save_directory))
+        if streamed.store.division is not None and options.get("state_dict") is None:
+            options["state_dict"] = whole_weights_in_a_file(streamed, Path(save_directory))
         if ranks is not None and ranks.rank != 0:
             return None
         return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]
-
-    def _values_in_a_file(self, directory: Path) -> dict[str, Tensor]:
-        """The weights that hosts divide, collected tile by tile in a file without a name beside `directory`, on rank 0; nothing
-        on the others. All ranks call this."""
-        streamed = self.megacompile.streamed
-        found: dict[str, Tensor] = {}
-        with streamed.rank_group.all_or_none("save_pretrained", CheckpointError):
-            if streamed.rank_group.ranks is None or streamed.rank_group.ranks.rank == 0:
-                size = sum(layout.weight_bytes for layout in streamed.tiling.host.values())
-                found = self._over_a_file(directory, size)
-        for name, values in whole_values(streamed.store, streamed.tiling, streamed.rank_group.ranks, WEIGHTS[:1],
-                                         "save_pretrained"):
-            if name in found:
-                found[name].copy_(values["weight"])
-        names = {id(parameter): name for name, parameter in streamed.parameters.items()}
-        state = nn.Module.state_dict(self, keep_vars=True) if found else {}
-        return {key: found[names[id(value)]] if id(value) in names else value.detach() for key, value in state.items()}
-
-    def _over_a_file(self, directory: Path, size: int) -> dict[str, Tensor]:
-        try:
-            directory.absolute().parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory.absolute().parent) as file:
-                file.truncate(size)
-                memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-        except OSError as error:
-            raise CheckpointError(f"{directory} could not be saved ({error.strerror}), and its earlier contents are unchanged: "
-                                  "free space, or give another folder") from error
-        found: dict[str, Tensor] = {}
-        at = 0
-        for layout in self.megacompile.streamed.tiling.host.values():
-            flat = layout.flat(memory[at:at + layout.weight_bytes])
-            found |= {s.name: flat[s.start:s.stop].view(s.shape) for s in layout.slices}
-            at += layout.weight_bytes
-        return found
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing, since the plan decides what is recomputed (`checkpoint_interval`). Trainers call this by default."""

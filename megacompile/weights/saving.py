@@ -12,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from megacompile.errors import CheckpointError
 from megacompile.system.files import WorkingFolder, abandoned, sync_folder
@@ -69,12 +72,28 @@ def replacing(directory: Path) -> Iterator[Path]:
         _to_disk(working.path)
         _publish(working.path, target)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{directory} could not be saved ({error}), and its earlier contents are unchanged: free space, "
-                              "or give another folder") from error
+        raise _not_saved(directory, error) from error
     finally:
         if working is not None:
             _give_back(working.path, target)
             working.release()
+
+
+def memory_in_a_file(directory: Path, size: int) -> Tensor:
+    """uint8 [size] in a file without a name, on the file system that `directory` is saved on. Raises `CheckpointError`."""
+    target = directory.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=_place(target)) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # on a full disk, the first write to a page would end the process
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    except OSError as error:
+        raise _not_saved(directory, error) from error
+
+
+def _not_saved(directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{directory} could not be saved ({error}), and its earlier contents are unchanged: free space, or "
+                           "give another folder")
 
 
 def recover(directory: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import queue
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -239,7 +240,7 @@ class Store:
         """Allocates the gradients of all trained tiles, unless they exist. Returns what was allocated. Raises
         `InsufficientMemoryError`; then nothing has changed."""
         missing = [tile for tile in self.tiles.values() if tile.layout.trainable and tile.gradients is None]
-        needed = sum(tile.layout.gradient_bytes for tile in missing)
+        needed = self._on_this_host(sum(tile.layout.gradient_bytes for tile in missing))
         if needed and needed > (available := available_host_bytes()):
             raise InsufficientMemoryError(
                 f"gradients that wait for a step take {format_bytes(needed)} of host memory, and {format_bytes(available)} are "
@@ -254,7 +255,7 @@ class Store:
         homes = {name: self[name].home for name in tiles}
         missing = [tile for tile in {id(each): each for each in homes.values()}.values()
                    if tile.sums is None and tile.layout.trainable]
-        needed = sum(tile.layout.sum_bytes for tile in missing)
+        needed = self._on_this_host(sum(tile.layout.sum_bytes for tile in missing))
         if needed and needed > (available := available_host_bytes()):
             raise InsufficientMemoryError(
                 f"sums of gradients over waves take {format_bytes(needed)} of host memory, and {format_bytes(available)} are "
@@ -276,7 +277,7 @@ class Store:
         """Bytes of host memory for training: available bytes plus those that tiles already take, at most `budget`."""
         parts = self.bytes()
         kept = sum(part.nbytes for tile in self.tiles.values() if tile.moments_written for part in tile.state())
-        there = available_host_bytes() + parts.get("weights", 0) + parts.get("gradients", 0) + kept
+        there = available_host_bytes() + parts.get("weights", 0) + parts.get("gradients", 0) + self._on_this_host(kept)
         return min(there, budget or there)
 
     def drop_sums(self) -> None:
@@ -301,20 +302,21 @@ class Store:
                 snapshot.preserve(self[name].home.layout.name)
 
     def bytes(self) -> dict[str, int]:
-        total: dict[str, int] = {}
+        """Bytes of this host's memory for each part of the tiles."""
+        total: Counter[str] = Counter()
         for tile in self.tiles.values():
-            for part, size in tile.parts().items():
-                total[part] = total.get(part, 0) + size
-        return total
+            total.update(tile.parts())
+        return {part: self._on_this_host(size) for part, size in total.items()}
+
+    def _on_this_host(self, size: int) -> int:
+        """The share of so many bytes of tiles that this host has memory for."""
+        return size if self.division is None else -(-size // len(self.division.hosts))
 
 
 def _state_of(share: Share) -> Iterator[Tensor]:
     """Memory of the optimizer state that a process updates, as bytes."""
-    home = share.home
-    for part in (*home.prepare_moments(), *([] if home.remainder is None else [home.remainder])):
-        for _, there in share.runs:
-            start, stop = (part.numel() * end // home.layout.elements for end in (there.start, there.stop))
-            yield part[start:stop]
+    home = replace(share.home, moments=share.home.prepare_moments())
+    return memory_of(home, ("moments", "remainder"), tuple(there for _, there in share.runs))
 
 
 # -------------------- The copies of a model: made equal to the first one

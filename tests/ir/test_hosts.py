@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.planning.config import StreamConfig
 from megacompile.runtime import hosts
 from megacompile.runtime.hosts import Hosts, Identity, Rows, arranged, rows_of, sequence_ranks_of
+from megacompile.runtime.memory import store
+from megacompile.runtime.memory.divided import Division
+from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tiles import HostTile, TileLayout
 
 
 def on(*machines: str, declared: dict[int, str] | None = None) -> list[Identity]:
@@ -75,7 +79,7 @@ def test_several_copies_may_be_divided_among_hosts() -> None:
 @pytest.mark.parametrize(("machines", "mesh", "says"), [
     ("aab", None, r"different numbers of ranks \(a has 2, b has 1\), .*: start as many processes on every host"),
     ("abab", ((0, 1, 2, 3),), "a row of the mesh mixes the ranks of its hosts, .*: number the ranks host by host"),
-    ("aaab", ((0, 1, 2, 3),), r"has different numbers of ranks on them \(a has 3, b has 1\): give a mesh whose rows"),
+    ("aaab", ((0, 1, 2, 3),), r"of a copy have different numbers of ranks \(a has 3, b has 1\): give a mesh whose rows"),
     ("aaaa", ((0, 1),), r"the mesh has ranks \[0, 1\] of a job with 4 ranks: give a mesh of all ranks"),
     ("aa", ((0, 0),), r"the mesh has ranks \[0, 0\] of a job with 2 ranks")])
 def test_hosts_that_cannot_train_together_are_refused(machines: str, mesh: Rows | None, says: str) -> None:
@@ -119,3 +123,15 @@ def test_a_process_says_which_host_it_is_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_mesh_that_is_none_is_refused() -> None:
     with pytest.raises(MegacompileError, match="mesh must be a DeviceMesh, not a int"):
         StreamConfig.of(mesh=3)
+
+
+def test_a_host_that_has_a_part_of_a_copy_counts_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = HostTile.allocate(TileLayout.of("t", torch.float32, [("w", (1 << 12,), True)]))
+    whole = tile.layout.gradient_bytes
+    monkeypatch.setattr(store, "available_host_bytes", lambda: whole // 2)
+    with pytest.raises(InsufficientMemoryError):
+        Store({"t": tile}).hold_gradients()
+    divided = Store({"t": tile}, division=Division({"t": []}, ((0,), (1,)), here=0))
+    divided.hold_gradients()
+    assert divided.bytes()["gradients"] == whole // 2 and divided.bytes()["weights"] == tile.weights.nbytes // 2
+    assert divided.available_bytes() == whole // 2 + sum(divided.bytes().values())

@@ -187,7 +187,7 @@ def test_copies_that_were_asked_for_and_are_not_possible_are_refused(monkeypatch
         raise RuntimeError("no access between the devices\nmore")
 
     monkeypatch.setattr(exchanges, "memory_of_peers", unreachable)
-    hosts: Any = SimpleNamespace(local=0, ranks=2, count=1)
+    hosts: Any = SimpleNamespace(local=0, ranks=2, count=1, copies=1, spread=1)
     one = Exchanges(hosts, torch.device("cuda:0"), cast(Any, object()), None, None, lambda work: None)
     with pytest.raises(UnsupportedError, match=r"each other's memory: leave peer_copies out.*no access between"):
         one.connect(True, lambda value: value)

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,6 +64,16 @@ def test_a_single_file_takes_the_place_of_shards_and_their_index(old: Path) -> N
     with replacing(old) as folder:
         (folder / "model.safetensors").write_text("new")
     assert names(old) == {"model.safetensors", "config.json"} | USERS
+
+
+def test_memory_in_a_file_is_on_the_file_system_of_the_folder_and_needs_its_blocks(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = saving.memory_in_a_file(tmp_path / "new" / "model", 1 << 13)
+    memory[-1] = 7
+    assert memory.tolist() == [0] * 8191 + [7] and not any((tmp_path / "new").iterdir())
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(CheckpointError, match=r"No space left on device.*: free space, or give another folder"):
+        saving.memory_in_a_file(tmp_path / "model", 1 << 13)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -61,6 +61,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "more tokens than that": (2, 3, dict(min_new_tokens=4, repetition_penalty=1.3, **SAMPLED)),
     "a configuration": (2, 4, dict(generation_config=transformers.GenerationConfig(
         max_new_tokens=NEW, pad_token_id=0, num_return_sequences=2, min_new_tokens=NEW, eos_token_id=3, **SAMPLED))),
+    "arguments beside a configuration": (2, 4, dict(max_new_tokens=NEW, num_return_sequences=2, generation_config=(
+        transformers.GenerationConfig(max_new_tokens=2, pad_token_id=0, num_return_sequences=3, **SAMPLED)))),
 }
 
 
@@ -78,6 +80,12 @@ def test_tokens_are_natives_and_each_prompt_is_computed_once(case: str, models: 
     assert torch.equal(tokens, expected)
     sequences = equal * (2 if "generation_config" in options else options.get("num_return_sequences", 1))
     assert all_tokens - computed == rows * (sequences - 1) * (TOKENS - 1)
+
+
+def test_several_greedy_sequences_are_refused_as_by_transformers(models: tuple[Any, Any]) -> None:
+    for model in models:
+        with pytest.raises(ValueError, match="Greedy"):
+            generated(model, **prompts(2, 1), num_return_sequences=2)
 
 
 @pytest.mark.parametrize("options", [

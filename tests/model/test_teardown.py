@@ -27,7 +27,8 @@ from torch.utils import _pytree as pytree
 
 import megacompile
 from megacompile.errors import LaneError
-from megacompile.runtime.memory.tiles import SharedTileMemory, TileLayout
+from megacompile.runtime.memory.store import SharedTileMemory
+from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.streaming import streamed
 from megacompile.system.host_memory import SharedMemory
 

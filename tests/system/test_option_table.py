@@ -22,7 +22,7 @@ ADDED = {
         None, Takes.COUNT, Scope.PLAN, "Number of fancy slots, beside `weight_slots`.", unset="none", least=2, replan=True,
         flag=True, planned=True)
 """),
-    "megacompile/ir/plan.py": ("    lengths: tuple[int, ...] = ()\n\n    @functools.cached_property",
+    "megacompile/ir/plan.py": ("    spread: int = 1\n\n    @functools.cached_property",
                                "    fancy_slots: int = 2\n")}
 #: What needs no model, which would be captured for many seconds.
 LIGHT = """

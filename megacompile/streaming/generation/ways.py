@@ -46,9 +46,9 @@ def option_of(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
 
 
 def with_options(given: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """The arguments of `generate` with these options added. transformers accepts options in a configuration or as arguments,
-    not both."""
-    found = dict(given)
+    """The arguments of `generate` with these options, which replace the user's. They are in the configuration if there is one:
+    transformers prefers arguments to it."""
+    found = {name: value for name, value in given.items() if name not in options}
     if found.get("generation_config") is None:
         return found | options
     found["generation_config"] = copy.deepcopy(found["generation_config"])

@@ -45,8 +45,8 @@ from megacompile.streaming.replanning import discard_plans
 from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.step_state import NonFinite
 from megacompile.streaming.streamed import Streamed
-from megacompile.streaming.user_tensors.divided import whole_values
 from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
+from megacompile.streaming.whole_values import whole_values
 from megacompile.weights.tiling import Tiling
 
 
@@ -672,11 +672,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def _make_whole(self, streamed: Streamed, states: dict[int, dict[str, Any]]) -> None:
         """Replaces tensors that hosts divide by copies of the whole, on every rank."""
         indexes = {require_owner(parameter)[1]: index for index, parameter in enumerate(self._parameters())}
-        parts = ("remainder", "moments")
-        for name, values in whole_values(streamed.store, streamed.tiling, streamed.rank_group.ranks, parts, "state_dict"):
-            if name in indexes:
-                state = states.setdefault(indexes[name], {})
-                state |= {key: value.clone() for key, value in values.items() if key in state or key == "remainder"}
+        with streamed.rank_group.failing():
+            for name, values in whole_values(streamed, ("remainder", "moments"), "state_dict"):
+                if name in indexes and (keys := {*states.get(indexes[name], ()), "remainder"} & values.keys()):
+                    states.setdefault(indexes[name], {}).update((key, values[key].clone()) for key in keys)
 
     def _remainder(self, parameter: Tensor) -> Tensor | None:
         """The low bits of a parameter's FP32 master, in its tile; None for an fp32 parameter."""

@@ -1,9 +1,9 @@
-"""Tensors that users hold over tiles that hosts divide. A host has a part of their values, so they tell their shape, dtype and
-gradient, and refuse to be read or written.
+"""Tensors that users hold over tiles that hosts divide. A host has only some of their values. Their shape, dtype and gradient
+can be read. Code that reads or writes values raises an error.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from megacompile.compat.core import as_plain_tensors, pytree
 from megacompile.errors import UnsupportedError
 from megacompile.runtime.memory.divided import parts_of_run, within
-from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import HostTile
 from megacompile.runtime.optimizer.state_format import BLOCK
-from megacompile.runtime.ranks import Ranks
-from megacompile.weights.tiling import Tiling
 
-#: What does not read values: attributes and methods of tensors.
-_TOLD = frozenset((
+#: The attributes and methods of tensors that read no values.
+_WITHOUT_VALUES = frozenset((
     "shape", "dtype", "device", "layout", "ndim", "grad", "requires_grad", "is_leaf", "grad_fn", "_version", "is_meta",
     "is_cuda", "is_cpu", "is_sparse", "is_quantized", "nbytes", "itemsize", "_backward_hooks",
     "_post_accumulate_grad_hooks", "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset",
@@ -27,7 +24,7 @@ _TOLD = frozenset((
 
 
 class _Divided(Tensor):
-    """`of`: what it is, for messages."""
+    """`of`: its name for messages."""
 
     of = ""
 
@@ -36,12 +33,12 @@ class _Divided(Tensor):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             name = getattr(func.__self__, "__name__", "")
-        if name in _TOLD or (name == "copy_" and args[0] is args[1]):
+        if name in _WITHOUT_VALUES or (name == "copy_" and args[0] is args[1]):
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         what = next((each.of for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Divided)), "this tensor")
-        raise UnsupportedError(f"{what} is divided among hosts, and this one has only a part of it: call state_dict() of "
-                               "the model or the optimizer on every rank, or load_state_dict to write")
+        raise UnsupportedError(f"{what} is divided among hosts, and this host has only a part of it: before close(), call "
+                               "state_dict() of the model or the optimizer on every rank to read, or load_state_dict to write")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{self.of}: {list(self.shape)}, divided among hosts"
@@ -55,34 +52,11 @@ class _DividedParameter(_Divided, nn.Parameter):
 
 
 def divided(tensor: Tensor, of: str) -> Tensor:
-    """The same tensor object, which no longer can be read. `of`: what it is, for messages."""
+    """The same tensor object. From now on, code that reads or writes its values raises `UnsupportedError`. `of`: its name for
+    messages."""
     tensor.__class__ = _DividedParameter if isinstance(tensor, nn.Parameter) else _Divided
     tensor.of = of  # type: ignore[attr-defined]
     return tensor
-
-
-def whole_values(store: Store, tiling: Tiling, ranks: Ranks | None, parts: Sequence[str],
-                 doing: str) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Each parameter in a tile, by name, with its values in these parts of the tile, over memory that is valid until the next
-    one is taken: those of the moments by their names. All ranks take all of them together. Raises `RankError`."""
-    for tile_name in tiling.host:
-        with store.whole_on_every_host(tile_name, parts, ranks, doing) as tile:
-            for position, s in enumerate(tile.layout.slices):
-                yield s.name, _values(tile, position, parts)
-
-
-def _values(tile: HostTile, position: int, parts: Sequence[str]) -> dict[str, Tensor]:
-    s, layout, found = tile.layout.slices[position], tile.layout, {}
-    if "weights" in parts:
-        found["weight"] = layout.flat(tile.weights)[s.start:s.stop].view(s.shape)
-    if "remainder" in parts and tile.remainder is not None and s.trainable:
-        found["remainder"] = tile.remainder[s.start:s.stop].view(s.shape)
-    if "moments" in parts and tile.moments and s.trainable:
-        state = layout.state_of(position)
-        for name, memory in layout.state_layout.named(tile.moments, position):
-            values = name in state.moments
-            found[name] = memory[:s.count].view(s.shape) if values else memory[:state.format.scales(s.count)]
-    return found
 
 
 def own_values(tile: HostTile, position: int, part: str) -> Iterator[tuple[slice, Tensor]]:
@@ -92,8 +66,8 @@ def own_values(tile: HostTile, position: int, part: str) -> Iterator[tuple[slice
     for first, last in within((slice(0, layout.elements),) if tile.here is None else tile.here, s.start, s.stop):
         for name, memory in parts_of_run(tile, position, first, last):
             if name == part:
-                scales = memory.numel() < last - first
-                yield slice(first // BLOCK, first // BLOCK + memory.numel()) if scales else slice(first, last), memory
+                start = first if name in ("weight", "remainder", *layout.state_of(position).moments) else first // BLOCK
+                yield slice(start, start + memory.numel()), memory
 
 
 def put(tile: HostTile, position: int, part: str, values: Tensor) -> None:
