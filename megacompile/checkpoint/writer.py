@@ -144,7 +144,7 @@ def _remedy(error: BaseException) -> str:
     if isinstance(error, TouchedError):
         return "; call wait() before writing to parameters"
     if isinstance(error, FileNotFoundError):  # the first rank has made the folder
-        return "; give a folder that all hosts see, and keep it until the save is complete"
+        return "; keep the folder until the save is complete, and give one that all hosts see"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return "; free some disk space, or keep fewer checkpoints" if full else ""
 

@@ -30,6 +30,10 @@ def _other_processes(args: Any, streamed: Streamed) -> bool:
     return bool(args.world_size != streamed.rank_group.size)
 
 
+def _divided(args: Any, streamed: Streamed) -> bool:
+    return streamed.store.division is not None
+
+
 def _uneven_steps(args: Any, streamed: Streamed) -> bool:
     even = getattr(args.accelerator_config, "even_batches", True)
     return args.world_size > 1 and not even and not args.dataloader_drop_last
@@ -39,6 +43,8 @@ def _uneven_steps(args: Any, streamed: Streamed) -> bool:
 _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
     (_other_processes, "TrainingArguments has another number of processes than the streamed model: start all of them with "
                        "torchrun or accelerate launch, and leave distributed=False out of stream()"),
+    (_divided, "a copy of the model that hosts divide is saved by all ranks together, and trainers save it on one: write the "
+               "loop, or give stream() a mesh with a row for each host"),
     (_uneven_steps, "even_batches=False gives some processes fewer batches, for which the others would wait: leave it out, or "
                     "pass dataloader_drop_last=True"),
     (_asks("deepspeed"), "deepspeed places weights by itself, as streaming does: leave one of them out"),

@@ -21,7 +21,7 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 BUDGET = {
     "": 3997, "checkpoint": 1483, "codegen": 778, "compat": 797, "finetuning": 3196, "frontend": 10225, "inference": 579,
     "inputs": 2166, "ir": 3083, "passes": 2578, "planning": 2898, "predict": 1591, "runtime": 6860, "streaming": 7818,
-    "system": 858, "tools": 1136, "trainers": 1277, "verify": 1669, "weights": 2463,
+    "system": 858, "tools": 1136, "trainers": 1283, "verify": 1669, "weights": 2463,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 

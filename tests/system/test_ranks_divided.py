@@ -60,7 +60,9 @@ import copy, json, os, sys
 from pathlib import Path
 import engine, torch
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import TrainingArguments
 from megacompile.errors import MegacompileError
+from megacompile.trainers.trainer_arguments import check_arguments
 from rank_models import *
 
 found = {}
@@ -101,6 +103,7 @@ refused("copy", lambda: copy.deepcopy(model))
 refused("gradient", lambda: weight.grad.norm())
 refused("state", lambda: optimizer.state[weight]["exp_avg"].sum())
 refused("master", lambda: optimizer.master(weight))
+refused("trainer", lambda: check_arguments(TrainingArguments(os.environ["RESULTS"], use_cpu=True), engine.of(model)))
 found["told"] = [list(weight.shape), str(weight.dtype), weight.requires_grad, weight.grad is not None]
 optimizer.step()
 optimizer.zero_grad()
@@ -126,6 +129,7 @@ def test_ranks_of_all_hosts_evaluate_and_load_together(together: list[Any]) -> N
 
 def test_what_a_host_has_a_part_of_is_refused_by_name(together: list[Any]) -> None:
     for found in together:
+        assert "saved by all ranks together, and trainers save it on one: write the loop" in found["trainer"]
         assert found["told"] == [[64, 16], "torch.bfloat16", True, True]
         for what in ("data", "read", "write", "copy", "gradient", "state", "master"):
             of = {"gradient": "the gradient of table.weight", "state": "the exp_avg of table.weight"}.get(what, "table.weight")
