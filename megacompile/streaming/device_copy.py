@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megacompile.compat.module_hooks import AFTER_FORWARD, BEFORE_FORWARD, FLAGS, hooks_of
 from megacompile.errors import InsufficientMemoryError, MegacompileError
+from megacompile.frontend.tracing.model_options import divides_weights
 from megacompile.ir.program import Program, stays
 from megacompile.sizes import format_bytes
 from megacompile.streaming.generation.copied_tiles import CopiedTiles
@@ -255,10 +256,10 @@ class DeviceCopy:
         return Arrangement(least + copied_bytes(program) - copied, copied, turning)
 
     def layers(self) -> tuple[TurningLayer, ...]:
-        """The layers whose weights can take turns, in the order in which they run. None of a model that divides its weights in
-        place when it evaluates (RWKV), since later copies would undo that."""
+        """The layers whose weights can take turns, in the order in which they run. A model that divides its weights in place
+        has none, since later copies would undo that."""
         streamed = self._streamed
-        if getattr(getattr(streamed.model, "config", None), "rescale_every", 0):
+        if divides_weights(getattr(streamed.model, "config", None)):
             return ()
         return turning_layers(streamed.model, [call.again or call.name for call in streamed.captured.calls[1:-1]],
                               streamed.tiling.host)

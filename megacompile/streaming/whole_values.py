@@ -9,19 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import CheckpointError
-from megacompile.runtime.memory.tiles import HostTile
+from megacompile.runtime.memory.divided import parts_of_run
 from megacompile.streaming.streamed import Streamed
 from megacompile.weights.saving import memory_in_a_file
 
 
 def whole_values(streamed: Streamed, parts: Sequence[str], doing: str) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Each parameter in a tile, by name, with its values in these parts of the tile, over memory that is valid until the next
-    one is taken: those of the moments by their names. All ranks take all of them together, in a context `failing` of their
-    group. Raises `RankError`."""
+    """Each parameter in a tile, by name, with its stored tensors, by their names in a checkpoint. Those in `parts` of the tile
+    are whole. Their memory is valid until the next parameter is taken. All ranks take all of them together, in a context
+    `failing` of their group. Raises `RankError`."""
     for tile_name in streamed.tiling.host:
         with streamed.store.whole_on_every_host(tile_name, parts, streamed.rank_group.ranks, doing) as tile:
             for position, s in enumerate(tile.layout.slices):
-                yield s.name, _values(tile, position, parts)
+                shaped = ("weight", "remainder", *tile.layout.state_of(position).moments)  # all but scales
+                yield s.name, {part: memory.view(s.shape) if part in shaped else memory
+                               for part, memory in parts_of_run(tile, position, 0, s.count)}
 
 
 def with_whole_weights(streamed: Streamed, state: Mapping[str, Any], doing: str,
@@ -51,16 +53,3 @@ def whole_weights_in_a_file(streamed: Streamed, directory: Path) -> dict[str, An
             state = nn.Module.state_dict(streamed.model, keep_vars=True)
     return with_whole_weights(streamed, state, "save_pretrained", memory)
 
-
-def _values(tile: HostTile, position: int, parts: Sequence[str]) -> dict[str, Tensor]:
-    s, layout, found = tile.layout.slices[position], tile.layout, {}
-    if "weights" in parts:
-        found["weight"] = layout.flat(tile.weights)[s.start:s.stop].view(s.shape)
-    if "remainder" in parts and tile.remainder is not None and s.trainable:
-        found["remainder"] = tile.remainder[s.start:s.stop].view(s.shape)
-    if "moments" in parts and tile.moments and s.trainable:
-        state = layout.state_of(position)
-        for name, memory in layout.state_layout.named(tile.moments, position):
-            values = name in state.moments
-            found[name] = memory[:s.count].view(s.shape) if values else memory[:state.format.scales(s.count)]
-    return found

@@ -19,8 +19,8 @@ rank: Callable[[str], int] = PACKAGES["rank"]
 #: The most lines that each package may have ("" has the modules directly in `megacompile/`). Lower a number as code goes. A
 #: feature that raises one says in its commit what the lines buy.
 BUDGET = {
-    "": 3997, "checkpoint": 1483, "codegen": 778, "compat": 797, "finetuning": 3196, "frontend": 10225, "inference": 579,
-    "inputs": 2166, "ir": 3083, "passes": 2578, "planning": 2898, "predict": 1591, "runtime": 6860, "streaming": 7818,
+    "": 3997, "checkpoint": 1483, "codegen": 778, "compat": 797, "finetuning": 3196, "frontend": 10231, "inference": 579,
+    "inputs": 2166, "ir": 3083, "passes": 2578, "planning": 2898, "predict": 1591, "runtime": 6860, "streaming": 7809,
     "system": 858, "tools": 1136, "trainers": 1283, "verify": 1669, "weights": 2463,
 }
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}

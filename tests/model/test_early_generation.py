@@ -85,6 +85,18 @@ def generated(model: Any, **options: Any) -> Tensor:
     return torch.stack(found.logits)
 
 
+def after_steps(model: Any, count: int, early: bool) -> list[Tensor]:
+    """What is generated after each of so many steps, beside their slow updates or after them."""
+    optimizer, found = optimizer_of(model), []
+    engine.probe(model, slow(seconds=0.01))
+    for seed in range(count):
+        step(model, optimizer, seed)
+        if not early:
+            model.megacompile.synchronize()
+        found.append(generated(model))
+    return found
+
+
 def waited(monkeypatch: pytest.MonkeyPatch, seen: list[str], left_out: tuple[str, ...] = ()) -> None:
     """Notes when a stage of the forward has its weights. Stages that are `left_out` do not wait for them."""
     reach = CopiedTiles.reach
@@ -163,13 +175,7 @@ def test_tokens_and_weights_are_those_of_the_whole_update(plan: str, tied: bool,
 
     def run(early: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         model = streamed(tied, **PLANS.get(plan, on_disk))
-        optimizer, found = optimizer_of(model), []
-        engine.probe(model, slow(seconds=0.01))
-        for seed in range(3):
-            step(model, optimizer, seed)
-            if not early:
-                model.megacompile.synchronize()
-            found.append(generated(model))
+        found = after_steps(model, 3, early)
         held = weights(model.megacompile.device_copy.native)
         assert same_bits(held, weights(model))
         model.megacompile.close()
@@ -283,17 +289,11 @@ def test_a_generation_that_computes_nothing_leaves_a_current_copy(model: Any) ->
 
 def test_adapters_are_current_over_weights_that_do_not_change() -> None:
     peft = pytest.importorskip("peft")
-    found = []
+    found = list[Tensor]()
     for early in (True, False):
         adapter = peft.LoraConfig(r=2, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
         torch.manual_seed(1)
         model = megacompile.stream(peft.get_peft_model(tiny_models.build(), adapter), device="cpu")
-        optimizer = optimizer_of(model)
-        engine.probe(model, slow(seconds=0.01))
-        for seed in range(2):
-            step(model, optimizer, seed)
-            if not early:
-                model.megacompile.synchronize()
-            found.append(generated(model))
+        found += after_steps(model, 2, early)
         model.megacompile.close()
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3]) and not torch.equal(*found[:2])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import build
+from mixtures import models_in_module
 from tiny_configs import FIRST_PLAIN_TOKEN, VOCABULARY, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -34,21 +34,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "in turns and parts": {"turns": Turns.ALL, "parts": 3}}
 
 
-@pytest.fixture(scope="module", params=[*FAST, *(pytest.param(each, marks=pytest.mark.nightly) for each in MIXTURES + HYBRIDS)])
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def plain(family: str) -> Any:
-    return build(family)
-
-
-@pytest.fixture(scope="module")
-def streamed(plain: Any) -> Iterator[Any]:
-    model = megacompile.stream(copy.deepcopy(plain), device="cpu")
-    yield model
-    model.megacompile.close()
+family, plain, streamed = models_in_module(
+    [*FAST, *(pytest.param(each, marks=pytest.mark.nightly) for each in MIXTURES + HYBRIDS)])
 
 
 def prompts() -> dict[str, Tensor]:

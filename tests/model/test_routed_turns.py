@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import CHOSEN, EXPERTS, NEW, Copies, build, generated, in_turns
+from mixtures import CHOSEN, EXPERTS, NEW, Copies, build, generated, in_turns, models_in_module
 from tiny_models import batch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -19,28 +19,14 @@ from megacompile.streaming.device_copy import Turns
 from megacompile.streaming.generation import turns
 from megacompile.streaming.generation.turns import copied_bytes, most_tokens, turns_program
 
-#: Experts beside recurrent layers and shared experts; in a layer without attention; behind dense layers.
+#: Experts beside recurrent layers and shared experts; in a layer without attention; after dense layers.
 HYBRIDS = ["qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "lfm2_moe", "jamba", "kimi_linear"]
 OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ["glm4_moe", *HYBRIDS]]
 #: Gated; with biases, transposed; beside dense layers and shared experts.
 FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3", *OTHERS]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def plain(family: str) -> Any:
-    return build(family)
-
-
-@pytest.fixture(scope="module")
-def streamed(plain: Any) -> Iterator[Any]:
-    model = megacompile.stream(copy.deepcopy(plain), device="cpu")
-    yield model
-    model.megacompile.close()
+family, plain, streamed = models_in_module(FAMILIES)
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
 """Small mixtures of many experts, whose layers take turns on a device, and what is copied for each call of them."""
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tiny_models import batch
 from torch import Tensor, fx
 from transformers import AutoModelForCausalLM
 
+import megacompile
 from megacompile.ir.program import Lane, argument
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.backends.threads import ThreadBackend
@@ -39,6 +41,25 @@ def build(family: str, dtype: torch.dtype = torch.float32, wide: int = 48) -> An
             if parameter.dim() > 1:
                 parameter.normal_(std=0.2)
     return model
+
+
+def models_in_module(families: Collection[Any]) -> tuple[Any, Any, Any]:
+    """Fixtures that the tests of one module share: a family, its plain model, and the same model streamed."""
+    @pytest.fixture(scope="module", params=families)
+    def family(request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    @pytest.fixture(scope="module")
+    def plain(family: str) -> Any:
+        return build(family)
+
+    @pytest.fixture(scope="module")
+    def streamed(plain: Any) -> Iterator[Any]:
+        model = megacompile.stream(copy.deepcopy(plain), device="cpu")
+        yield model
+        model.megacompile.close()
+
+    return family, plain, streamed
 
 
 class Copies:

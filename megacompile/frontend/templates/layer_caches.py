@@ -27,7 +27,7 @@ class LayerCache:
 
 
 def layer_cache(template: Template) -> LayerCache:
-    """Of the attention, recurrences (whose states are in fp32) and convolutions that a template shows."""
+    """The bytes that the attention, recurrences and convolutions of a template keep. States of recurrences are in fp32."""
     token, state, windows = 0, 0, list[int]()
     for node in template.forward_graph().nodes:
         given: Any = [x.meta.get("val") if isinstance(x, fx.Node) else x for x in node.args]

@@ -36,6 +36,11 @@ def _asked_for(name: str) -> Callable[[nn.Module], tuple[str, Any] | None]:
     return read
 
 
+def divides_weights(config: Any) -> bool:
+    """True if a model divides the weights of some layers in place before it evaluates (RWKV)."""
+    return 0 < (getattr(config, "rescale_every", None) or 0) <= getattr(config, "num_hidden_layers", 0)
+
+
 def rope_types(module: nn.Module) -> list[str]:
     """The kinds of rotary frequencies that a module computes; several if types of layers differ."""
     found = getattr(module, "rope_type", None)

@@ -23,6 +23,7 @@ from megacompile.compat.hugging_face import replaced
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.ops.attention import FORMS
 from megacompile.frontend.ops.recurrence import causal_conv, recurrence
+from megacompile.frontend.tracing.model_options import divides_weights
 
 
 def _refuse_state(*states: object) -> None:
@@ -154,7 +155,7 @@ def _wkv(
 def _undivided(self: Any) -> None:
     """`RwkvModel._rescale_layers`, which divides weights in place before an evaluation, and multiplies them after it. Raises
     `UnsupportedError` if there are layers to divide."""
-    if 0 < self.config.rescale_every <= len(self.blocks):
+    if divides_weights(self.config):
         raise UnsupportedError("RWKV divides its weights before an evaluation: set config.rescale_every = 0 before stream()")
 
 

@@ -49,8 +49,8 @@ def equal_rows(given: Mapping[str, Any]) -> int:
 
 def _can_share(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """True if the call gives nothing but prompts and options, and a later call can go on with keys and values of prompts alone:
-    without beams, recurrent states, and a cache that the user has chosen. Several greedy sequences of a prompt are
-    left to transformers, which refuses them."""
+    without beams, recurrent states, and a cache that the user has chosen. Transformers refuses several greedy sequences of a
+    prompt by itself."""
     prompt = prompt_of(given)
     return (prompt is not None and prompt.shape[1] > 1 and isinstance(option_of(model, given, "max_new_tokens"), int)
             and can_be_cut(model, given) and not chooses_cache(model, given) and has_dynamic_cache(model)

@@ -203,6 +203,7 @@ def part_counts(model: nn.Module, given: Mapping[str, Any]) -> Iterator[int]:
 
 
 def can_be_cut(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """True if each row's tokens depend on its own prompt and on options alone, and results of several calls can be joined."""
     known = BY_ROW | {"generation_config", "tokenizer"}
     options = getattr(model, "generation_config", None)
     if any(name not in known and not hasattr(options, name) for name, value in given.items()
